@@ -20,7 +20,7 @@ test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30,
 test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
 	@scripts/suite.sh full $(VERSION)
 
-lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules
+lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules, prose, docs site
 	@scripts/lint.sh
 
 bench: ## every bench, Rust and Python; ratios are printed beside the targets

@@ -29,6 +29,8 @@ check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
 check "unsafe, environment, imports, file sizes, circles" python scripts/house_rules.py
+check "prose" python scripts/prose.py
+check "docs site" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir build/site
 check "wheel: metadata" twine check --strict build/wheel/*.whl
 check "wheel: contents" check-wheel-contents build/wheel
 check "workflows: schema" check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml

@@ -178,7 +178,7 @@ def test_a_wrong_setup_lists_those_there_are(capsys: pytest.CaptureFixture[str])
 
 def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(**_: Any) -> None:
-        raise RuntimeError("loaded pages differ from what was saved")
+        raise RuntimeError("loaded pages differ from the saved pages")
 
     monkeypatch.setattr("kvloft.bench.command.gpu_bytes", lambda needed: 1)
     monkeypatch.setattr("kvloft.bench.copy.run", run)

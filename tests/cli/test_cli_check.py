@@ -45,9 +45,9 @@ def test_flags_of_vllm_are_what_stands_behind_the_first_dashes() -> None:
 def test_a_served_model_is_a_table_and_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "good", "--", "--port", "80"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1].startswith("kvloft serves good with these flags")
+    assert out.splitlines()[-1].startswith("kvloft supports good with these flags")
     assert "16 of 20 prompt tokens from host memory, 16 of 20 from disk" in out
-    assert "left out: --port 80" in out
+    assert "ignored flags of the API server: --port 80" in out
     assert "vLLM with kvloft again: disk" in err
 
 
@@ -62,7 +62,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "wrong"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("kvloft does NOT serve wrong")
+    assert last.startswith("kvloft does NOT support wrong")
     assert "kvloft, disk, new engine: 1 of 1 answers differ" in last
 
 
@@ -78,15 +78,15 @@ def test_a_reader_that_leaves_early_does_not_make_it_served(more: list[str], mon
 def test_a_refusal_is_status_1_and_has_kvlofts_own_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "refused"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("with kvloft it did not run: kvloft serves no such thing; run it without.")
+    assert last.endswith("vLLM did not run with kvloft: kvloft serves no such thing; run it without.")
 
 
 def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "never-starts"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "--- the end of the log of vLLM alone" in err
-    assert err.splitlines()[-1].endswith("these flags: ValueError: no such model")
+    assert "--- end of the log of vLLM alone" in err
+    assert err.splitlines()[-1].endswith("even without kvloft: ValueError: no such model")
 
 
 @pytest.mark.parametrize("wrong", [["--extra", "{"], ["--extra", '{"hostsize": 1}']])
@@ -127,7 +127,7 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(
     monkeypatch.setattr("kvloft.cli.check.run_engine", lambda *a, **k: original(*a, **k | {"limit_s": 3000.0}))
     monkeypatch.setattr(check_engine, "time", Hours(tmp_path / "pids"))
     assert main(["check", "hangs", "--", str(tmp_path / "pids")]) == 1
-    assert "it was not done within 3000 s (--time-limit); the last it told was 'started'" in capsys.readouterr().out
+    assert "it did not finish within 3000 s (--time-limit); its last event was 'started'" in capsys.readouterr().out
     assert_gone(int((tmp_path / "pids").read_text().split()[0]))
 
 
@@ -200,11 +200,11 @@ def test_a_good_run_is_served_without_a_remark() -> None:
     [
         ({"host": {"host": 0}}, "nothing was loaded from host memory"),
         ({"disk": {"disk": 0}}, "nothing was loaded from disk"),
-        ({"reset": {"host": 16}}, "nothing should be there"),
-        ({"cold": {"disk": 16}}, "nothing should be there"),
+        ({"reset": {"host": 16}}, "although the cache should be empty"),
+        ({"cold": {"disk": 16}}, "although the cache should be empty"),
         ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
         ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
-        ({"host": {"host": 16, "accepted": 6}}, "6 drafted tokens were accepted, 10 of the same answers cold"),
+        ({"host": {"host": 16, "accepted": 6}}, "6 draft tokens were accepted, but 10 for the same answers without a hit"),
         ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding decides every answer"),
         ({"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}}, "log probabilities differ by up to 0.4"),
     ],
@@ -219,4 +219,4 @@ def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps()
     found = report({"kv_groups": "one"}, **{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
     assert "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without" in found["remarks"][0]
-    assert "leave kv_groups at auto" in found["remarks"][1]
+    assert "set kv_groups to auto" in found["remarks"][1]

@@ -80,7 +80,7 @@ def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[st
 
 def test_a_setting_that_is_there_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", '{"host_size": "1GiB", "host_size": "2GiB"}']) == 2
-    assert capsys.readouterr().err == "kvloft: --extra sets host_size twice; leave one of the two out.\n"
+    assert capsys.readouterr().err == "kvloft: --extra sets host_size twice; remove one.\n"
 
 
 def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:

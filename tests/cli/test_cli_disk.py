@@ -202,7 +202,7 @@ def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
     assert json.loads(capsys.readouterr().out)[0]["problem"] == shown["other_format"][0]["problem"]
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
-    assert "3 no damage found" in " ".join(capsys.readouterr().out.split())
+    assert "3 no damage, but some namespaces are of another version" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_format_that_is_a_flipped_digit_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

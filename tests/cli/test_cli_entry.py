@@ -60,7 +60,7 @@ def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]"
 )
 def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> None:
     done = closed([part.format(folder) for part in argv], 1)
-    assert (done.returncode, done.stderr) == (4, "kvloft: stdout is closed; redirect it to /dev/null to see nothing\n")
+    assert (done.returncode, done.stderr) == (4, "kvloft: stdout is closed; redirect it to /dev/null to discard the output\n")
     assert not list(folder.iterdir())
     assert closed(["config"], 0, 1, 2).returncode == 4
 

@@ -75,9 +75,9 @@ def test_a_tenant_is_gone_after_a_kill_too(folder: Path, capsys: pytest.CaptureF
     with serving(folder) as (socket, _):
         assert found(connect(socket)) == [3, 0, 0, 3], "what was evicted is not found after a restart"
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
-        assert capsys.readouterr().out == "nothing with that salt is held, so there is nothing to evict\n"
+        assert capsys.readouterr().out == "there are no chunks with that salt\n"
         assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
-        assert capsys.readouterr().out == "nothing with that salt is held in host memory, so there is nothing to evict\n"
+        assert capsys.readouterr().out == "there are no chunks with that salt in host memory\n"
 
 
 @pytest.mark.parametrize(("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)])
@@ -122,7 +122,7 @@ def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixtu
         assert said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which stay\n"
         assert lease.poll() == (3, 0)
         assert main(["status", "--socket", socket]) == 0
-        assert "9 chunks given up by `kvloft evict`" in capsys.readouterr().out
+        assert "9 chunks removed by `kvloft evict`" in capsys.readouterr().out
         assert found(engine) == [3, 3, 3, 3]
 
 
@@ -153,7 +153,7 @@ def test_without_a_server_it_says_so(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "say --salt-file or --salt for a tenant, or --host-only"),
+        ([], "use --salt-file or --salt to select a tenant, or --host-only"),
         (["--salt", ""], "the salt is empty"),
         (["--salt-file", "{folder}/none"], "cannot be read (No such file or directory)"),
         (["--salt-file", "{folder}/newline"], "the salt is empty"),

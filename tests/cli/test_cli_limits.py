@@ -48,8 +48,8 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 def bounds(folder: Path) -> str:
     return (
-        "each salt: at most 10% of its namespace's host memory, forgotten after 1d; "
-        f"other limits of single salts: {folder / 'limits.yaml'}; fixed shares of host memory: 0101 100%"
+        "each salt: at most 10% of its namespace's host memory, expires after 1d; "
+        f"other limits for single salts: {folder / 'limits.yaml'}; fixed shares of host memory: 0101 100%"
     )
 
 
@@ -97,7 +97,7 @@ def test_people_see_what_tenants_have_and_no_salt(
     assert shown[0].splitlines()[6] == whole
     first = shown[2].splitlines()[0]
     assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, "short: `status` has it all"
-    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing in open namespaces")):
+    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has no chunks in open namespaces")):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
         line = next(line for line in shown[-1].splitlines() if line.startswith("The salt's tag is "))
@@ -135,14 +135,14 @@ def tenant(tag: str | None, ttl_s: int | None = None) -> dict[str, object]:
     return {"tag": tag, "host": 1, "disk": 0, "max_host": None, "max_disk": None, "ttl_s": ttl_s}
 
 
-@pytest.mark.parametrize(("num_salts", "said"), [(1, []), (2, ["and 1 salt that has less"]), (3, ["and 2 salts that have less"])])
+@pytest.mark.parametrize(("num_salts", "said"), [(1, []), (2, ["and 1 smaller tenant"]), (3, ["and 2 smaller tenants"])])
 def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) -> None:
     space = {"tenants": [tenant("ab")], "frame_bytes": FRAME, "stats": {"salts": num_salts}}
     assert tenant_table(space, 8)[1:] == said
 
 
 @pytest.mark.parametrize(
-    ("num_salts", "said"), [(1, "it has nothing in open namespaces"), (2, "it is not among those that have most")]
+    ("num_salts", "said"), [(1, "it has no chunks in open namespaces"), (2, "it is not among the largest tenants")]
 )
 def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str) -> None:
     spaces: list[dict[str, object]] = [{"tenants": [tenant("ab"), tenant(None)], "stats": {"salts": num_salts}}]
@@ -156,7 +156,7 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
         ({"salt_quota": "(none)", "numa": "(none)", "disk_size": "1GiB"}, ""),
         ({"salt_quota": KEYS["salt_quota"].show(10)}, "each salt: at most 10B of host memory"),
         ({"salt_quota": "1GiB", "salt_disk_quota": "5%"}, "each salt: at most 1GiB of host memory, at most 5% of the disk"),
-        ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits of single salts: /a.yaml; host memory on NUMA nodes 0,1"),
+        ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits for single salts: /a.yaml; host memory on NUMA nodes 0,1"),
         ({"share": "3f9a 25%, 77 5%", "numa": "0"}, "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0"),
     ],
 )

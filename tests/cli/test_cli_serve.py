@@ -43,13 +43,13 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         assert main(["status", "--socket", str(socket)]) == 0
         shown = re.sub(r"[0-9.]+ [A-Z]iB free", "FREE", capsys.readouterr().out)
         assert shown == (
-            f"The kvloft server at unix:{socket} is well.\n"
+            f"The kvloft server at unix:{socket} is healthy.\n"
             "host memory: 0 B of 1 MiB (0.0%) used\n"
             "disk: 0 B of 1 MiB (0.0%) in files; its file system has FREE\n"
             f"disk path: {disk}\n"
             "engines: 0 connected\n"
-            "hit rate: none yet: no engine has asked\n"
-            "No engine has connected yet, so no memory is taken.\n"
+            "hit rate: none yet: no lookups\n"
+            "No engine has connected yet, so no memory is in use.\n"
         )
         engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
         chain = _core.KeyChain(bytes(32), block_tokens=1)
@@ -68,7 +68,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         process.send_signal(signal.SIGINT)  # as timeout(1) does: one to the process, one to its group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert rest.splitlines()[-1].endswith("ended")
+        assert rest.splitlines()[-1].endswith("stopped")
     finally:
         process.kill()
         process.wait()
@@ -85,7 +85,7 @@ def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(number: signal.
         assert save(engine, range(200)) == 200
         process.send_signal(number)
         rest, _ = process.communicate(timeout=120)
-        assert process.returncode == 0 and rest.splitlines()[-1].endswith("ended"), rest
+        assert process.returncode == 0 and rest.splitlines()[-1].endswith("stopped"), rest
         engine.close()
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 200
 
@@ -124,8 +124,8 @@ def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_backgroun
     disk, log = folder / "disk", folder / "run" / "second.log"
     with served(folder) as (first, _):
         trouble = f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
-        warning = f"kvloft: warning: {trouble}; there is host memory only until it can be used\n"
-        first_line = f"host 4 MiB, disk {disk} not used for now, tried again ({trouble})\n"
+        warning = f"kvloft: warning: {trouble}; the server uses host memory only and retries\n"
+        first_line = f"host 4 MiB, disk {disk} not in use, retrying ({trouble})\n"
         more = ["--linger", "1s", "--background", str(log)] if is_background else []
         with served(folder, "second", more, stderr=subprocess.PIPE, wanted="" if is_background else "serves at") as (
             second,
@@ -148,7 +148,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
     (folder / "disk").chmod(0o777)
     with served(folder, stderr=subprocess.STDOUT, wanted="kvloft: warning: ") as (process, _):
         assert process.stdout is not None
-        assert process.stdout.readline().endswith(f"host 4 MiB, disk {folder}/disk not used for now, tried again\n")
+        assert process.stdout.readline().endswith(f"host 4 MiB, disk {folder}/disk not in use, retrying\n")
         process.terminate()
         rest, _ = process.communicate(timeout=120)
         assert "chmod" not in rest, "it is told once, where both are one log"
@@ -169,7 +169,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(is_stderr_
             assert process.returncode == 0
             engine.close()
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 3
-    lost = "kvloft: warning: the log cannot be written (No space left on device); the server goes on without it\n"
+    lost = "kvloft: warning: the log cannot be written (No space left on device); the server continues without it\n"
     assert said == (None if is_stderr_full else lost)
 
 
@@ -275,7 +275,7 @@ def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder
     socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
     argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--linger", "1s", "--background", str(log)]
     done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
-    assert done.stderr == f"kvloft: made {folder}/run for the socket; only this user may enter it\n"
+    assert done.stderr == f"kvloft: created {folder}/run for the socket, accessible to this user only\n"
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
     said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
     assert said is not None and done.returncode == 0, done.stdout
@@ -316,7 +316,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "no socket is given"),
+        ([], "the socket is missing"),
         (["--socket", "unix:" + "x" * 200], f"--socket 'unix:{75 * 'x'}...': expected a path of 1 to 107 bytes."),
         (["--socket", "\udcff"], r"--socket '\udcff': expected a path of 1 to 107 bytes."),
         (["--socket", ""], "--socket '': expected a path of 1 to 107 bytes."),
@@ -347,14 +347,14 @@ def test_folders_above_the_sockets_are_not_made(
         monkeypatch.setenv("KVLOFT_SERVER", socket)
     assert main(["serve", "--host-size", "1MiB", *([] if is_from_environment else ["--socket", socket])]) == 2
     given = f"server = unix:{socket} (environment variable KVLOFT_SERVER)" if is_from_environment else f"--socket {socket}"
-    assert capsys.readouterr().err == f"kvloft: {given}: {folder}/typed is not there; make it, or name another path.\n"
+    assert capsys.readouterr().err == f"kvloft: {given}: {folder}/typed does not exist; create it, or use another path.\n"
     assert not list(folder.iterdir())
 
 
 def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = folder / "typed" / "kv.log"
     assert main(["serve", "--host-size", "1MiB", "--socket", f"{folder}/kv.sock", "--background", str(log)]) == 2
-    said = f"kvloft: {log} cannot be written ({folder}/typed is not there); name another file for --background.\n"
+    said = f"kvloft: --background {log}: the file cannot be written ({folder}/typed does not exist); use another file.\n"
     assert capsys.readouterr().err == said
     assert not list(folder.iterdir())
 
@@ -374,14 +374,14 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
-            "--share: shares must be .* at most 100 in total, not 101",
+            "--share: shares must be .* 100 together at most, not 101",
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
-            "--share: two shares match .* 3f covers 3fa",
+            "--share: two are .* 3f covers 3fa",
         ),
-        (["--socket", "{folder}/file"], "is not a socket; give --socket another path"),
-        (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
+        (["--socket", "{folder}/file"], "is no socket; give --socket another path"),
+        (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "use another host or port"),
     ],
 )
 def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, folder: Path) -> None:
@@ -443,6 +443,6 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     server = _core.Server(socket, host_bytes=1 << 20, numa=[0, 0])
     engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
     (said,) = [event for event in server.take_events() if "memory" in event]
-    assert said == "host memory is on NUMA nodes 0, 0" or said.endswith("; the system chooses the NUMA nodes")
+    assert said == "host memory lies on NUMA nodes 0, 0" or said.endswith("; it lies where the system puts it")
     engine.close()
     server.close(0.0)

@@ -34,12 +34,12 @@ def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str)
     (space,) = status["namespaces"]
     space["stats"] |= {"disk_bytes": 1 << 28, "lookup_chunks": 8, "lookup_chunks_found": 6}
     assert shown_first(status) == [
-        "The kvloft server at unix:/kv.sock is well.",
+        "The kvloft server at unix:/kv.sock is healthy.",
         "host memory: 12 KiB of 1 MiB (1.2%) used",
         "disk: 256 MiB of 1 GiB (25.0%) in files; its file system has 5 GiB free",
         "disk path: /a/disk",
         "engines: 1 connected, in 1 namespace",
-        "hit rate: 75.0% of 8 chunks that engines asked for",
+        "hit rate: 75.0% of 8 chunks looked up",
     ]
     status["stats"]["server_disk_closed_bytes"] = 1 << 28
     assert "512 MiB of 1 GiB (50.0%) in files" in shown_first(status)[2], "also of namespaces that are not open"
@@ -64,10 +64,10 @@ def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
 ) -> None:
     taken = stats_of(socket)["disk_bytes"]
     status = looked_at(socket, server_disk_bytes=taken + left, server_disk_free_bytes=free, server_disk_closed_bytes=0)
-    said = "The file system of the disk /a/disk is full"
+    said = "The file system of /a/disk is full"
     told = [line for line in shown_first(status) if line.startswith(said)]
     assert len(told) == is_full
-    assert shown_first(status)[0].endswith(" serves, with 1 problem:" if is_full else " is well.")
+    assert shown_first(status)[0].endswith(" has 1 problem:" if is_full else " is healthy.")
     drawn = Console(width=200, record=True, file=io.StringIO())
     drawn.print(watch.picture(status, {}))
     assert (said in drawn.export_text()) == is_full
@@ -77,10 +77,10 @@ def test_a_disk_that_fails_is_a_problem_that_is_told_once(socket: str, capsys: p
     status = looked_at(socket)
     (space,) = status["namespaces"]
     space["stats"]["disk_broken"] = 1
-    said = ["The kvloft server at unix:/kv.sock serves, with 1 problem:", "The disk tier is not used for now: it fails."]
+    said = ["The kvloft server at unix:/kv.sock has 1 problem:", "The disk tier is paused: reads or writes fail; they are retried."]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
-    assert shown_first(status)[:2] == [said[0], "The disk /a/disk is not used for now; the server's log says why."]
+    assert shown_first(status)[:2] == [said[0], "The disk /a/disk is not in use; the server's log gives the reason."]
 
 
 def test_json_has_what_a_person_reads_first_and_all_that_it_had(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes
     shown = capsys.readouterr().out
     names = re.findall(r"^namespace ([0-9a-f]+): ", shown, re.MULTILINE)
     assert names == ["00" * 8, "1a" * 8]
-    wholes = re.findall(r"^whole name: ([0-9a-f]{64})$", shown, re.MULTILINE)
+    wholes = re.findall(r"^full id: ([0-9a-f]{64})$", shown, re.MULTILINE)
     assert wholes == ["00" * 32, "1a" * 32]
     assert shown.index(wholes[0]) > shown.rindex("engine  "), "after all that changes"
     for name in (names[1], wholes[1]):
@@ -125,4 +125,4 @@ def test_the_part_of_a_tier_is_of_its_whole_size_and_not_of_the_slabs_taken(sock
     assert host[:5] == ["host", "3", "12", "KiB", "1.2%"]
     assert "full" not in text and "of size" in text
     taken = size_text(space["slabs"] * status["slab_bytes"])
-    assert f"slabs of {taken} from 1 MiB host memory" in text
+    assert f"assigned {taken} of 1 MiB host memory" in text

@@ -87,13 +87,13 @@ def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys
     assert 'kvloft_frame_bytes{namespace="1a1a1a1a1a1a1a1a"} 8192.0' in text
     assert main(["status", "--socket", socket]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("from 1 MiB host memory") == 2
+    assert shown.count("of 1 MiB host memory") == 2
     assert "namespace 1a1a1a1a1a1a1a1a" in shown
     for unclear in ([], ["--namespace", "2"]):
         assert main(["clear", "--socket", socket, "--yes", *unclear]) == 2
         assert "0000000000000000, 1a1a1a1a1a1a1a1a" in capsys.readouterr().err
     assert main(["clear", "--socket", socket, "--yes", "--namespace", "1A1A"]) == 0
-    assert capsys.readouterr().out == "2 chunks forgotten\n"
+    assert capsys.readouterr().out == "2 chunks removed\n"
     visible = [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]]
     assert visible == [3, 0]
     other.close()
@@ -123,13 +123,13 @@ def test_only_this_machine_may_ask_unless_a_host_is_named(text: str, wanted: tup
 
 @pytest.mark.parametrize("text", ["", "x", "localhost", "1:", "70000", "-1", "1e3"])
 def test_an_address_without_a_port_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="names no port"):
+    with pytest.raises(ConfigError, match="has no port"):
         metrics.address(text)
 
 
 @pytest.mark.parametrize("host", ["a..b", "nohost.invalid"])
 def test_a_host_that_is_none_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="name another host or port"):
+    with pytest.raises(ConfigError, match="use another host or port"):
         metrics.serve((host, 0), dict)
 
 
@@ -186,8 +186,8 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     other.lookup(known)
     drawn = Console(width=150, record=True)
     drawn.print(watch.picture(_core.server_status(socket), {}, before))
-    (of_all,) = [line for line in drawn.export_text().splitlines() if "all so far" in line]
-    assert of_all.split()[3:] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
+    (of_all,) = [line for line in drawn.export_text().splitlines() if "all engines" in line]
+    assert of_all.split()[2:] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
     other.close()
 
 
@@ -255,7 +255,7 @@ def test_watch_fits_a_terminal_of_24_rows_or_says_what_does_not(socket: str, num
     lines = console.export_text().splitlines()
     assert len(lines) == 24
     assert all(any(name in line for line in lines) for name in watch.RATES), "no rate is lost"
-    assert any(line.startswith("all so far") for line in lines)
+    assert any(line.startswith("all engines") for line in lines)
     told = [f"{num_more} more rows: make the window taller, or use --json"] if num_more else []
     assert [line for line in lines if "more rows" in line] == told
     assert not num_more or lines[-1] == told[0]
@@ -286,7 +286,7 @@ def test_watch_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) 
 
 def test_watch_prints_looks_one_after_the_other_on_a_dumb_terminal(socket: str) -> None:
     drawn = drawn_on_terminal(socket, "dumb")
-    assert (drawn.count(b"all so far"), drawn.count(b"\x1b")) == (2, 0)
+    assert (drawn.count(b"all engines"), drawn.count(b"\x1b")) == (2, 0)
 
 
 @pytest.mark.parametrize("option", ["--interval=1s", "--count=1"])
@@ -301,14 +301,14 @@ def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.C
         settings = {"disk_path": disk}
         with closing(_core.Server(path, host_bytes=1 << 20, disk_path=disk, disk_bytes=1 << 20, settings=settings)) as server:
             assert f"disk_path {disk} is in use by process {os.getpid()}" in str(server.disk_trouble())
-            said = f"The disk {disk} is not used for now; the server's log says why."
+            said = f"The disk {disk} is not in use; the server's log gives the reason."
             for has_engine in (False, True):
                 if has_engine:
                     engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
                 for command in (["status"], ["status", "--watch", "--count", "1"]):
                     assert main([*command, "--socket", path]) == 0
                     shown = " ".join(capsys.readouterr().out.split())
-                    assert said in shown and "it fails" not in shown, "another owner is no failure"
+                    assert said in shown and "paused" not in shown, "another owner is no failure"
             assert engine.stats()["disk_broken"] == 1, "its store has no disk either"
             engine.close()
     assert main(["status", "--socket", socket]) == 0
@@ -350,10 +350,10 @@ def test_what_a_namespace_depends_on_is_a_table(capsys: pytest.CaptureFixture[st
 
 def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear", "--socket", socket]) == 1
-    assert "say --yes" in capsys.readouterr().err
+    assert "use --yes" in capsys.readouterr().err
     assert stats_of(socket)["frames_visible"] == 3
     assert main(["clear", "--socket", socket, "--yes"]) == 0
-    assert capsys.readouterr().out == "3 chunks forgotten\n"
+    assert capsys.readouterr().out == "3 chunks removed\n"
     stats = stats_of(socket)
     assert (stats["frames_visible"], stats["disk_used"], stats["cleared"]) == (0, 0, 3)
     for more in ([], ["--yes"]):
@@ -393,11 +393,11 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
             assert main(["clear", "--socket", path, "--yes", "--namespace", "03"]) == 2
             assert "no such namespace" in capsys.readouterr().err
             assert main(["clear", "--socket", path, "--yes", "--namespace", "01" * 32]) == 0
-            assert capsys.readouterr().out == "3 chunks forgotten\n"
+            assert capsys.readouterr().out == "3 chunks removed\n"
             assert chunks() == [0, 3]
             engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([2] * 32), timeout_s=60.0)
             assert main(["clear", "--socket", path, "--yes", "--namespace", "02"]) == 0
-            assert capsys.readouterr().out == "3 chunks forgotten\n"
+            assert capsys.readouterr().out == "3 chunks removed\n"
             engine.close()
 
 
@@ -423,7 +423,7 @@ def test_clear_asks_a_person_only_where_a_server_answers(
     assert "no kvloft server answers" in capsys.readouterr().err
     assert asked == []
     assert main(["clear", "--socket", socket]) == 0
-    assert capsys.readouterr().out == "3 chunks forgotten\n"
+    assert capsys.readouterr().out == "3 chunks removed\n"
     assert len(asked) == 1
 
 
@@ -436,7 +436,7 @@ def test_clear_is_not_agreed_to_by_the_end_of_input(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", ends)
     assert main(["clear", "--socket", socket]) == 1
-    assert "nothing is cleared" in capsys.readouterr().err
+    assert "nothing was cleared" in capsys.readouterr().err
 
 
 def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,7 +445,7 @@ def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: 
         stands.listen()
         assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
     said = capsys.readouterr().err
-    assert "timed out; the server's process is stopped or busy, and may still do what it was asked" in said
+    assert "timed out; the server's process is stopped or busy, and may still execute the command" in said
     assert "start one" not in said
 
 

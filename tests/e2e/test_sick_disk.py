@@ -126,7 +126,7 @@ def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(di
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", "serve", *argv], stdout=out, stderr=out)
     try:
-        told = f"disk {folder} not used for now, tried again"
+        told = f"disk {folder} not in use, retrying"
         until(lambda: told in log.read_text(), "it waits for the disk")
         assert f"warning: disk_path {folder} does not answer" in log.read_text()
         disk.thaw()

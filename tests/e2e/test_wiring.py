@@ -69,7 +69,7 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
     requests = [Req(random_ids(6100 + i, 90 + i), max_tokens=10) for i in range(5)]
     for _ in range(2):
         engine.ask(*[r.again() for r in requests])
-    assert 'with "kv_load_failure_policy": "recompute"' in engine.tail(1 << 20), "the default is told"
+    assert 'set "kv_load_failure_policy": "recompute"' in engine.tail(1 << 20), "the default is reported"
     metrics, store = engine.metrics(), engine.store()
     loaded = metrics["vllm:kvloft_load_tokens_host_total"]
     assert loaded == metrics["vllm:external_prefix_cache_hits_total"] == 5 * 2 * BLOCK

@@ -203,7 +203,7 @@ def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config())
     assert (shape.main, shape.main_group, shape.num_shards) == (1, GroupShape(16), 2)
     assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
-    with pytest.raises(ConfigError, match="chunk_tokens=32 cannot be had"):
+    with pytest.raises(ConfigError, match="chunk_tokens=32 is not possible"):
         cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))
 
 

@@ -78,7 +78,7 @@ def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(
         for _ in range(3):
             counted(half, disk_verify_failures=2)
     (record,) = logged()
-    assert "2 chunks on disk had other bytes" in record.getMessage()
+    assert "2 chunks on disk failed verification" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["disk_dropped", "disk_write_errors"])
@@ -89,7 +89,7 @@ def test_a_disk_that_takes_nothing_is_told_in_the_log(half: Any, name: str, capl
         for _ in range(3):
             counted(half, **{name: 3})
     (record,) = logged()
-    assert "3 chunks did not get to disk" in record.getMessage()
+    assert "3 chunks could not be written to disk" in record.getMessage()
 
 
 def test_every_name_reaches_prometheus() -> None:

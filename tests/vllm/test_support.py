@@ -202,7 +202,7 @@ def test_several_groups_are_served_unless_one_is_asked_for(specs: tuple[Any, ...
 @pytest.mark.parametrize(("other", "helps"), [(replace(CHUNKED, block_size=64), True), (replace(MAMBA, block_size=64), False)])
 def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
-    with pytest.raises(UnsupportedError, match="all blocks have one size") as caught:
+    with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(settings(), groups(FULL, other))
     assert ('kv_groups set to "one"' in str(caught.value)) is helps
 
@@ -217,22 +217,22 @@ def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     several.cache_hit_alignment_tokens = alignment
     check_supported(settings(speculative_config=SimpleNamespace(method="ngram")), several)
     several.cache_hit_alignment_tokens = 32
-    with pytest.raises(UnsupportedError, match="hits at multiples of 32"):
+    with pytest.raises(UnsupportedError, match="hits end at multiples of 32"):
         check_supported(settings(), several)
 
 
 def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
-    with pytest.raises(UnsupportedError, match="32 and 64 tokens yet: a drafter with KV of its own never ran"):
+    with pytest.raises(UnsupportedError, match="32 and 64 tokens yet: a draft model with its own KV is untested"):
         check_supported(settings(speculative_config=SimpleNamespace(method="mtp")), groups(replace(FULL, block_size=64), WINDOW))
 
 
 @pytest.mark.parametrize(
     ("changes", "specs", "named"),
     [
-        ({}, (CHUNKED, CHUNKED), "attends to all tokens"),
-        ({}, (replace(WINDOW, sliding_window=1),), "attends to all tokens"),
-        ({}, (FULL, replace(CHUNKED, block_size=64)), "all blocks have one size"),
+        ({}, (CHUNKED, CHUNKED), "needs a layer with full attention"),
+        ({}, (replace(WINDOW, sliding_window=1),), "needs a layer with full attention"),
+        ({}, (FULL, replace(CHUNKED, block_size=64)), "blocks of one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
     ],
 )
@@ -248,7 +248,7 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 def test_states_within_blocks_are_refused() -> None:
     """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's end."""
     for unit in (8, 16):
-        with pytest.raises(UnsupportedError, match=f"at multiples of {unit} only.*--prefix-match-unit"):
+        with pytest.raises(UnsupportedError, match=f"at multiples of {unit}, where.*--prefix-match-unit"):
             check_supported(settings(), with_hits_at(unit, FULL, ALIGNED), "all")
     check_supported(settings(), with_hits_at(32, FULL, ALIGNED), "all")
     check_supported(settings(), with_hits_at(16, FULL, WINDOW), "all")
@@ -264,7 +264,7 @@ def with_hits_at(unit: int, *specs: Any) -> Any:
 def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
     check_supported(config, groups(FULL, GDN), "all")
-    with pytest.raises(UnsupportedError, match=r"gated delta nets only.*leave --speculative-config out"):
+    with pytest.raises(UnsupportedError, match=r"gated delta nets only.*remove --speculative-config"):
         check_supported(config, groups(FULL, ALIGNED), "all")
 
 
@@ -272,9 +272,9 @@ def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
 def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may_make_them_is_named(method: str | None) -> None:
     """A drafter whose KV heads are not like the model's."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
-    with pytest.raises(UnsupportedError, match="all blocks have one size") as caught:
+    with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")
-    assert ("leave --speculative-config out, or use a drafter" in str(caught.value)) == (method is not None)
+    assert ("remove --speculative-config, or use a draft model" in str(caught.value)) == (method is not None)
 
 
 @pytest.mark.parametrize("method", ["ngram_gpu", "mtp", "eagle3", "draft_model"])
@@ -303,9 +303,7 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     check_supported(stages, groups(per_layer(FULL, replace(FULL, head_size=64))))
     check_supported(stages, groups(FULL, WINDOW, CHUNKED), "all")
     check_supported(settings(), groups(FULL, GDN), "all")
-    refused = pytest.raises(
-        UnsupportedError, match="pipeline_parallel_size=2 of models with states on CPUs only so far; set it to 1"
-    )
+    refused = pytest.raises(UnsupportedError, match="pipeline_parallel_size=2 for models with states on CPUs only; set it to 1")
     with nullcontext() if is_cpu else refused:
         check_supported(stages, groups(FULL, GDN), "all")
     elsewhere = groups(FULL, GDN)

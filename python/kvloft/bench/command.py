@@ -1,6 +1,6 @@
-"""`kvloft bench copy`: measure this machine's GPU. What measures, and torch with it, is imported only when it runs.
+"""`kvloft bench copy`: measures copies on this machine's GPU. Imports torch only when it runs.
 
-All that can be wrong with the arguments, or with the machine, is said before anything starts.
+Reports wrong arguments and missing hardware before it starts.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 all right, 1 something failed or was not equal, 2 it cannot run here."
+STATUS = "Exit status: 0 success; 1 a copy failed or was wrong; 2 the bench cannot run here."
 
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "bench", help="measure copies on this machine's GPU",
-        description="Measure this machine's GPU. Medians; each figure beside its ceiling, of the same run.",
+        description="Measure copies on this machine's GPU. Prints medians, each with its ceiling from the same run.",
     )  # fmt: skip
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     _add_copy(kinds)
@@ -42,7 +42,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """An argparse type: a file that can be written, so that what took minutes is not lost for a wrong path."""
+    """An argparse type: a writable file, checked first so that a wrong path does not lose results."""
     path = Path(text).absolute()
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
@@ -51,8 +51,8 @@ def writable(text: str) -> str:
 
 def _add_copy(kinds: Any) -> None:
     copy = kinds.add_parser(
-        "copy", help="GB/s of saves and loads by page size, beside the ceiling; what they cost computation",
-        description=f"GB/s of saves and loads by page size, in turns with one large copy; what they cost computation. {STATUS}",
+        "copy", help="GB/s of saves and loads by page size, compared with the ceiling, and their cost to computation",
+        description=f"GB/s of saves and loads by page size, in turns with one large copy, and their cost to computation. {STATUS}",
     )  # fmt: skip
     copy.add_argument(
         "--mib", type=whole(64, 1024), default=1024, help="payload of one measurement, MiB, 64 to 1024 (default 1024)"
@@ -63,29 +63,29 @@ def _add_copy(kinds: Any) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """What every bench asks for."""
-    parser.add_argument("--json", metavar="FILE", type=writable, help="also write everything measured to FILE, as JSON")
+    """Add --json."""
+    parser.add_argument("--json", metavar="FILE", type=writable, help="also write all measurements to FILE as JSON")
 
 
 def console() -> Console:
-    """Tables that are not cut where there is no terminal."""
+    """Return a console that does not cut tables without a terminal."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Memory of the GPU to measure. Raises UnsupportedError where there is none, or a module that is ``needed`` is not there."""
+    """Return the memory of the GPU. Raises UnsupportedError without a GPU or without a ``needed`` module."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run it in the environment that has vLLM for CUDA")
+        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM for CUDA")
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError("torch finds no NVIDIA GPU that it can use")
+        raise UnsupportedError("torch finds no usable NVIDIA GPU")
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Measure copies; 1 where a copy was wrong or broke, 2 where there is nothing to measure."""
+    """Measure copies. Returns 0, 1 if a copy was wrong or failed, 2 if the bench cannot run."""
     screen = console()
     try:
         gpu_bytes(("torch",))
@@ -124,16 +124,16 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
         pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *_rates(row))
     for row in result.get("frames", ()):
         pages.add_row(f"64 KiB, frames {row['order']}", *_rates(row))
-    beside = Table("copy by", "direction", "beside", "its time, times alone", "copy GB/s", title="What a running copy costs")
+    work = Table("copy by", "direction", "computation", "slowdown", "copy GB/s", title="Cost of a running copy to computation")
     for row in result["beside"]:
-        beside.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
-    waits = Table("copies by", "direction", "median ms", "longest ms", title="What 128 KiB of others wait")
+        work.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
+    waits = Table("copies by", "direction", "median ms", "longest ms", title="Delay of other 128 KiB copies")
     for row in result.get("waits", ()):
         waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
-    tag = Table("", "without tag GB/s", "with tag GB/s", title="Price of the tag")
+    tag = Table("", "without tag GB/s", "with tag GB/s", title="Cost of the tag")
     for what in ("save", "load"):
         tag.add_row(what, f"{result['tag'][what + '_without']:.2f}", f"{result['tag'][what + '_with']:.2f}")
-    return [pages, beside, waits, tag]
+    return [pages, work, waits, tag]
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
@@ -143,6 +143,6 @@ def _rates(row: dict[str, Any]) -> list[str]:
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:
-    """As JSON, if there is a path."""
+    """Write ``result`` as JSON if there is a path."""
     if path:
         Path(path).write_text(json.dumps(result, indent=1) + "\n")

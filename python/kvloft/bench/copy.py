@@ -24,13 +24,13 @@ KIB = 1024
 PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
 DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
-"""Of copies beside compute, one behind the other."""
+"""Consecutive copies that run during computation."""
 NUM_BESIDE = 3
-"""Runs of a row beside compute: a matmul's own time differs from one to the next."""
+"""Runs per row with computation, because a matmul's own time varies."""
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers belong to."""
+    """Return the machine's hardware and software versions."""
     properties = torch.cuda.get_device_properties(0)
     version = driver.driver_version()
     return {
@@ -67,11 +67,11 @@ def run(
     result["ceiling"] = {what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"]) for what in DIRECTIONS}
     progress("frames out of order")
     result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir, ceiling))
-    progress("beside compute")
+    progress("copies during computation")
     result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir, ceiling))
     progress("copies of others")
     result["waits"] = list(_waits(host, payload_bytes, tuning, cache_dir, ceiling))
-    progress("price of the tag")
+    progress("cost of the tag")
     result["tag"] = _tag_price(host, payload_bytes, tuning, cache_dir)
     ceiling.close()
     return result
@@ -116,7 +116,7 @@ def _by_frame_order(
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """What runs beside copies: compute-bound and HBM-bound, a millisecond or so each."""
+    """Return computations to run during copies, compute-bound and HBM-bound, of about a millisecond each."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -160,7 +160,7 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
 
 
 def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling) -> Iterator[dict[str, Any]]:
-    """How long 128 KiB in the same direction wait, as an engine's own do: behind one queue of everything, and beside kvloft."""
+    """Measure the delay of a 128 KiB copy in the same direction: behind one large queue, and with kvloft."""
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
         driver.synchronize()

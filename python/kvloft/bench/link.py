@@ -1,4 +1,4 @@
-"""The link that copies share: host memory for them, one large copy as their ceiling, and what else runs beside them.
+"""The link that copies share: host memory, one large copy as the ceiling, and computation during copies.
 
 Times are GPU events. It must not know movers or pages.
 """
@@ -35,12 +35,12 @@ class HostFrames:
 
 
 def current_stream() -> driver.Stream:
-    """torch's."""
+    """Return torch's current stream."""
     return driver.Stream.view(torch.cuda.current_stream().cuda_stream)
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Keep the compute stream busy for so many cycles, then record ``then``."""
+    """Keep the compute stream busy for ``cycles``, then record ``then``."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 (torch's own way to keep a stream busy)
     then.record(current_stream())
 

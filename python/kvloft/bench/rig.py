@@ -144,7 +144,7 @@ class Rig:
         for begin in range(0, self.num_chunks, 64):
             source, target = (torch.tensor(ids[begin : begin + 64], device="cuda") for ids in (self._from, self._to))
             if not torch.equal(self.pages[:, source], self.pages[:, target]):
-                raise RuntimeError("loaded pages differ from what was saved")
+                raise RuntimeError("loaded pages differ from the saved pages")
 
     def seconds(self, what: str) -> tuple[float, float]:
         """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last command; host seconds to submit it.
@@ -181,12 +181,12 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raises RuntimeError unless ``done`` says that every chunk of so many rounds was moved."""
+        """Raises RuntimeError unless ``done`` reports every chunk of ``num_rounds`` rounds as copied."""
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
                 f"{len(done.saved)} chunks of {expected[0]} were saved and {len(done.failed)} dropped, {len(done.loads)} loads of "
-                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks: these are no figures of {self.num_bytes} bytes"
+                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks, so the figures for {self.num_bytes} bytes are invalid"
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:

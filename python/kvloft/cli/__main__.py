@@ -1,6 +1,6 @@
-"""Entry point of the `kvloft` command: Ctrl-C ends it quietly also while modules load, and its standard streams are there.
+"""Entry point of the `kvloft` command. Handles Ctrl-C while modules load, and closed standard streams.
 
-It must import nothing that takes time before `main`; what each command does is in `kvloft.cli.commands` and beside it.
+It must import nothing slow before `main`; the commands are in `kvloft.cli.commands` and its sibling modules.
 """
 
 import os
@@ -8,22 +8,22 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status: 4 where stdout is closed, 130 after Ctrl-C."""
+    """Run one command; returns its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
     try:
         if not _has_streams():
             from kvloft.errors import NOT_WRITTEN
 
-            print("kvloft: stdout is closed; redirect it to /dev/null to see nothing", file=sys.stderr)
+            print("kvloft: stdout is closed; redirect it to /dev/null to discard the output", file=sys.stderr)
             return NOT_WRITTEN
         import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_ours:  # an exception may get lost in a callback of the import system
+        if is_ours:  # the import system can swallow an exception in a callback
             signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
         from kvloft.cli.commands import parse, run
 
         args = parse(argv)
-        if is_ours and sys.argv[1:2] != ["serve"]:  # which has a handler of its own before it has anything to end
+        if is_ours and sys.argv[1:2] != ["serve"]:  # serve installs its own handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(args)
     except KeyboardInterrupt:
@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_streams() -> bool:
-    """Whether stdout is open. Where the others are closed, they become /dev/null: files of ours could get their numbers."""
-    if sys.__stdout__ is None:  # print would say nothing, and that without an error
+    """Return True if stdout is open. Closed stdin and stderr become /dev/null, so that no file gets their descriptors."""
+    if sys.__stdout__ is None:  # print would discard its text without an error
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):
         if original is None:

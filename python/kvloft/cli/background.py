@@ -1,4 +1,4 @@
-"""`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
+"""`kvloft serve --background`: runs the work in a new session, and returns once it has begun."""
 
 import errno
 import os
@@ -10,15 +10,15 @@ from typing import Final
 from kvloft.errors import MAY_PASS, ConfigError
 
 MAX_LOG_BYTES: Final = 1 << 20
-"""A log that is longer is begun anew."""
+"""A longer log is truncated at start."""
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
-    """Do ``work`` in a process of its own, with ``log`` as its output from the moment it calls what it is given.
+    """Run ``work`` in a child process. Its output goes to ``log`` once it calls the function that it receives.
 
-    Returns twice: here 0 after that call and a line that says ``what`` which process does, or the exit status of work that ended
-    without it; there, work's own. Must be called before any thread is started. Raises ConfigError where ``log`` cannot be this
-    user's own file, and exits with 1 where the machine refuses it for now.
+    Returns twice. The parent returns 0 after that call and prints a line with the process id and ``what``; if the child ends
+    before the call, the parent returns the child's exit status. The child returns the result of ``work``. Must be called before
+    any thread is started. Raises ConfigError if ``log`` is not this user's file; exits with 1 if it cannot be opened now.
     """
     to = _open(log)
     ready, told = os.pipe()
@@ -52,12 +52,12 @@ def _open(log: Path) -> int:
         to = os.open(log, flags, 0o600)
         found = os.fstat(to)
         if found.st_uid != os.geteuid():
-            raise ConfigError(f"{log} is another user's file; name another for --background.")
+            raise ConfigError(f"--background {log}: the file belongs to another user; use another file.")
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:
-        reason = f"{log.parent} is not there" if e.errno == errno.ENOENT else e.strerror
-        message = f"{log} cannot be written ({reason}); name another file for --background."
+        reason = f"{log.parent} does not exist" if e.errno == errno.ENOENT else e.strerror
+        message = f"--background {log}: the file cannot be written ({reason}); use another file."
         if e.errno not in MAY_PASS:
             raise ConfigError(message) from e
         print(f"kvloft: {message}", file=sys.stderr)

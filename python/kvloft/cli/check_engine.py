@@ -1,6 +1,6 @@
-"""The engines of `kvloft check`: each a child process that runs `kvloft.vllm.check`, watched, and ended whatever happens.
+"""The engines of `kvloft check`: child processes that run `kvloft.vllm.check`.
 
-It knows processes and files; what an engine is asked and what its answers mean is not its business.
+Handles processes and files only; it must not depend on the prompts or the answers.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from kvloft.config import child_environment
 
 POLL_S = 0.2
 MODULE = "kvloft.vllm.check"
-LATE, GONE = "it was not done", "its process ended"
+LATE, GONE = "it did not finish", "its process exited"
 TAIL_LINES = 30
 MAX_ERROR = 600
 """Characters."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-"""The engine core runs in the child itself, where its scheduler can be looked at; its workers run where they always do."""
+"""The engine core runs in the child process, where its scheduler can be inspected."""
 OURS = re.compile(r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)")
 THEIRS = re.compile(r"\b([A-Z]\w*(?:Error|Exception): .+)")
 CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization failed")
@@ -33,19 +33,19 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """What one engine told; ``error`` says in one sentence why it did not come to its end, ``tail`` is its log's end then."""
+    """The events of one engine. If it failed, ``error`` is the reason in one sentence and ``tail`` the end of its log."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     tail: str = ""
 
     def get(self, event: str) -> dict[str, Any]:
-        """The first event of that name, empty if there was none."""
+        """Return the first event of that name, or an empty dict."""
         return next((one for one in self.events if one["event"] == event), {})
 
 
 def run_engine(name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]) -> Ran:
-    """Run ``job`` in a new process, at most ``limit_s`` long; no process of it is left when this returns or raises."""
+    """Run ``job`` in a new process for at most ``limit_s``. All of its processes have exited when this returns or raises."""
     events, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     events.touch()
     (folder / f"{name}.json").write_text(json.dumps(job | {"events": str(events)}))
@@ -65,11 +65,11 @@ def run_engine(name: str, job: dict[str, Any], *, folder: Path, limit_s: float, 
 
 
 def _watch(process: subprocess.Popen[bytes], path: Path, limit_s: float, progress: Callable[[str], None]) -> Ran:
-    """Read what it tells until it is done, gone, or late."""
+    """Read events until the engine finishes, exits or exceeds its time limit."""
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            is_gone = process.poll() is not None  # asked first: what it told before its end is read below
+            is_gone = process.poll() is not None  # checked first: events before the exit are read below
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
                 ran.events.append(json.loads(line))
@@ -80,7 +80,7 @@ def _watch(process: subprocess.Popen[bytes], path: Path, limit_s: float, progres
             elif is_gone and last["event"] != "done":
                 ran.error = f"{GONE} with status {process.returncode}"
             elif time.monotonic() - begin > limit_s:
-                ran.error = f"{LATE} within {limit_s:g} s (--time-limit); the last it told was {_told(last)!r}"
+                ran.error = f"{LATE} within {limit_s:g} s (--time-limit); its last event was {_told(last)!r}"
             elif last["event"] != "done":
                 time.sleep(POLL_S)
                 continue
@@ -92,7 +92,7 @@ def _told(event: dict[str, Any]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and what it left in its session: when it says that it is done, its store is closed."""
+    """Kill the process and its session. After the event "done" its store is already closed."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
@@ -101,8 +101,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cause(log: str, error: str) -> str:
-    """The sentence of kvloft, or of vLLM's parser, in the log if there is one; else ``error``, or the first one in the log that it
-    only follows from.
+    """Return the cause of a failure: a message of kvloft or of vLLM's parser in the log, else ``error``, or the first error in
+    the log if ``error`` is only a consequence.
     """
     if error.startswith(LATE):
         return error

@@ -1,6 +1,6 @@
-"""What the answers of `kvloft check` mean: a report, its verdict, and how a person reads it.
+"""The report of `kvloft check`: comparison of answers, verdict and tables.
 
-Pure functions of what engines told.
+Pure functions of the engines' events.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from kvloft.config import size_text
 
 NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
-"""Distance in log probability below which rounding of another batch shape may choose between two tokens."""
+"""Distance in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""A difference of log probabilities may be so many times what vLLM's own prefix cache makes."""
+"""Allowed difference of log probabilities, as a multiple of the difference caused by vLLM's own prefix cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
 MORE_MEMORY = 1.02
 TITLES = {
@@ -24,18 +24,18 @@ TITLES = {
 }  # fmt: skip
 
 FAILED = {
-    "alone": "alone it did not run",
-    "with kvloft": "with kvloft it did not run",
-    "with kvloft again": "with kvloft, in a new engine, it did not run",
+    "alone": "vLLM did not run",
+    "with kvloft": "vLLM did not run with kvloft",
+    "with kvloft again": "a second engine did not run with kvloft",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the prompts, beside the truth: what vLLM alone computed. Tokens, but for ``blocks`` (loaded, by group).
+    """One pass over the prompts, compared with plain vLLM. Counts are tokens, except ``blocks`` (loaded, by group).
 
-    ``near``: answers that differ first where the truth's two best tokens were as good as equal; ``wrong``: any other difference.
-    ``difference`` is the largest one of a log probability, where both said the same.
+    ``near``: answers that first differ at a token whose two best candidates were nearly equal; ``wrong``: other differences.
+    ``difference``: the largest difference of log probabilities over equal tokens.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Pass:
 
 
 def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: float) -> Pass:
-    """``answers`` to some of the prompts beside those of vLLM alone."""
+    """Compare ``answers`` with those of plain vLLM."""
     kinds, difference = [], 0.0
     for prompt, answer in answers.items():
         true = truth[prompt]
@@ -77,7 +77,7 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
 
 
 def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]) -> dict[str, Any]:
-    """All that was found, as JSON. ``engines``: (name, events, error) of each that was started, vLLM alone first."""
+    """Return the report as JSON. ``engines``: (name, events, error) of each engine that was started, plain vLLM first."""
     facts = {name: event["facts"] for name, events, _ in engines for event in events if event["event"] == "started"}
     told = [event for _, events, _ in engines for event in events if event["event"] == "pass"]
     truth: dict[str, Any] = next((event["answers"] for event in told if event["name"] == "plain"), {})
@@ -95,26 +95,26 @@ def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], abo
 
 
 def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
-    """What keeps kvloft from serving the model, as sentences."""
+    """Yield the reasons why kvloft does not support the model."""
     own, cold = passes["own"], passes["cold"]
     for name in ("cold", "host", "fork", "disk", "reset"):
         one, title = passes[name], TITLES[name]
         if one.wrong:
-            yield f"{title}: {one.wrong} of {one.answers} answers differ from those of vLLM alone"
+            yield f"{title}: {one.wrong} of {one.answers} answers differ from those of plain vLLM"
         elif one.difference > max(near, MANY_TIMES * own.difference):
             yield f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix cache: {own.difference:.2g})"
         if one.errors:
-            yield f"{title}: {one.errors} errors inside kvloft or chunks that failed their check"
+            yield f"{title}: {one.errors} errors inside kvloft or chunks that failed verification"
         if name in ("cold", "reset") and one.host + one.disk:
-            yield f"{title}: {one.host + one.disk} tokens were loaded, and nothing should be there"
+            yield f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be empty"
         if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
-            yield f"{title}: {one.accepted} drafted tokens were accepted, {cold.accepted} of the same answers cold"
+            yield f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the same answers without a hit"
     if not passes["host"].host:
         yield "nothing was loaded from host memory"
     if not passes["disk"].disk:
         yield "nothing was loaded from disk"
     if passes["host"].near == passes["host"].answers:
-        yield "rounding decides every answer, so nothing could be compared; try --dtype float32"
+        yield "rounding decides every answer, so the comparison is meaningless; try --dtype float32"
 
 
 def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool) -> Iterator[str]:
@@ -124,14 +124,14 @@ def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, An
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with kvloft, {without} without"
     if len(alone.get("groups", ())) > 1 and (is_more or not is_served) and about["extra"].get("kv_groups") == "one":
-        yield f"vLLM alone has {len(alone['groups'])} KV cache groups here; leave kv_groups at auto"
+        yield f"without kvloft, vLLM uses {len(alone['groups'])} KV cache groups; set kv_groups to auto"
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
         yield f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in vLLM's own prefix cache"
     near = sum(one.near for one in passes.values() if one.name != "own")
     if near:
-        yield f"{near} answers differ where two tokens were as good as equal, as rounding makes them; --dtype float32 is exact"
+        yield f"{near} answers differ by rounding, where two tokens were nearly equal; --dtype float32 is exact"
     if about["ignored"]:
-        yield f"not flags of an engine, left out: {' '.join(about['ignored'])}"
+        yield f"ignored flags of the API server: {' '.join(about['ignored'])}"
 
 
 def _accepted(one: Pass) -> str:
@@ -139,12 +139,12 @@ def _accepted(one: Pass) -> str:
 
 
 def tables(report: dict[str, Any]) -> Iterator[Table | str]:
-    """For a person."""
+    """Yield the tables and lines of the printed report."""
     passes = [Pass(**one) for one in report["passes"]]
     has_drafts = any(one.drafted for one in passes)
     table = Table(*("pass", "answers equal", "prompt tokens", "from host", "from disk", "blocks by group"), title=report["model"])
     if has_drafts:
-        table.add_column("drafts accepted")
+        table.add_column("draft tokens accepted")
     for one in passes:
         equal = f"{one.equal} of {one.answers}" + (f", {one.near} near ties" if one.near else "")
         equal += f", {one.wrong} DIFFER" if one.wrong else ""
@@ -155,7 +155,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     if passes:
         yield table
     for name, facts in report["engines"].items():
-        if name == "with kvloft again":  # as before
+        if name == "with kvloft again":  # same facts as the first engine
             continue
         fits = ""
         if facts["full_requests"]:
@@ -167,17 +167,17 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Groups in short: kinds, with reach where there is one, and how many of each."""
+    """Return the number and kind of groups, with their reach, for example "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """One line: whether kvloft serves the model."""
+    """Return one line: whether kvloft supports the model."""
     if report["served"]:
         host, disk = (next(one for one in report["passes"] if one["name"] == name) for name in ("host", "disk"))
         return (
-            f"kvloft serves {report['model']} with these flags: the same answers, {host['host']} of {host['prompt']} prompt tokens "
+            f"kvloft supports {report['model']} with these flags: equal answers, {host['host']} of {host['prompt']} prompt tokens "
             f"from host memory, {disk['disk']} of {disk['prompt']} from disk."
         )
-    return f"kvloft does NOT serve {report['model']} with these flags: {'; '.join(report['missing'])}."
+    return f"kvloft does NOT support {report['model']} with these flags: {'; '.join(report['missing'])}."

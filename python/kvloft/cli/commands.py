@@ -12,7 +12,7 @@ from kvloft.errors import NOT_WRITTEN, ConfigError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """What is to be done, by ``argv`` or the process's own arguments. Exits with 2 over what is not known."""
+    """Parse ``argv`` or the process's arguments. Exits with 2 if an argument is unknown."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
@@ -32,7 +32,7 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose help is output like any other: argparse ignores that it cannot be written, as it does for its errors on stderr."""
+    """A parser that reports an error if its help cannot be written; argparse ignores it."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -60,23 +60,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The status of what is done, or of what it printed, where that cannot be written.
+    """Run ``do`` and flush its output; returns the exit status.
 
-    A command that prints a lot sets ``args.status`` before: a reader that leaves early must not make it 0.
+    A command with long output sets ``args.status`` first: a reader that closes the pipe early must not change it to 0.
     """
     try:
         args.status = do(args)
-        sys.stdout.flush()  # as Python ends, an error would be a traceback, and the status 120
+        sys.stdout.flush()  # at exit, Python would print a traceback and return 120
         return int(args.status)
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)
         return 2
-    except SystemExit as e:  # so rich tells of such a reader, and has done the rest
+    except SystemExit as e:  # rich has handled a closed pipe
         if not isinstance(e.__context__, BrokenPipeError):
             raise
         return int(args.status)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; without this, Python complains again while it exits.
+        # The reader (head, less) closed the pipe; without this, Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(args.status)
     except OSError as e:
@@ -88,8 +88,8 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """Exit with 2 over what the command ``parser`` does not know, with its own usage."""
-    import difflib  # what is typed wrong may take its time
+    """Print the command's usage and exit with 2 because of an unknown argument."""
+    import difflib  # slow, and needed only here
     import re
 
     name = unknown[0].partition("=")[0]
@@ -98,9 +98,9 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
+    """Split `kvloft check` at the first ``--`` into kvloft's arguments and vLLM's flags.
 
-    argparse would take the first flag for the end of a list that it has seen already.
+    argparse would treat the first flag as one of its own.
     """
     if argv[:1] != ["check"] or "--" not in argv:
         return argv, []
@@ -109,12 +109,12 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line, or of the command ``name`` alone where that is `serve`."""
+    """Return the parser of all commands, or of `serve` alone if that is ``name``."""
     parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,
-        description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
-        epilog="Exit status of each: 2 for a wrong argument or setting, 4 where the output cannot be written; see COMMAND --help.",
+        description="Run a shared KV cache for vLLM engines; inspect settings, models, the disk tier and GPU speed.",
+        epilog="Exit status: 2 for a wrong argument or setting, 4 if the output cannot be written; see COMMAND --help.",
     )
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -128,7 +128,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
 
 def _commands(name: str | None) -> Iterator[Any]:
     """Modules, in the order of the help text."""
-    if name == "serve":  # engines wait for its start, and the others load what takes several times as long as that
+    if name == "serve":  # engines wait for its start; the other commands load slower modules
         from kvloft.cli import serve
 
         yield serve

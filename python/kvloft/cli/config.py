@@ -1,5 +1,6 @@
-"""`kvloft config`: the effective settings and where each came from, checked against this machine as far as that goes
-without a model. Reads settings only; opens no store and makes no directory.
+"""`kvloft config`: prints the effective settings and their sources, and checks them without a model.
+
+Reads settings only; it opens no store and creates no directory.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from kvloft.machine import refuse_here, warnings
 MAX_SHOWN: Final = 200
 """Characters of a wrong --extra in an error."""
 NOT_CHECKED: Final = (
-    "Checked at engine start, not here: that chunk_tokens is a multiple of the model's block size, that no other engine has "
-    "disk_path, and that the model is one kvloft serves."
+    "Not checked here, only at engine start: whether chunk_tokens is a multiple of the model's block size, whether disk_path is "
+    "in use, and whether kvloft supports the model."
 )
 
 
@@ -26,20 +27,20 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "config",
-        help="print the effective settings and where each value came from",
+        help="print the effective settings and their sources",
         description=(
-            "Print the effective settings and where each value came from: vLLM's extra config (--extra), the environment "
-            "(KVLOFT_HOST_SIZE and so on), the YAML file that KVLOFT_CONFIG names, or the default. What can be checked on this "
-            "machine without a model is checked. Exit status: 0 all right (warnings go to stderr), 2 where no engine starts."
+            "Print the effective settings and the source of each value: vLLM's extra config (--extra), the environment "
+            "(such as KVLOFT_HOST_SIZE), the YAML file in KVLOFT_CONFIG, or the default. Checks everything that needs no model. "
+            "Exit status: 0 for valid settings (warnings go to stderr), 2 if an engine would not start."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config as it would be given to vLLM")
+    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings; 0, or raises ConfigError where no engine can start with them here."""
+    """Print the settings; returns 0. Raises ConfigError if an engine would not start with them."""
     config = load_config(parse_extra(args.extra))
     refuse_here(config)
     for warning in warnings(config):
@@ -59,18 +60,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def not_ours(config: Config) -> tuple[str, ...]:
-    """Settings that are a server's which somebody else starts: whatever is set here does nothing."""
+    """Return the settings that have no effect here because the server has them."""
     return OF_STORE if config.server not in (None, AUTO) else ()
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """As `describe`, with "(the server's)" for those that a server has."""
+    """Return the rows of `describe`, with "(the server's)" for settings of the server."""
     void = not_ours(config)
     return [(key, *(("(the server's)", "kvloft serve") if key in void else rest)) for key, *rest in describe(config)]
 
 
 def parse_extra(text: str) -> dict[str, object]:
-    """Settings as ``--extra`` has them. Raises ConfigError for what is no JSON object, or names a key twice."""
+    """Parse ``--extra``. Raises ConfigError if it is not a JSON object or has a key twice."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)
@@ -85,5 +86,5 @@ def parse_extra(text: str) -> dict[str, object]:
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if twice := first_twice([name for name, _ in pairs]):
-        raise ConfigError(f"--extra sets {twice} twice; leave one of the two out.")
+        raise ConfigError(f"--extra sets {twice} twice; remove one.")
     return dict(pairs)

@@ -8,22 +8,22 @@ from rich.table import Table
 from kvloft.cli.tables import count_text, new_table
 
 Counts = Mapping[str, Any]
-"""Numbers of one engine, or of a namespace, by the server's names."""
+"""Counters of an engine or a namespace, by the server's names."""
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Chunks found by chunks asked for in lookups, since ``before``; None where none were asked for."""
+    """Return chunks found divided by chunks looked up since ``before``; None without lookups."""
     asked, found = ((counts.get(name, 0) - (before or {}).get(name, 0)) for name in ("lookup_chunks", "lookup_chunks_found"))
     return found / asked if asked > 0 and found >= 0 else None
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """A row for all engines of a namespace and one for each, with the rate since the look ``before`` if there is one."""
-    names = ["lookups", "asked for", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
+    """Return a table with a row for the namespace and one per engine, with the hit rate since ``before`` if given."""
+    names = ["lookups", "looked up", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
     table = new_table("chunks", *names)
     old = {engine["pid"]: engine for engine in before["engines"] if engine["pid"]} if before is not None else {}
     now = [hit_rate(space["stats"], before["stats"])] if before is not None else []
-    table.add_row("all so far", *_cells(space["stats"], now))
+    table.add_row("all engines", *_cells(space["stats"], now))
     for engine in space["engines"]:
         now = [hit_rate(engine, old.get(engine["pid"]))] if before is not None else []
         table.add_row(f"process {engine['pid']}", *_cells(engine, now))
@@ -31,7 +31,7 @@ def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None)
 
 
 def late_lines(space: Mapping[str, Any]) -> list[str]:
-    """One line if engines had answers too late, with the chunks that were not saved for that, and what to do."""
+    """Return a line with late answers, the chunks not saved because of them, and the fix; empty without late answers."""
     num_calls, num_chunks = space["stats"]["late_calls"], space["stats"]["late_chunks"]
     if not num_calls:
         return []

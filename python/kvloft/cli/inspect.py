@@ -1,4 +1,4 @@
-"""`kvloft inspect DIR`: what is in a disk directory. Reads it without its lock and changes nothing."""
+"""`kvloft inspect DIR`: lists the contents of a disk directory. Reads it without its lock and changes nothing."""
 
 import argparse
 import contextlib
@@ -23,21 +23,21 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "inspect",
-        help="show what a disk directory holds",
-        description="Show what a disk directory holds: one line for each namespace. Reads only, also while an engine uses it.",
+        help="list the contents of a disk directory",
+        description="List the namespaces in a disk directory. Read-only, and works while an engine uses the directory.",
     )
     add_arguments(parser, json_help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
     parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table") -> None:
-    """What commands on a disk directory take."""
-    parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
+    """Add the arguments of commands on a disk directory."""
+    parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or a server")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
-    """``read(folder)``; None after a line on stderr where ``folder`` is not a disk directory, or an engine is using it."""
+    """Return ``read(folder)``; prints a message and returns None if ``folder`` is not a disk directory, or is in use."""
     # Here and not above: `kvloft config` must work where the extension does not load.
     from kvloft._core import ConfigError, StoreError
 
@@ -51,7 +51,7 @@ def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row per namespace; 0, or 2 where DIR is not a disk directory."""
+    """Print one row per namespace; returns 0, or 2 if DIR is not a disk directory."""
     namespaces = read_folder(args.dir, _look)
     if namespaces is None:
         return 2
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console()
     if not namespaces:
-        console.print(f"{args.dir} holds no namespace yet.")
+        console.print(f"{args.dir} contains no namespace yet.")
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
@@ -68,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
             if text:
                 console.print(f"{n['namespace']}: {text}", highlight=False, markup=False, style=style)
     total = sum(n["bytes"] for n in namespaces)
-    free = "; slots without a chunk are free, and were allocated ahead" if any(n["slots"] > n["chunks"] for n in namespaces) else ""
+    free = "; slots without a chunk are free and preallocated" if any(n["slots"] > n["chunks"] for n in namespaces) else ""
     console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}{free}", highlight=False)
     return 0
 
 
 def _look(folder: str) -> list[dict[str, Any]]:
-    """What is there. A problem counts if it is still there a moment later: an engine may be growing or shrinking its files."""
+    """Return the namespaces. A problem counts if it persists for a moment: an engine can be resizing its files."""
     from kvloft._core import disk_inspect
 
     namespaces = disk_inspect(folder)
@@ -87,13 +87,13 @@ def _look(folder: str) -> list[dict[str, Any]]:
 
 
 def _tell_of_other_engines(folder: str) -> None:
-    """Say which data-parallel engines have folders of their own in ``folder``: nothing was looked at there."""
+    """Print the folders of other data-parallel engines in ``folder``, which were not read."""
     names: list[str] = []
-    with contextlib.suppress(OSError, ValueError):  # what is wrong with the folder was said already
+    with contextlib.suppress(OSError, ValueError):  # already reported
         names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
     if names:
         print(
-            f"kvloft: {', '.join(names)} in {folder} are of other data-parallel engines: give the path of one to look there",
+            f"kvloft: {folder} also contains {', '.join(names)} of other data-parallel engines; pass one of these paths to list it",
             file=sys.stderr,
         )
 
@@ -111,13 +111,13 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 
 def describe(description: str) -> str:
-    """A namespace's fields as ``name=value, ...``, those that say nothing left out; any other text as it is."""
+    """Return a namespace's fields as ``name=value, ...`` without empty ones; any other text unchanged."""
     fields = fields_of(description)
     return fields if isinstance(fields, str) else ", ".join(f"{k}={v}" for k, v in fields.items())
 
 
 def fields_of(description: str) -> dict[str, str] | str:
-    """A namespace's fields that say something; any other text as it is."""
+    """Return a namespace's fields without empty ones; any other text unchanged."""
     fields = _fields(description)
     if not fields:
         return printable(description)
@@ -125,12 +125,12 @@ def fields_of(description: str) -> dict[str, str] | str:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped: what a file or another process says must not steer the terminal."""
+    """Escape control characters: text of a file or another process must not control the terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _fields(description: str) -> dict[str, str] | None:
-    """A namespace's fields; None for any other text."""
+    """Return a namespace's fields; None for any other text."""
     try:
         fields = json.loads(description)
     except ValueError:
@@ -139,7 +139,7 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Local date, with the time of day where it is of this year; a dash for None or what no calendar holds."""
+    """Return the local date, with the time if it is in this year; a dash for None or an impossible date."""
     if unix_s is None:
         return "-"
     try:

@@ -1,6 +1,6 @@
-"""What `kvloft serve` prints: its log on stdout, a line an event, and what is wrong on stderr.
+"""Output of `kvloft serve`: the log on stdout, one line per event, and warnings on stderr.
 
-Neither may end a server: a full disk is reported once on stderr, and the server keeps running. It must not know what happens.
+A failed write never ends the server: a full disk is reported once on stderr. It must not depend on the events.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import time
 from typing import IO, Final
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Local, as the log's first word is for people of this machine."""
+"""Local time."""
 
 
 def warn(text: str) -> None:
@@ -26,7 +26,7 @@ class Log:
         self._was_lost = False
 
     def tell(self, *lines: str) -> None:
-        """Print each line with the date and the time. What cannot be written now may be, with later lines, once there is room."""
+        """Print each line with date and time. A failed write does not affect later lines."""
         for line in lines:
             try:
                 print(f"{time.strftime(TIME)} {line}", flush=True)
@@ -34,7 +34,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Leave nothing that Python would try to write as it ends: that would be the exit status."""
+        """Flush both streams; discard text that Python would fail to write at exit, because that changes the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -44,7 +44,7 @@ class Log:
     def _lose(self, error: OSError) -> None:
         if not self._was_lost:
             self._was_lost = True
-            warn(f"warning: the log cannot be written ({error.strerror}); the server goes on without it")
+            warn(f"warning: the log cannot be written ({error.strerror}); the server continues without it")
 
 
 def _discard(stream: IO[str]) -> None:

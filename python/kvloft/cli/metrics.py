@@ -1,6 +1,6 @@
-"""`kvloft serve --metrics`: the server's numbers for Prometheus, at http://HOST:PORT/metrics.
+"""`kvloft serve --metrics`: exports the server's metrics to Prometheus at http://HOST:PORT/metrics.
 
-Reads what `kvloft status` reads, when it is asked; knows nothing of the store but names of numbers.
+Reads the data of `kvloft status` on each request; it must not depend on the store.
 """
 
 from __future__ import annotations
@@ -12,81 +12,81 @@ from typing import Any, Final
 from kvloft.errors import ConfigError
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
-# Of each namespace, with a label that says which; then of the server.
+# Metrics of a namespace, with a label; then those of the server.
 COUNTERS: Final = {
-    "commits": "Chunks saved and visible",
-    "aborts": "Saves that came to nothing",
-    "reserve_dropped": "Saves that found no frame",
+    "commits": "Chunks saved and published",
+    "aborts": "Saves that failed",
+    "reserve_dropped": "Saves dropped because no frame was free",
     "host_evictions": "Chunks evicted from host memory",
     "disk_evictions": "Chunks evicted from disk",
-    "quota_evictions": "Chunks of those evicted from host memory that left because their salt had its quota",
-    "quota_disk_evictions": "Chunks of those evicted from disk that left because their salt had its quota",
-    "quota_dropped": "Tries to save, load or write a chunk while its salt had its quota, all of it in use",
-    "expired": "Chunks forgotten because they were saved too long ago",
-    "discards": "Chunks forgotten because they were wrong, or replaced",
-    "cleared": "Chunks forgotten because an engine or a person asked for it",
-    "evicted": "Chunks evicted because a person asked for it",
+    "quota_evictions": "Chunks evicted from host memory because their tenant was at its quota",
+    "quota_disk_evictions": "Chunks evicted from disk because their tenant was at its quota",
+    "quota_dropped": "Operations rejected because the tenant was at its quota and all of its chunks were in use",
+    "expired": "Chunks removed because their time to live had passed",
+    "discards": "Chunks removed because they were damaged or replaced",
+    "cleared": "Chunks removed by clearing the namespace",
+    "evicted": "Chunks removed by kvloft evict",
     "disk_writes": "Chunks written to disk",
     "disk_bytes_written": "Bytes written to disk",
     "disk_reads": "Chunks read from disk",
     "disk_bytes_read": "Bytes read from disk",
-    "disk_write_errors": "Writes to disk that failed",
-    "disk_read_errors": "Reads from disk that failed",
-    "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
-    "disk_dropped": "Chunks that never reached disk",
+    "disk_write_errors": "Failed disk writes",
+    "disk_read_errors": "Failed disk reads",
+    "disk_verify_failures": "Chunks on disk that failed verification",
+    "disk_dropped": "Chunks never written to disk",
     "disk_unwritten": "Chunks evicted from host memory before they were written to disk",
-    "disk_removals": "Times that the disk directory was removed while it was in use",
-    "disk_trips": "Times that the disk tier was left alone after errors or a hang",
-    "lookups": "Questions of engines how much of a prompt is there",
-    "lookup_chunks": "Chunks that they asked for",
-    "lookup_chunks_found": "Chunks of those that were there, in any tier",
-    "load_chunks": "Chunks that engines took to load them",
-    "late_calls": "Calls that the server did not answer in time, as counted by the engines",
+    "disk_removals": "Times that the disk directory was removed while in use",
+    "disk_trips": "Times that the circuit breaker of the disk opened after errors or a hang",
+    "lookups": "Prefix lookups from engines",
+    "lookup_chunks": "Chunks looked up",
+    "lookup_chunks_found": "Chunks found by lookups, in any tier",
+    "load_chunks": "Chunks loaded by engines",
+    "late_calls": "Requests that the server did not answer in time, as counted by engines",
     "late_chunks": "Chunks not saved because the server did not answer in time",
 }
 GAUGES: Final = {
-    "frames_total": "Frames in the slabs that it has of host memory",
-    "frames_share": "Frames that it may have while other namespaces want memory, too",
-    "frames_visible": "Frames that hold a visible chunk",
+    "frames_total": "Frames in the namespace's slabs",
+    "frames_share": "Frames in the namespace's share of host memory",
+    "frames_visible": "Frames with a published chunk",
     "frames_reserved": "Frames being written",
-    "frames_free": "Frames that hold nothing",
-    "entries": "Chunks that can be found, in any tier",
-    "pins": "Chunks pinned by readers",
-    "read_leases": "Prompts whose chunks are pinned",
-    "reads_pending": "Chunks that wait to be read from disk",
-    "salts": "Salts that have something here",
+    "frames_free": "Free frames",
+    "entries": "Chunks stored, in any tier",
+    "pins": "Chunks pinned by loads",
+    "read_leases": "Prompts with pinned chunks",
+    "reads_pending": "Chunks queued for reading from disk",
+    "salts": "Tenants with chunks",
     "disk_used": "Chunks on disk",
-    "disk_pending": "Chunks on their way to disk",
-    "disk_bytes": "Bytes of its files on disk",
-    "disk_broken": "1 while the disk tier is left alone after errors or a hang",
+    "disk_pending": "Chunks queued for writing to disk",
+    "disk_bytes": "Bytes of the namespace's files on disk",
+    "disk_broken": "1 while the circuit breaker of the disk is open after errors or a hang",
 }
 SERVER_COUNTERS: Final = {
-    "server_accepted": "Connections that were accepted",
-    "server_joined": "Engines that connected, again after each break",
-    "server_refused": "Connections that were refused",
+    "server_accepted": "Connections accepted",
+    "server_joined": "Engines that joined, including reconnections",
+    "server_refused": "Connections refused",
 }
 SERVER_GAUGES: Final = {
-    "server_host_bytes": "Bytes of host memory that the server may take",
-    "server_disk_bytes": "Bytes that the disk directory may take",
-    "server_disk_unused": "1 while the disk directory is another's, or cannot be used for another reason",
-    "server_disk_free_bytes": "Bytes free in the disk directory's file system, while the server has that directory",
-    "server_disk_closed_bytes": "Bytes that namespaces have on disk which are not open",
-    "quarantined_reservations": "Frames kept until nothing can write to them",
+    "server_host_bytes": "Limit of host memory in bytes",
+    "server_disk_bytes": "Limit of the disk directory in bytes",
+    "server_disk_unused": "1 while the server cannot use its disk directory",
+    "server_disk_free_bytes": "Free bytes in the file system of the disk directory",
+    "server_disk_closed_bytes": "Bytes of closed namespaces on disk",
+    "quarantined_reservations": "Frames reserved until no process can write to them",
 }
 LABEL: Final = "namespace"
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of ``PORT`` or ``HOST:PORT``; only this machine may ask where no host is named. Raises ConfigError."""
+    """Parse ``PORT`` or ``HOST:PORT``; without a host, 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ConfigError(f"--metrics {text!r} names no port; say --metrics 9180, or 0.0.0.0:9180 for other machines too.")
+        raise ConfigError(f"--metrics {text!r} has no port; use --metrics 9180, or 0.0.0.0:9180 for access from other machines.")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple[str, Callable[[], None]]:
-    """Answer at ``where`` with what ``status`` says; returns the URL and what ends it. Raises ConfigError if it cannot listen."""
-    # Here and not above: no other command needs it.
+    """Export ``status`` at ``where``; returns the URL and a function that stops it. Raises ConfigError if it cannot listen."""
+    # No other command needs this import.
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
@@ -94,8 +94,8 @@ def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple
     try:
         server, thread = start_http_server(where[1], where[0], registry)
     except (OSError, UnicodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "this is no name of a host"
-        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); name another host or port.") from e
+        reason = e.strerror if isinstance(e, OSError) else "invalid host name"
+        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); use another host or port.") from e
 
     def end() -> None:
         server.shutdown()
@@ -107,7 +107,7 @@ def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple
 
 
 class _Collector:
-    """What prometheus_client asks for numbers."""
+    """The collector of prometheus_client."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status
@@ -121,22 +121,22 @@ class _Collector:
             for name, text in names.items():
                 family = families(f"kvloft_{name}", f"{text}.", labels=[LABEL])
                 for label, space in spaces:
-                    if name in space["stats"]:  # once its store is open
+                    if name in space["stats"]:  # once the store is open
                         family.add_metric([label], space["stats"][name])
                 yield family
-        for name, text in (("frame_bytes", "Bytes of one frame"), ("slabs", "Slabs of host memory that it has")):
+        for name, text in (("frame_bytes", "Bytes of one frame"), ("slabs", "Slabs of host memory assigned")):
             family = GaugeMetricFamily(f"kvloft_{name}", f"{text}.", labels=[LABEL])
             for label, space in spaces:
                 family.add_metric([label], space[name])
             yield family
         for families, names in ((CounterMetricFamily, SERVER_COUNTERS), (GaugeMetricFamily, SERVER_GAUGES)):
             for name, text in names.items():
-                if name in status["stats"]:  # of a disk, once it was looked at
+                if name in status["stats"]:  # disk figures appear after the first measurement
                     yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
         build = GaugeMetricFamily("kvloft_build_info", BUILD_INFO_HELP, labels=list(BUILD_LABELS))
         build.add_metric(list(BUILD_LABELS.values()), 1)
         yield build
         yield GaugeMetricFamily("kvloft_host_bytes", "Bytes of host memory.", value=status["host_bytes"])
-        yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of a slab of it.", value=status["slab_bytes"])
+        yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of one slab.", value=status["slab_bytes"])
         num_engines = sum(len(space["engines"]) for _, space in spaces)
-        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=num_engines)
+        yield GaugeMetricFamily("kvloft_engines", "Connected engines.", value=num_engines)

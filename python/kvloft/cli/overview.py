@@ -1,7 +1,7 @@
-"""What a person wants to know of a server first: is it well, how full are host memory and disk, who is there, what is found.
+"""The first lines of `kvloft status`: health, use of host memory and disk, engines and hit rate.
 
-All of it follows from what `_core.server_status` says, so it is of one moment, but for the room of the disk's file system, which
-the server looks at every few seconds. It must not know namespaces' tables.
+All figures come from one `_core.server_status`; the server measures the free space of the file system every few seconds.
+It must not depend on the tables of namespaces.
 """
 
 from typing import Any, Final
@@ -12,12 +12,12 @@ from kvloft.cli.tables import Status, broken, disk_unused
 from kvloft.config import size_text
 
 GROWTH_BYTES: Final = 64 << 20
-"""Files on disk grow by about so much at a time."""
+"""Files on disk grow in steps of about this size."""
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """For --json: bytes of the chunks in host memory and of the files on disk, and the sizes of both, the disk's path, free bytes
-    of its file system (None if not known, or without a disk), engines, the hit rate of all, a sentence for each problem.
+    """Return the figures for --json: bytes of chunks in host memory and of files on disk, the limits of both, the disk's path,
+    free bytes of its file system (None if unknown, or without a disk), engines, the total hit rate, and a sentence per problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
@@ -45,10 +45,10 @@ def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
 
 
 def lines(status: Status, socket: str) -> list[str]:
-    """A line for each of them; the first says whether all is well."""
+    """Return one line per figure; the first line states the server's health."""
     found = figures(status)
     problems, num_engines, num_spaces = found["problems"], found["engines"], len(status["namespaces"])
-    well = "is well" if not problems else f"serves, with {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    well = "is healthy" if not problems else f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
     in_spaces = f", in {num_spaces} namespace{'s' if num_spaces > 1 else ''}" if num_spaces else ""
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
@@ -62,13 +62,13 @@ def lines(status: Status, socket: str) -> list[str]:
 
 
 def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
-    """A line where the disk directory may still grow, and its file system has no room for that."""
+    """Return a line if the disk directory is below its limit, but its file system is full."""
     found = found or figures(status)
     free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):
         return []
-    what = f"The file system of the disk {found['disk_path'] or ''} is full ({size_text(free)} free)"
-    return [f"{what}: new chunks take the place of others there, or are dropped."]
+    what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
+    return [f"{what}: new chunks replace old ones there, or are dropped."]
 
 
 def _problems(status: Status, found: dict[str, Any]) -> list[str]:
@@ -85,13 +85,13 @@ def _disk(status: Status, found: dict[str, Any]) -> str:
     if not found["disk_size_bytes"]:
         return "none"
     if disk_unused(status):
-        return f"not used for now, up to {size_text(found['disk_size_bytes'])}"
+        return f"not in use; limit {size_text(found['disk_size_bytes'])}"
     free = f"; its file system has {size_text(found['disk_free_bytes'])} free" if found["disk_free_bytes"] is not None else ""
     return f"{_part(found['disk_files_bytes'], found['disk_size_bytes'])} in files{free}"
 
 
 def _hits(status: Status, rate: float | None) -> str:
     if rate is None:
-        return "none yet: no engine has asked"
+        return "none yet: no lookups"
     asked = sum(space["stats"].get("lookup_chunks", 0) for space in status["namespaces"])
-    return f"{rate:.1%} of {asked:,} chunks that engines asked for"
+    return f"{rate:.1%} of {asked:,} chunks looked up"

@@ -1,6 +1,6 @@
-"""`kvloft serve`: one cache for every engine of this user on this machine, in a process of its own.
+"""`kvloft serve`: one cache for every engine of this user on this machine, in a separate process.
 
-It reads settings, waits for signals and tells what happens; everything else is the server's, in Rust.
+It reads settings, waits for signals and prints the log; the server itself is in Rust.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from kvloft.machine import refuse_here, refuse_nodes, warnings
 from kvloft.version import BUILD
 
 COMMAND_LINE: Final = "command line"
-"""As the origin of a setting."""
+"""The origin of a setting."""
 MAX_SHOWN: Final = 80
 """Characters of a wrong argument in an error."""
 LOOK_EVERY_S: Final = 0.5
@@ -35,54 +35,54 @@ FIRST_ENGINE_S: Final = 60.0
 """What --linger adds before the first engine, which may still load its model's weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
-"""Signals that come so soon after the first are the same one."""
+"""Signals within this time count as one."""
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that end a server with its last writes; the last is a terminal's that closes."""
+"""Signals that end a server after its last writes; a closed terminal sends SIGHUP."""
 OPTIONS: Final = {
-    "host_size": "host memory for cached KV, taken as it is used",
-    "disk_path": "directory of the disk tier; without it, a restart begins empty",
-    "disk_size": "cap of the disk tier",
-    "disk_threads": "threads that read and write the disk tier",
+    "host_size": "host memory for cached KV, allocated on first use",
+    "disk_path": "directory of the disk tier; without it, the cache is empty after a restart",
+    "disk_size": "size limit of the disk tier",
+    "disk_threads": "threads for disk I/O",
     "eviction": "adaptive or lru",
-    "salt_quota": "most of a model's host memory that the requests of one cache_salt may have, such as 10%% or 8GiB",
-    "salt_disk_quota": "the same of the disk",
-    "salt_ttl": "forget what was saved so long ago with a cache_salt (24h, 7d), used since or not",
-    "salt_limits": "a YAML file of limits of single salts",
+    "salt_quota": "limit of host memory for one cache_salt in a namespace, such as 10%% or 8GiB",
+    "salt_disk_quota": "limit of disk space for one cache_salt in a namespace",
+    "salt_ttl": "chunks of a cache_salt expire this long after they were saved (24h, 7d)",
+    "salt_limits": "a YAML file with limits for single salts",
 }
 DESCRIPTION: Final = """\
-Serve one cache to every engine of this user on this machine, over a Unix
+Share one cache among all engines of this user on this machine, over a Unix
 socket that only this user can open. No KV crosses the socket: engines map the
-server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on,
-from the YAML file that KVLOFT_CONFIG names, or is the default of
-`kvloft config`.
+server's memory. Settings that are missing here come from environment variables
+such as KVLOFT_HOST_SIZE, from the YAML file in KVLOFT_CONFIG, or from the
+defaults of `kvloft config`.
 """
 EPILOG: Final = """\
-With "server": "auto" engines need none of this: the first one starts a server,
-with its own settings, at a socket in $XDG_RUNTIME_DIR/kvloft or
-/tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
+With "server": "auto", the first engine starts a server with its own settings,
+at a socket in $XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID. That server exits 5
+minutes after its last engine (server_linger).
 
-Every engine that should share the cache gets one setting, in
+To share the cache, give each engine this setting, in
 kv_connector_extra_config or as KVLOFT_SERVER:
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines of one model and one version of vLLM share KV: they are a namespace.
-Each namespace has chunks of its own, on disk a folder of its own. Memory goes
-to the namespaces that save; when there is no more, those with engines get
-equal shares, or what --share says. An engine that is restarted finds what is
-in the server's memory, as long as no other namespace wanted it. While no
-server answers, engines compute; they connect again by themselves.
+Engines with the same model and vLLM version share KV: they form a namespace.
+Each namespace has its own chunks and its own folder on disk. Memory goes to
+namespaces on demand; when it is used up, namespaces with engines get equal
+shares, or those set by --share. A restarted engine finds its chunks in the
+server's memory, unless another namespace needed it. While no server answers,
+engines compute without the cache and reconnect in the background.
 
-A tenant is a cache_salt. With --salt-quota, one that has its part of a model's
-memory loses its own least recently used KV, never another's. With --salt-ttl,
-its KV is forgotten so long after it was saved, on disk too. --salt-limits FILE
-has other limits for single salts:
+A tenant is a cache_salt. With --salt-quota, a tenant at its limit replaces its
+own least recently used chunks, never another tenant's. With --salt-ttl, its
+chunks expire, in memory and on disk. --salt-limits FILE sets other limits for
+single salts:
 
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
 
-SIGTERM, Ctrl-C or SIGHUP writes to disk what should be there, and ends.
-`kvloft status --socket PATH` shows what it does.
+On SIGTERM, Ctrl-C or SIGHUP, the server writes remaining chunks to disk and
+exits. `kvloft status --socket PATH` shows its state.
 """
 
 
@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "serve",
-        help="share one cache among engines, and keep it over their restarts",
+        help="share one cache among engines, also across their restarts",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -99,30 +99,30 @@ def add_parser(subparsers: Any) -> None:
     for name, text in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
     parser.add_argument(
-        "--linger", metavar="TIME", help="end when no engine was there for so long (30s, 5min); the first has a minute more"
+        "--linger", metavar="TIME", help="exit after this time without an engine (30s, 5min); the first engine has an extra minute"
     )
-    parser.add_argument("--background", metavar="LOG", help="end once it listens, and serve on in the background with this log")
+    parser.add_argument(
+        "--background", metavar="LOG", help="run in the background with this log; the command returns once the server listens"
+    )
     parser.add_argument(
         "--share",
         action="append",
         default=[],
         metavar="NAMESPACE=PERCENT",
-        help="a fixed share of host memory, by the first digits of a name that `kvloft status` prints; may be repeated",
+        help="a fixed share of host memory for the namespace whose id begins with NAMESPACE; repeatable",
     )
-    parser.add_argument(
-        "--numa", metavar="NODES", help="the NUMA node of each rank's GPU (0,0,1,1), or one for all: host memory lies there"
-    )
-    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="answer Prometheus there; without a HOST, only this machine")
+    parser.add_argument("--numa", metavar="NODES", help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory")
+    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="export Prometheus metrics; without HOST, to this machine only")
     parser.set_defaults(run=run)
 
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
-    """What says where the server is."""
-    parser.add_argument("--socket", metavar="PATH", help="where it listens; else the setting server (KVLOFT_SERVER) says so")
+    """Add --socket."""
+    parser.add_argument("--socket", metavar="PATH", help="the server's socket (default: the setting server, KVLOFT_SERVER)")
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Of the command line and everything behind it, with a ``server``. Raises ConfigError."""
+    """Return the settings from the command line and all other sources, with a ``server``. Raises ConfigError."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
     if args.socket == "auto":
         raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
@@ -130,7 +130,7 @@ def settings(args: argparse.Namespace) -> Config:
         given["server"] = f"unix:{_path(args.socket)}"
     config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
-        raise ConfigError("no socket is given; say --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
+        raise ConfigError("the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
     return config
 
 
@@ -143,7 +143,7 @@ def _path(text: str) -> str:
 
 
 def shares(texts: list[str]) -> list[tuple[str, int]]:
-    """Percent of host memory by namespace, of ``NAMESPACE=PERCENT``. Raises ConfigError."""
+    """Parse ``NAMESPACE=PERCENT`` texts. Raises ConfigError."""
     found = []
     for text in texts:
         match = re.fullmatch(r"([0-9a-f]{1,64})=([0-9]{1,3})%?", text.lower())
@@ -154,7 +154,7 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def nodes(text: str | None) -> list[int]:
-    """NUMA nodes of ranks, of ``0,0,1,1``. Raises ConfigError also where this machine has no such node."""
+    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also if this machine lacks a node."""
     if text is None:
         return []
     if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
@@ -165,25 +165,25 @@ def nodes(text: str | None) -> list[int]:
 
 
 def not_answered(error: Exception) -> int:
-    """Tell why a server was not asked, and what to do if there is none; returns the exit status."""
+    """Print the reason why a server did not answer, and the fix; returns the exit status."""
     from kvloft._core import StoreError
 
     fix = "; start one with `kvloft serve`" if isinstance(error, StoreError) else ""
     if "timed out" in str(error):
-        fix = "; the server's process is stopped or busy, and may still do what it was asked"
+        fix = "; the server's process is stopped or busy, and may still execute the command"
     print(f"kvloft: {error}{fix}", file=sys.stderr)
     return 1
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, or until no engine was there for ``--linger``.
+    """Serve until a signal, or until ``--linger`` has passed without an engine.
 
-    Returns 0, 1 if another server has the socket or the system refuses, 2 for a wrong setting.
+    Returns 0; 1 if another server uses the socket or a system call fails; 2 for a wrong setting.
     """
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
     linger_s = _linger(args.linger)
     own_shares, numa = shares(args.share), nodes(args.numa)
-    own = replace(config, server=None)  # its memory and its disk are this machine's
+    own = replace(config, server=None)  # the server uses this machine's memory and disk
     refuse_here(own)
     for warning in warnings(own, opens_disk=True):
         warn(f"warning: {warning}")
@@ -195,22 +195,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_folder(config: Config) -> None:
-    """Make the socket's folder, for this user only, and say so; the server tells what is wrong with one that is there.
+    """Create the socket's folder with access restricted to this user. The server reports problems with an existing folder.
 
-    Raises ConfigError where the folder above it is not there either: that is a typing error, or not mounted yet.
+    Raises ConfigError if the parent folder is missing: probably a typing error, or not mounted yet.
     """
     folder = Path(str(config.socket)).parent
     try:
         folder.mkdir(mode=0o700)
     except FileNotFoundError:
-        raise ConfigError(f"{_given(config)}: {folder.parent} is not there; make it, or name another path.") from None
+        raise ConfigError(f"{_given(config)}: {folder.parent} does not exist; create it, or use another path.") from None
     except OSError:
         return
-    warn(f"made {folder} for the socket; only this user may enter it")
+    warn(f"created {folder} for the socket, accessible to this user only")
 
 
 def _given(config: Config) -> str:
-    """The socket as it was given."""
+    """Return the socket as the user set it."""
     origin = config.origin("server")
     return f"--socket {config.socket}" if origin == COMMAND_LINE else f"server = unix:{config.socket} ({origin})"
 
@@ -264,7 +264,7 @@ def _serve(
             raise
     trouble = server.disk_trouble()
     if trouble is not None:
-        warn(f"warning: {trouble}; there is host memory only until it can be used")
+        warn(f"warning: {trouble}; the server uses host memory only and retries")
     told_at = _place(sys.stderr)
     begun()
     bounds = f"; {text}" if (text := rules(told)) else ""
@@ -273,19 +273,19 @@ def _serve(
     if end_metrics is not None:
         log.tell(f"metrics at {url}")
     _wait(is_over, server, linger_s, log)
-    log.tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
+    log.tell(f"stopping; remaining chunks are written to disk for up to {CLOSE_TIMEOUT_S:g} s (a second signal stops at once)")
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
         end_metrics()
-    log.tell(*server.take_events(), "ended")
+    log.tell(*server.take_events(), "stopped")
     log.end()
     for number in ENDS:
-        signal.signal(number, signal.SIG_IGN)  # one that comes second would kill the interpreter while it ends
+        signal.signal(number, signal.SIG_IGN)  # a second signal would kill the interpreter at exit
     return 0
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
-    """Where a stream goes, to compare; None where that cannot be said."""
+    """Return the device and inode behind a stream; None if unknown."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -294,16 +294,16 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """What there is of a disk as it starts; the reason where it is not used, unless whoever reads this was told."""
+    """Return the state of the disk at start, with the reason if it is not in use and stderr did not report it."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
         return f"disk {config.disk_path} up to {size_text(config.disk_size)}"
-    return f"disk {config.disk_path} not used for now, tried again{'' if is_told else f' ({trouble})'}"
+    return f"disk {config.disk_path} not in use, retrying{'' if is_told else f' ({trouble})'}"
 
 
 def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]) -> dict[str, str]:
-    """What it was started with, for people, and for engines, which compare their own settings with those of the same names."""
+    """Return the server's settings as text. `kvloft status` prints them, and engines compare them with their own."""
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in own_shares) or NONE
     nodes = ",".join(map(str, numa)) or NONE
@@ -314,7 +314,7 @@ def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, in
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Log) -> None:
-    """Until a signal, or until there was no engine for ``linger_s``."""
+    """Wait for a signal, or for ``linger_s`` without an engine."""
     needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
         log.tell(*server.take_events())
@@ -322,7 +322,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
             continue
         status = server.status()
         came, num_joined = status["stats"]["server_joined"] > num_joined, status["stats"]["server_joined"]
-        if came or _has_engines(status):  # some come and go between two looks
+        if came or _has_engines(status):  # an engine can connect and leave between two checks
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
             log.tell(f"no engine was connected for {linger_s:g} s")
@@ -334,7 +334,7 @@ def _has_engines(status: dict[str, Any]) -> bool:
 
 
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """A second signal ends at once; but some senders, such as timeout(1), send each twice."""
+    """A second signal exits at once. Senders such as timeout(1) send each signal twice, which counts as one."""
     if not begun_s:
         begun_s.append(time.monotonic())
         is_over.set()

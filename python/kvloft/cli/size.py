@@ -27,7 +27,7 @@ class KvSize:
 
     full_bytes: int
     reaching_bytes: int
-    """Of layers with a sliding window or chunked local attention."""
+    """Bytes of layers with a sliding window or chunked local attention."""
     num_state_layers: int
 
     @property
@@ -48,11 +48,11 @@ def add_parser(subparsers: Any) -> None:
         epilog="example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 --disk-read 6GB",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a model's name on the Hugging Face hub")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=DTYPE_BYTES, help="as vLLM's flag (auto: 2 bytes a value)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=DTYPE_BYTES, help="as vLLM's flag (auto: 2 bytes per value)")
     parser.add_argument("--host-size", type=_size, default=32 << 30, metavar="SIZE", help="host memory (default: 32GiB)")
     parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
     parser.add_argument("--prefill", type=int, metavar="TOKENS", help="tokens that the engine computes per second")
-    parser.add_argument("--disk-read", type=_size, metavar="SIZE", help='what the disk reads per second, for example "6GB"')
+    parser.add_argument("--disk-read", type=_size, metavar="SIZE", help='bytes that the disk reads per second, for example "6GB"')
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table (bytes, tokens)")
     parser.set_defaults(run=run)
 
@@ -128,7 +128,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
     if kinds is None:
         return _interleaved(config, num_layers)
     if unknown := sorted(set(kinds) - FULL - REACHING - STATES - {"mlp", "moe"}):
-        raise ConfigError(f"config.json has layers of the kind {unknown[0]}, which this command does not know.")
+        raise ConfigError(f"config.json has layers of the kind {unknown[0]}, which this command does not support.")
     return list(kinds)
 
 
@@ -184,7 +184,7 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if "break_even_bytes_per_second" in figures:
         rows.append(("disk speed at which reading equals computing", f"{size_text(figures['break_even_bytes_per_second'])}/s"))
     if "disk_tokens_per_second" in figures:
-        rows.append(("tokens read from disk", f"{figures['disk_tokens_per_second']:,} a second"))
+        rows.append(("tokens read from disk", f"{figures['disk_tokens_per_second']:,} per second"))
     if "disk_is_faster" in figures:
         faster = figures["disk_is_faster"]
         rows.append(

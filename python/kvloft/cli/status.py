@@ -1,4 +1,4 @@
-"""`kvloft status`: prints the state of a server, once or with --watch again and again. Reads only."""
+"""`kvloft status`: prints the state of a server, once or repeatedly with --watch. Read-only."""
 
 import argparse
 import json
@@ -34,23 +34,21 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "status",
-        help="show what a server does",
+        help="show the state of a server",
         description=(
             "Show the state of a server: problems, use of host memory and disk, engines and hit rate; then the tiers, engines, "
-            "lookups and hits of each namespace; at the end the settings its KV depends on. Tenants are listed by the tags "
-            "of their salts, which do not reveal them; the tag of a salt that is given is marked. With --watch, look again "
-            "and again, and show chunks and GB a second and hit rates since the look before, until Ctrl-C. "
+            "lookups and hits of each namespace; finally the fields of each namespace. Tenants are listed by tags, which do not "
+            "reveal their salts; with --salt-file, the tag of that salt is marked. With --watch, refresh until Ctrl-C, with "
+            "chunks and GB per second and hit rates since the previous refresh. "
             "Exit status: 0; 1 if no server answers; 2 for a wrong argument."
         ),
     )
     add_socket(parser)
     add_salt(parser)
-    parser.add_argument("--watch", action="store_true", help="look again and again, with rates")
-    parser.add_argument("--interval", type=interval, metavar="TIME", help="with --watch: time between two looks (1s)")
-    parser.add_argument("--count", type=count, metavar="N", help="with --watch: end after N looks")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON (sizes in bytes); with --watch, an object for each look, one a line"
-    )
+    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C, with rates")
+    parser.add_argument("--interval", type=interval, metavar="TIME", help="with --watch: time between refreshes (default: 1s)")
+    parser.add_argument("--count", type=count, metavar="N", help="with --watch: exit after N refreshes")
+    parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes); with --watch, one object per line")
     parser.set_defaults(run=run)
 
 
@@ -88,12 +86,12 @@ def _print(status: dict[str, Any], socket: str, console: Console, tag: str | Non
         _print_namespace(space, status, console, tag)
     kept = status["stats"]["quarantined_reservations"]
     if kept:
-        console.print(f"{kept} frames of engines that went without a word are kept until nothing can write to them.")
+        console.print(f"{kept} frames of lost engines stay reserved until no process can write to them.")
     for space in spaces:
         console.print()
         console.print(f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:", highlight=False, markup=False)
         console.print(field_table(fields_of(space["description"])))
-        console.print(f"whole name: {space['namespace']}", highlight=False, markup=False)
+        console.print(f"full id: {space['namespace']}", highlight=False, markup=False)
 
 
 def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Console, tag: str | None) -> None:

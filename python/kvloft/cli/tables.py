@@ -10,16 +10,16 @@ from rich.text import Text
 from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
-"""As `_core.server_status` has it, or one namespace of it."""
+"""The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Of a namespace's name, for people: what `clear`, `evict` and `--share` take, as they take fewer."""
-NO_ENGINE = "No engine has connected yet, so no memory is taken."
+"""Digits of a namespace id in output. `clear`, `evict` and `--share` accept these or fewer."""
+NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
 
 
 def count_text(number: int) -> str:
-    """In seven characters at most, up to 10^15: "999,999", "1.23 M"."""
+    """Format a number below 10^15 in at most seven characters: "999,999", "1.23 M"."""
     if number < MAX_WHOLE:
         return f"{number:,}"
     value = float(number)
@@ -31,21 +31,21 @@ def count_text(number: int) -> str:
 
 
 def new_table(first: str, *names: str) -> Table:
-    """``first`` says what each row is of; the others are numbers."""
+    """Return a table with the column ``first`` for row names; the other columns are numbers."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     return Table(Column(first, no_wrap=True), *numbers, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
 
 
 def title(namespace: str, space: Status, status: Status) -> str:
-    """What a namespace has taken of the server's memory, full or not, and what is set for it."""
+    """Return a namespace's id, its slabs of the server's memory, and its share."""
     has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
     percent = space["stats"].get("share_percent")
     share = f", share {percent}%" if percent is not None else ""
-    return f"namespace {namespace[:ID_DIGITS]}: slabs of {has} from {everything} host memory{share}"
+    return f"namespace {namespace[:ID_DIGITS]}: assigned {has} of {everything} host memory{share}"
 
 
 def field_table(fields: Mapping[str, str] | str) -> Table | Text:
-    """What a namespace's KV depends on, two fields a row; any other text as it is."""
+    """Return a namespace's fields, two per row; any other text unchanged."""
     if isinstance(fields, str):
         return Text(fields)
     table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, show_header=False, pad_edge=False)
@@ -56,13 +56,13 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 
 
 def disk_unused(status: Status) -> list[str]:
-    """A line where the server cannot have its disk directory."""
+    """Return a line if the server cannot use its disk directory."""
     disk = status["settings"].get("disk_path", "")
-    return [f"The disk {disk} is not used for now; the server's log says why."] if status["stats"]["server_disk_unused"] else []
+    return [f"The disk {disk} is not in use; the server's log gives the reason."] if status["stats"]["server_disk_unused"] else []
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """What is in host memory and on disk, also as a part of `host_size` and `disk_size`, and on its way there."""
+    """Return the chunks in host memory and on disk, their share of `host_size` and `disk_size`, and queued I/O."""
     stats, frame_bytes = space["stats"], space["frame_bytes"]
     table = new_table("tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted")
     on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
@@ -77,39 +77,45 @@ def tier_table(space: Status, status: Status) -> Table:
 
 
 def broken(space: Status, status: Status) -> list[str]:
-    """A line where the disk tier is left alone for a reason that `disk_unused` does not tell."""
+    """Return a line if the disk tier is paused for a reason that `disk_unused` does not report."""
     is_told = bool(disk_unused(status))
-    return ["The disk tier is not used for now: it fails."] if space["stats"]["disk_broken"] and not is_told else []
+    return (
+        ["The disk tier is paused: reads or writes fail; they are retried."]
+        if space["stats"]["disk_broken"] and not is_told
+        else []
+    )
 
 
 def unwritten(space: Status) -> list[str]:
     """A line if chunks were evicted from host memory before they were written to disk."""
     num = space["stats"].get("disk_unwritten", 0)
-    return [f"{num:,} chunk{'s' if num != 1 else ''} evicted before written to disk: the disk is slower than saves"] if num else []
+    return (
+        [f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the disk is slower than saves"] if num else []
+    )
 
 
 def given_up(space: Status) -> list[str]:
-    """A line where a person evicted something: chunks that the column "evicted" does not count, or does for another reason."""
+    """Return a line with the number of chunks removed by `kvloft evict`."""
     num = space["stats"]["evicted"]
-    return [f"{num:,} chunk{'s' if num != 1 else ''} given up by `kvloft evict`"] if num else []
+    return [f"{num:,} chunk{'s' if num != 1 else ''} removed by `kvloft evict`"] if num else []
 
 
 def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
-    """Where a salt is whose tag is asked for."""
+    """Return a line that says whether the tenant with this tag is listed."""
     if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
     are_all = all(space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True))
-    return f"The salt's tag is {tag}; it {'has nothing in open namespaces' if are_all else 'is not among those that have most'}."
+    return f"The salt's tag is {tag}; it {'has no chunks in open namespaces' if are_all else 'is not among the largest tenants'}."
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
-    """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt or a limit."""
+    """Return a table of the largest tenants by tag; empty without salts and limits."""
     tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
     limits = ("max_host", "max_disk", "ttl_s")
     if not any(tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants):
         return []
-    table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "forgotten after")
+    table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "expires after")
     for tenant in tenants:
         most = [size_text(most * frame_bytes) if most is not None else "" for most in (tenant["max_host"], tenant["max_disk"])]
         held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
@@ -117,11 +123,11 @@ def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[T
         tag = tenant["tag"] or "(no salt)"
         table.add_row(f"{tag} *" if tag == marked else tag, held, most[0], on_disk, most[1], ttl)
     more = space["stats"]["salts"] - sum(tenant["tag"] is not None for tenant in tenants)
-    return [table, f"and {more:,} salt{'s that have' if more > 1 else ' that has'} less"] if more > 0 else [table]
+    return [table, f"and {more:,} smaller tenant{'s' if more > 1 else ''}"] if more > 0 else [table]
 
 
 def engine_table(space: Status) -> Table | str:
-    """Who is connected, and what each holds."""
+    """Return a table of the connected engines and their reservations and leases."""
     if not space["engines"]:
         return "No engine is connected."
     table = new_table("engine", "connected", "saving", "loading")

@@ -1,4 +1,4 @@
-"""`kvloft verify DIR`: read every chunk of a disk directory and prove its key and bytes. Changes nothing."""
+"""`kvloft verify DIR`: reads every chunk of a disk directory and checks its key and checksum. Changes nothing."""
 
 import argparse
 import json
@@ -21,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
         help="check every chunk of a disk directory for damage",
         description=(
             "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
-            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine or a server has it), "
-            "3 no damage found, but another version of kvloft made some of it, which cannot be checked: "
-            "an engine of this version starts that over; 4 the output cannot be written, so that what was found is not known."
+            "Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine or a server uses it); "
+            "3 no damage, but some namespaces are of another version of kvloft and cannot be checked: "
+            "an engine of this version replaces them; 4 the output cannot be written."
         ),
     )
     add_arguments(parser)
@@ -31,9 +31,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked, 3 where another version made some of it.
+    """Check the directory. Returns 0 (no damage), 1 (damage), 2 (not checked) or 3 (other versions found).
 
-    The status is ``args.status`` before anything is printed.
+    Sets ``args.status`` before it prints.
     """
     checked = read_folder(args.dir, lambda folder: _walk(folder, quiet=args.json))
     if checked is None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
-    """How many chunks there are, and what is wrong."""
+    """Return the number of chunks and the damage found."""
     from kvloft._core import DiskVerify
 
     verify = DiskVerify(folder)
@@ -60,7 +60,7 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also hands over what opening found, so it is taken even where there is no chunk.
+        # The first step also returns damage found at opening, so it runs even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)
@@ -83,6 +83,6 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False)
     if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
-    else:  # a file of the directory itself: how many chunks it had is not known
+    else:  # damage of a whole file: its number of chunks is unknown
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
-    console.print(f"{checked}: {verdict}. What is lost or damaged is a miss to an engine; nothing has to be done.", highlight=False)
+    console.print(f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.", highlight=False)

@@ -1,4 +1,4 @@
-"""Repeated looks at a server for `kvloft status --watch`: tables with rates since the look before, or a line of JSON each."""
+"""`kvloft status --watch`: tables with rates since the previous refresh, or one line of JSON per refresh."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ INTERVAL_S: Final = 1.0
 MIN_INTERVAL_S: Final = 0.1
 MAX_TENANTS: Final = 5
 RATES: Final = {
-    "asked for": "lookup_chunks",
+    "looked up": "lookup_chunks",
     "found": "lookup_chunks_found",
     "loaded": "load_chunks",
     "saved": "commits",
@@ -43,16 +43,16 @@ RATES: Final = {
     "read from disk": "disk_reads",
     "evicted from disk": "disk_evictions",
     "evicted for a quota": "quota_evictions",
-    "too old": "expired",
+    "expired": "expired",
     "saves without a frame": "reserve_dropped",
 }
 """The name of each rate, and the counter of chunks that it is computed from."""
 
 
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
-    """Print one look per ``args.interval`` seconds; returns 0 after ``args.count`` looks or Ctrl-C.
+    """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or Ctrl-C.
 
-    A terminal that can move its cursor shows each look in place of the last; anywhere else, looks follow each other.
+    On a terminal that can move its cursor, each refresh replaces the previous one.
     Raises what `server_status` raises.
     """
     from kvloft._core import server_status
@@ -80,7 +80,7 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
 
 
 def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
-    """Chunks per second by the names of ``RATES`` for each namespace; a store opened since ``before`` has none."""
+    """Return chunks per second by the names of ``RATES`` per namespace; a store opened since ``before`` has none."""
     olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
     rates = {}
     for space in status["namespaces"]:
@@ -99,7 +99,7 @@ def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
 def look_json(
     status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None, tag: str | None = None
 ) -> dict[str, Any]:
-    """The fields of `kvloft status --json`, and each namespace's rates and hit rate since the look ``before``."""
+    """Return the fields of `kvloft status --json`, with each namespace's rates and hit rate since ``before``."""
     olds, shown = _by_name(before), as_json(status, tag)
     for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
         own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
@@ -113,7 +113,7 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
-    """The rows that fit the height of the screen, and a last row with the number of the others."""
+    """Return the rows that fit the screen, and a last row with the number of hidden ones."""
     lines = console.render_lines(drawn, pad=False)
     while lines and not "".join(segment.text for segment in lines[-1]).strip():
         lines.pop()
@@ -131,7 +131,7 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> RenderableType:
-    """The tables of one look, below a row of limits that is cut at the edge of the screen."""
+    """Return the tables of one refresh, below a row of limits that is cut at the edge of the screen."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = rules(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
@@ -158,8 +158,8 @@ def _picture_of(
 
 def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
     """A table with two rates per row, so that all fit half of a screen of 24 rows."""
-    table = new_table("a second", "chunks", "GB")
-    table.add_column("a second", no_wrap=True)
+    table = new_table("per second", "chunks", "GB")
+    table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):
         table.add_column(name, justify="right", no_wrap=True)
     cells = [(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}") for shown, rate in rates.items()]
@@ -180,5 +180,5 @@ def interval(text: str) -> float:
 def count(text: str) -> int:
     """Parse --count. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
     return int(text)

@@ -1,7 +1,7 @@
-"""One engine of `kvloft check`, in a process of its own: ``python -m kvloft.vllm.check JOB.json``.
+"""One engine of `kvloft check`, in its own process: ``python -m kvloft.vllm.check JOB.json``.
 
-It starts vLLM with the user's flags, with kvloft or without, asks what the job says, and appends a line of JSON to a file for
-each thing that is done. It judges nothing. It ends, with its workers, when whoever started it is gone: its stdin closes then.
+Starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and appends one line of JSON to a file per
+event. It contains no verdict. It exits with its workers when the parent process exits, which closes its stdin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Engine:
         return self.llm.engine_core.engine_core
 
     def watch(self) -> None:
-        """Count what plans load: no metric says how many blocks of which group came."""
+        """Count the loaded blocks of each group in plans; no metric has them."""
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -64,7 +64,7 @@ class Engine:
         connector.build_connector_meta = build_connector_meta
 
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Greedy tokens, how clear each choice was, and what was counted meanwhile.
+        """Return greedy tokens, the margin of each choice, and the counters of this request.
 
         ``clear`` has a row for each token: its log probability, how far the second best is below it, and which token that is.
         """
@@ -137,8 +137,8 @@ class Engine:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What the report says about the engine itself: KV memory holds ``full_requests`` of max_model_len tokens, None if unknown,
-        each of which takes ``request_bytes``. The latter is what two engines can be compared by: blocks of one group are larger.
+        """Return facts about the engine. KV memory fits ``full_requests`` requests of max_model_len tokens (None if unknown), and
+        each takes ``request_bytes``, which two engines can be compared by: with one group, blocks are larger.
         """
         from vllm.v1.core import kv_cache_utils
 
@@ -161,7 +161,7 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """The engine, and flags that are none of an engine's. Raises ConfigError for flags that cannot be checked."""
+    """Return the engine, and the ignored flags. Raises ConfigError for flags that cannot be checked."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -173,7 +173,9 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     args.disable_log_stats, args.data_parallel_size = False, 1
     given, args.kv_transfer_config = args.kv_transfer_config, None
     if given is not None and given.kv_connector != "KVLoftConnector":
-        raise ConfigError(f"--kv-transfer-config names {given.kv_connector}, and only KVLoftConnector can be checked")
+        raise ConfigError(
+            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check supports KVLoftConnector only"
+        )
     if job["disk_path"] is not None:
         extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
         extra |= {"disk_path": job["disk_path"], "disk_size": job["disk_size"]}
@@ -198,7 +200,7 @@ def run(job: dict[str, Any]) -> None:
             _passes(engine, job, tell)
             engine.llm.engine_core.shutdown()
             tell("done")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, and the process ends
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; then the process exits
             traceback.print_exc()
             tell("failed", error=f"{type(error).__name__}: {error}")
 

@@ -1,6 +1,6 @@
-"""Prompts for `kvloft check`: of lengths at which a cache has something to lose, and with answers that rounding does not decide.
+"""Prompts for `kvloft check`: at lengths where cache errors show, and with answers that do not depend on rounding.
 
-It must not know kvloft's connector: engines that are asked here have none.
+It must not depend on kvloft's connector: the engines here run without it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kvloft.vllm.shape import MAX_AUTO_CHUNK_TOKENS
 
 MAX_PROMPT_TOKENS = 10_000
 PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
-"""Lengths of prompts, in units of what a hit of vLLM's own cache is a multiple of."""
+"""Lengths of prompts, in units of the granularity of vLLM's own hits."""
 NUM_FORKED = 2
 NUM_TRIES = 4
-"""Prompts that are tried for each length, until rounding cannot decide what is said."""
+"""Maximum number of prompts per length until rounding cannot change the answer."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
-"""Least distance of the two best tokens, in log probability, that is clear in float32 and in less."""
+"""Smallest distance of the two best tokens, in log probability, that counts as clear: in float32, and in other dtypes."""
 WORDS = """
     river stone seven under garden letter cold bright number window paper walk green often table north voice slow market train
     winter glass remember island second bridge quiet metal story before orange engine doctor circle travel answer music field
@@ -26,7 +26,7 @@ WORDS = """
 
 
 class Asked(Protocol):
-    """What is needed of `kvloft.vllm.check.Engine`."""
+    """The part of `kvloft.vllm.check.Engine` that this module uses."""
 
     llm: Any
 
@@ -36,13 +36,13 @@ class Asked(Protocol):
 
 
 Chosen = tuple[list[int], dict[str, Any]]
-"""A prompt, and the answer that was computed without any cache."""
+"""A prompt, and its answer computed without any cache."""
 
 
 def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
-    """Prompts by name. Lengths go around what a hit is a multiple of, beyond every window, and beyond every chunk of kvloft.
+    """Return prompts by name, with lengths around multiples of a hit, beyond every window, and beyond every chunk of kvloft.
 
-    A "fork" begins as another one does.
+    A "fork" starts with the beginning of another prompt.
     """
     facts = engine.facts()
     unit, room = facts["hit_tokens"], min(MAX_PROMPT_TOKENS, facts["max_model_len"] - num_output_tokens - 1)
@@ -58,7 +58,7 @@ def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
 
 
 def _clear_prompt(engine: Asked, head: list[int], length: int) -> Chosen:
-    """A prompt that begins with ``head`` and whose answer rounding does not decide; of some tried ones the clearest."""
+    """Return a prompt that starts with ``head`` and whose answer does not depend on rounding: the clearest of several tries."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0
@@ -75,7 +75,7 @@ def _clear_prompt(engine: Asked, head: list[int], length: int) -> Chosen:
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Token ids of random words; without a tokenizer random ids."""
+    """Return token ids of random words, or random ids without a tokenizer."""
     chance = random.Random(f"{count} {nth}")
     if not llm.vllm_config.model_config.skip_tokenizer_init:
         text = " ".join(chance.choices(WORDS.split(), k=count + 1))

@@ -1,7 +1,7 @@
-"""KVLoftConnector: vLLM's hooks, each one delegated call to the half that this process has.
+"""KVLoftConnector: vLLM's hooks, each delegated to the side that this process has.
 
-The one place with a broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and counted, and the engine
-goes on. Loads are asynchronous only. Errors at construction are not caught: a wrong setting must stop the start.
+The only broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and counted, and the engine continues.
+Loads are asynchronous only. Errors at construction are not caught: a wrong setting must stop the start.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._half.hook_errors += 1
         if hook not in self._errors_logged:
             self._errors_logged.add(hook)
-            logger.exception("kvloft: error in %s, served as a miss (logged once, counted in hook_errors)", hook)
+            logger.exception("kvloft: error in %s; treated as a miss (logged once, counted in hook_errors)", hook)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -187,7 +187,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Of one request; an error costs what would be told of its chunks, and no plan."""
+        """Note the chunks of one request. An error loses its KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
@@ -259,7 +259,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
 
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
-    """The same for models with several KV cache groups: vLLM gives up its hybrid manager for a connector that is no SupportsHMA.
+    """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and uses one group.
 
     `kvloft.vllm.plugin` takes this class or that one, as `class_of` says.
     """

@@ -1,7 +1,7 @@
-"""KV events in vLLM's own words: what `kvloft.plan.announce` has to tell, for vLLM's publisher and the routers behind it.
+"""Converts the events of `kvloft.plan.announce` to vLLM's KV events, which vLLM publishes to routers.
 
-Hashes, parents and extra keys are those of vLLM's events of the same blocks, so a router joins both. A block that it could not
-join is not announced: of embeddings and of multimodal items, whose token ids say nothing.
+Hashes, parents and extra keys equal those of vLLM's events for the same blocks, so a router can join both. Blocks with
+embeddings or multimodal items are not published, because token ids do not identify them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
 """As vLLM's own offloading calls them."""
-NO_EVENTS = "kvloft: KV events tell of vLLM's own blocks only, and not of what kvloft holds: with %s that is not supported"
+NO_EVENTS = "kvloft: KV events contain vLLM's own blocks only: kvloft publishes none with %s"
 
 
 def announcer_of(vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool) -> Announcer | None:
-    """What announces ``store``, which other engines may use too (``is_shared``).
+    """Return the announcer of ``store``, which is ``is_shared`` with other engines.
 
-    None if KV events are off (vLLM's ``kv_events_config``), or cannot be had: a warning says so.
+    None if KV events are off (vLLM's ``kv_events_config``), or unavailable, which is logged as a warning.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
-        logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
+        logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # the engine does not load, or does not save
     else:
         store.watch(MAX_WAITING)
         describes = partial(describe, hash_tokens_of(kv_cache_config, shape))

@@ -1,8 +1,8 @@
-"""What kvloft wraps in vLLM, because no hook tells a connector: the one table, and how others listen to it.
+"""The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and listeners for their calls.
 
-A target that is missing means that its guarantee is missing. So each row says what is lost then, and what follows: no start,
-nothing kept beyond this run, or a warning and less served; never silence. Everything is wrapped once a process, and serves
-every engine in it. It must not know who listens.
+If a target is missing, its guarantee is missing. Each row names the lost guarantee and the reaction: no start, no caching beyond
+this run, or a warning and less support. Each method is wrapped once per process, for every engine in it. It must not depend on
+the listeners.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger("vllm.kvloft")
 
 
 class Missing(Enum):
-    """What follows where a target is missing."""
+    """The reaction to a missing target."""
 
     REFUSE = "the engine does not start"
-    THIS_RUN = "nothing is kept beyond this run of the engine"
-    LESS = "less is served"
+    THIS_RUN = "the cache is used in this run of the engine only"
+    LESS = "reduced support"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +57,48 @@ class Patch:
 _CORE, _ALLOCATOR = "vllm.v1.engine.core", "vllm.device_allocator.cumem"
 ENGINE_RPC = Patch(
     _CORE, "EngineCore", "collective_rpc", "weights are replaced through it, and no connector is asked", "0.33",
-    "weights that are replaced in the running engine are not seen, and KV of the old ones would be served", Missing.REFUSE,
+    "weights replaced in the running engine are not detected, and KV of the old ones would be served", Missing.REFUSE,
 )  # fmt: skip
 WORKER_RELOAD = Patch(
     "vllm.v1.worker.gpu_worker", "Worker", "reload_weights", "code inside a worker may call it", "0.33",
-    "a reload that does not go through the engine core is not seen, and its KV would be kept as the old weights'", Missing.THIS_RUN,
+    "a reload that bypasses the engine core is not detected, and its KV would be saved under the old weights", Missing.THIS_RUN,
 )  # fmt: skip
 ADD_ADAPTER = Patch(
     _CORE, "EngineCore", "add_lora", "an adapter's files are looked at before they are loaded", "0.33",
-    "which files an adapter was loaded from is not known, so requests with adapters share no KV", Missing.LESS,
+    "the files of an adapter are unknown, so requests with adapters share no KV", Missing.LESS,
 )  # fmt: skip
 PAUSE_RESET = Patch(
-    _CORE, "EngineCore", "_reset_caches", "pause and sleep ask connectors to forget what stays right", "0.33",
+    _CORE, "EngineCore", "_reset_caches", "pause and sleep clear connectors although KV stays valid", "0.33",
     "pause and sleep empty the cache, the disk tier too", Missing.LESS,
 )  # fmt: skip
 ENGINE_SLEEP = Patch(
-    _CORE, "EngineCore", "sleep", "only its level says whether the weights stay", "0.33",
+    _CORE, "EngineCore", "sleep", "only its level shows whether the weights stay", "0.33",
     "pause and sleep empty the cache, the disk tier too", Missing.LESS,
 )  # fmt: skip
 POOL_RESET = Patch(
-    "vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", "its event says that all blocks are gone, kvloft's too", "0.33",
-    "after a reset of vLLM's own cache, listeners to KV events do not know what kvloft still holds", Missing.LESS,
+    "vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", "its event removes all blocks, including kvloft's", "0.33",
+    "after a reset of vLLM's own cache, KV events omit the chunks in kvloft", Missing.LESS,
 )  # fmt: skip
 ADD_REQUEST = Patch(
-    "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "a connector is not told whether it is a child of MultiConnector,"
-    " nor asked whether blocks must stay taken until a step in flight has ended (0.26 to 0.29 preempt everyone meanwhile)",
+    "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "no hook shows whether a connector is a child of MultiConnector,"
+    " or lets it free blocks before a step in flight has ended (0.26 to 0.29 preempt every request meanwhile)",
     "0.33", "requests do not wait for chunks on disk, and vLLM preempts more requests under async scheduling", Missing.LESS,
 )  # fmt: skip
 FIND_CLASS = Patch(
     "vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", "get_connector_class",
-    "settings are read before weights are loaded", "0.33", "wrong settings are told only after weights are loaded", Missing.LESS,
+    "settings are read before weights are loaded", "0.33", "wrong settings are reported after weights are loaded", Missing.LESS,
 )  # fmt: skip
 RANK_CONFIGS = Patch(
-    "vllm.v1.executor.abstract", "Executor", "initialize_from_config", "a connector of the scheduler is told of the first rank's"
-    " layers only", "0.33", "what other ranks keep is not known, so pipeline parallelism is not served", Missing.LESS,
+    "vllm.v1.executor.abstract", "Executor", "initialize_from_config", "the scheduler's connector sees the first rank's"
+    " layers only", "0.33", "the layers of other ranks are unknown, so pipeline parallelism is not supported", Missing.LESS,
 )  # fmt: skip
 SLEEP = Patch(
-    _ALLOCATOR, "CuMemAllocator", "sleep", "paged KV is unmapped without a word to connectors", "0.32",
-    "copies in flight do not end before the engine sleeps, which would end it", Missing.REFUSE,
+    _ALLOCATOR, "CuMemAllocator", "sleep", "paged KV is unmapped without notice to connectors", "0.32",
+    "copies in flight do not finish before the engine sleeps, which would crash it", Missing.REFUSE,
 )  # fmt: skip
 DISCARD = Patch(
     _ALLOCATOR, "CuMemAllocator", "discard", "as sleep, in releases that have it (0.30 and newer)", "0.32",
-    "copies in flight do not end before KV memory is discarded", Missing.REFUSE,
+    "copies in flight do not finish before KV memory is discarded", Missing.REFUSE,
 )  # fmt: skip
 OF_EVERY_ENGINE = (ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, RANK_CONFIGS)
 PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD)
@@ -109,14 +109,14 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Say what each missing target costs, once; True where nothing may be kept beyond this run. Raises UnsupportedError."""
+    """Log each missing target once; returns True if the cache can be used in this run only. Raises UnsupportedError."""
     this_run = False
     for patch in patches:
         if patch.find() is not None:
             continue
         text = f"this vLLM has no {patch.owner}.{patch.method}, which kvloft wraps: {patch.lost}"
         if patch.missing is Missing.REFUSE:
-            raise UnsupportedError(f"{text}; use a vLLM from 0.26 to 0.33, or run it without kvloft")
+            raise UnsupportedError(f"{text}; use vLLM 0.26 to 0.33, or run without kvloft")
         if patch not in _told:
             _told.add(patch)
             logger.warning("kvloft: %s (%s)", text, patch.missing.value)

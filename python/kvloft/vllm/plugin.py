@@ -1,7 +1,7 @@
-"""vLLM's plugin entry point: makes ``"kv_connector": "KVLoftConnector"`` known by name in every vLLM process.
+"""vLLM's plugin entry point: registers the name ``KVLoftConnector`` in every vLLM process.
 
-It also has wrong settings told before any weights are loaded, and hears what ranks are told. It must not import the connector:
-engines without kvloft load this.
+It also reports wrong settings before any weights are loaded, and observes the configs of ranks. It must not import the connector:
+engines without kvloft load this module.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def register_classes() -> None:
 def check_settings_early(factory: Any) -> None:
     """Have ``factory`` read kvloft's settings when it looks up kvloft's class, and raise ConfigError if they are wrong.
 
-    vLLM makes connectors after it has loaded the weights, but asks for the class while it checks its arguments (does it know
-    the hybrid KV cache manager?), with the settings at hand. No hook of a connector is called then in every mode. What was
-    found right is not read again: a file that changes later ends no engine that runs.
+    vLLM creates connectors after it has loaded the weights, but looks up the class while it checks its arguments, with the
+    settings available. No connector hook is called at that point in every mode. Valid settings are not read again, so a file
+    that changes later does not stop a running engine.
     """
     right: dict[str, str] = {}
 

@@ -1,8 +1,8 @@
-"""What every rank of an engine keeps. vLLM tells a connector in the scheduler's process of the first rank's layers only, and of one
-size for all of a group, though pipeline stages have other layers, and layers may differ in size.
+"""The KV cache configs of all ranks. vLLM passes the scheduler's connector only the first rank's layers, with one size per group,
+although pipeline stages have other layers, and layers can differ in size.
 
-So the call with which vLLM hands each rank its own is listened to: it comes from that process, before the scheduler is made. It
-must not import the connector: engines without kvloft load this.
+kvloft therefore observes the call that passes each rank its config, which this process makes before it creates the scheduler.
+It must not import the connector: engines without kvloft load this module.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _RANKS = Ranks()
 
 
 def watch() -> None:
-    """Hear what ranks are told, from now on; again does nothing."""
+    """Observe the configs of ranks from now on. Idempotent."""
     listen(RANK_CONFIGS, _RANKS.hear)
 
 
 def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
-    """Of the scheduler's ``kv_cache_config`` those of all ranks of its engine; only itself where they are not known.
+    """Return the KV cache configs of all ranks of the scheduler's engine; only ``kv_cache_config`` if they are unknown.
 
-    Raises UnsupportedError if there are pipeline stages, of which it says too little then.
+    Raises UnsupportedError if they are unknown and there are pipeline stages.
     """
     parallel, found = vllm_config.parallel_config, _RANKS.configs
     if len(found) == parallel.world_size and _outline(found[0]) == _outline(kv_cache_config):
         return found
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UnsupportedError(
-            f"kvloft serves pipeline_parallel_size={parallel.pipeline_parallel_size} where it hears what vLLM tells each rank "
-            f"({RANK_CONFIGS.owner}.{RANK_CONFIGS.method}), and it did not; set it to 1"
+            f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} here: it lacks the configs of all "
+            f"ranks ({RANK_CONFIGS.owner}.{RANK_CONFIGS.method}); set it to 1"
         )
     return [kv_cache_config]
 

@@ -1,4 +1,4 @@
-"""The scheduler half inside vLLM: settings, namespace, store and SchedulerCore put together; one method a hook.
+"""The scheduler side inside vLLM: connects settings, namespace, store and SchedulerCore; one method per hook.
 
 It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait permanently
 (`admit`), which is settled here.
@@ -57,34 +57,34 @@ STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
 WARN_EVERY_S = 60.0
 DAMAGE = (
-    "kvloft: %s on disk had other bytes than were written (namespace %s); each was a miss. "
-    "Look at the disk's health, or stop the engine and run `kvloft verify`"
+    "kvloft: %s on disk failed verification (namespace %s); each was a miss. "
+    "Check the health of the disk, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s did not get to disk since the last look, nor did any other (namespace %s); host memory serves on. "
-    "disk_path may be full, not writable, or in use by another process: see the lines before, or the log of the server"
+    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host memory continues to serve. "
+    "disk_path can be full, not writable, or in use by another process: see the lines above, or the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they are kept and not loaded. "
-    "Give the two engines different values of the setting namespace, and report the settings in which they differ"
+    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they are not loaded, and kept. "
+    "Set different values of namespace for the two engines, and report the settings in which they differ"
 )
 LOADS_FAIL = (
-    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
-    "computed instead. The workers' log says why"
+    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute (namespace %s). Requests are computed "
+    "instead. See the workers' log for the reason"
 )
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are saved only up to the first one: with --no-enable-prefix-caching and "
-    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing their content. Leave out one of the two flags to cache them"
+    "kvloft: prompts with images or other media are saved only up to the first item: with --no-enable-prefix-caching and "
+    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing them. Remove one of the two flags to cache them"
 )
 
 ONE_S_OWN_WEIGHTS = (
-    "server = unix:{} ({}) is not supported where a trainer may replace the weights of a running engine (weight_transfer_config, "
-    "worker_extension_cls): other engines would find KV of other weights; leave server out."
+    "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running engine (weight_transfer_config, "
+    "worker_extension_cls): other engines would load KV of other weights. Remove server."
 )
 
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int | None) -> str:
-    """What the log says at start about chunks and tiers.
+    """Return the part of the first log line about chunks and tiers.
 
     ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not open yet.
     """
@@ -226,7 +226,7 @@ class SchedulerHalf:
             self._asks_siblings = False
 
     def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
+        """A load that cannot be planned is reported as failed, because its request waits for a result."""
         block_ids: Any = tables[0] if self._new_tables is None else self._new_tables(tables)
         try:
             self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
@@ -240,9 +240,9 @@ class SchedulerHalf:
         return self.core.plan_step(view_step(output) if new_tables is None else view_grouped_step(output, new_tables))
 
     def reset(self) -> None:
-        """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.
+        """Empty the cache, unless vLLM resets it for a pause that keeps the weights.
 
-        Of an engine whose weights a trainer replaces, a pause may be the only sign of that.
+        If a trainer replaces weights, a pause can be the only sign of it.
         """
         if _pausing.get() and not (self._clears_on_pause or self._weights_go):
             return
@@ -277,12 +277,12 @@ class SchedulerHalf:
         try:
             events = self._announcer.take()
             return [self._writer.write(event) for event in events]
-        except BaseException:  # what was told may be wrong from now on
+        except BaseException:  # published events can be wrong from now on
             self._announcer.withdraw(events)
             raise
 
     def _tell_events(self) -> None:
-        """What the store wants a person to see, each once."""
+        """Log the events of the store, each once."""
         for event in self._store.take_events():
             logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
@@ -303,14 +303,11 @@ class SchedulerHalf:
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Level 2 throws the weights away, so what is computed once the engine is awake is not known to be the same.
-
-        What newer levels do is not known.
-        """
+        """Level 2 discards the weights, so KV computed after the sleep can differ. Unknown levels count as level 2."""
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """vLLM tells its listeners that all blocks are gone, in every medium, if no request has any; kvloft's may have stayed."""
+        """vLLM publishes that all blocks are removed, in every medium, if no request has any; kvloft's chunks can still exist."""
         queued = len(pool.kv_event_queue)
 
         def repeat() -> None:
@@ -320,12 +317,12 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""
+        """Stop offers and saves; if a trainer replaces weights repeatedly, empty the cache instead."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:
             self._is_stopped = True
-            logger.error("kvloft: nothing is cached any more in this run of the engine: %s", reason)
+            logger.error("kvloft: caching has stopped for this run of the engine: %s", reason)
             self.core.stop()
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape
     if config.chunk_tokens not in ("auto", tokens := shape.unit.block_tokens):
         way_out = ", or set kv_groups to 'one'" if len(shape.groups) > 1 else ""
         raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups or windows in every layer, whose "
+            f"chunk_tokens={config.chunk_tokens} is not possible with several KV cache groups or windows in every layer, whose "
             f"chunks have {tokens} tokens; leave it at 'auto'{way_out}"
         )
     kept = [group.kept_blocks for group in shape.groups]
@@ -68,7 +68,7 @@ def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods whose layers read the target's hidden states beside the token after each (`SpeculativeConfig.use_eagle`)."""
+"""Methods whose layers read the target's hidden states and the next token (`SpeculativeConfig.use_eagle`)."""
 PREFIX_DRAFTERS = ("draft_model", "dflash")
 """Methods whose KV of a position is of the tokens up to it: DFlash projects the target's hidden states of the prompt."""
 

@@ -1,6 +1,6 @@
-"""Says what happened while an engine is idle: vLLM asks connectors for nothing then, and a server may come or go.
+"""Logs the store's events while an engine is idle: vLLM calls no hook then, and the connection to a server can change.
 
-It must not know what is told.
+It must not depend on the events.
 """
 
 import threading
@@ -19,7 +19,7 @@ class Teller:
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing is told after this returns. Again does nothing."""
+        """Stop the calls: none begins after this returns. Idempotent."""
         self._is_over.set()
         self._thread.join()
 

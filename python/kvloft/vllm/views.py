@@ -1,4 +1,4 @@
-"""vLLM's requests and steps as kvloft's views: what is read of them, and nothing kept.
+"""vLLM's requests and steps as kvloft's views, which read fields and keep nothing.
 
 Only fields that every served release has, or that are asked for with a default, are touched.
 """

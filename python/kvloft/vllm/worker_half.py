@@ -89,7 +89,7 @@ class WorkerHalf:
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Before the allocator unmaps anything.
 
-        vLLM waits only for what is on the GPU, not for what kvloft still has to send. A kernel on unmapped pages ends the engine.
+        vLLM waits only for work on the GPU, not for copies that kvloft has queued. A kernel on unmapped pages ends the engine.
         """
         self.core.drain()
 

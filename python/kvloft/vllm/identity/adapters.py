@@ -18,7 +18,7 @@ class AdapterNames:
 
     Another run may have it only where its files are as they were when this engine began (or where a commit says it): whenever the
     workers loaded it, those were its weights. Otherwise it is this run's own; and once its files are others than when it was first
-    seen, no request shares it with another. vLLM itself tells adapters apart by name in its prefix cache, by number in its workers.
+    seen, no request shares it with another. vLLM identifies adapters by name in its prefix cache, by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
@@ -28,7 +28,7 @@ class AdapterNames:
         """
         self._are_seen = are_seen
         self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
-        """What was seen first, and the identity for as long as that is what is seen."""
+        """The files at first sight, and the identity as long as the files are unchanged."""
         self._first_of: dict[int, tuple[str, str]] = {}
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
@@ -58,7 +58,7 @@ class AdapterNames:
             self._seen[slot] = files, self._state(lora, path, files)
         first, state = self._seen[slot]
         if state is None or first != files:
-            # Which of its states the workers have, or load after they had no room for it, is not known any more.
+            # It is no longer known which state of the files the workers loaded, or will load.
             self._seen[slot] = first, None
             return None
         shape = getattr(lora, "is_3d_lora_weight", None)

@@ -1,6 +1,6 @@
-"""The namespace: everything but content that decides KV bytes, as (name, value) pairs for one digest.
+"""The namespace: everything except content that decides KV bytes, as (name, value) pairs for one digest.
 
-On doubt a field goes in: a needless miss costs time, a wrong hit costs an answer. It must not know the store.
+If in doubt, a field is included: a needless miss costs time, a wrong hit costs an answer. It must not depend on the store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENVIRONMENT = (
     "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_KV_CACHE_LAYOUT",
 )  # fmt: skip
-"""What changes KV and is set nowhere else."""
+"""Environment variables that change KV and have no other setting."""
 
 
 def namespace_fields(
@@ -64,7 +64,7 @@ def namespace_fields(
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
         "model_impl": (getattr(model, "model_impl", None), getattr(model, "model_class_overrides", None)),
-        # What is done to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only.
+        # The processing of images, video and audio: vLLM's identifiers cover only the input and the request's parameters.
         "media": _settings(
             getattr(model, "multimodal_config", None), "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate",
             "video_pruning_method", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",

@@ -1,4 +1,4 @@
-"""Which calls to vLLM's workers may replace weights, and whether a reload brings the same ones. It must not know who is stopped."""
+"""Classifies calls to vLLM's workers that can replace weights. It must not depend on the code that stops caching."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WeightsWatch:
             except (OSError, RuntimeError, ValueError):  # not to be known, so they may be others
                 is_same = False
             if not is_same:
-                self._stop(f"{method} replaced its weights, or may have")
+                self._stop(f"{method} replaced its weights, or can have replaced them")
 
         look_again()
         return look_again
@@ -69,5 +69,5 @@ class WeightsWatch:
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a reload is told what to load; if not, what is on disk decides."""
+    """Return True if a reload names weights; otherwise it loads the files on disk."""
     return bool(args) or any(value is not None for value in kwargs.values())

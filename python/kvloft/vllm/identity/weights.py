@@ -1,8 +1,8 @@
-"""Which weights an engine runs with, as far as files and commits show it: what two runs may share depends on it.
+"""Identifies an engine's weights by files and commits, because KV can be shared only between equal weights.
 
-vLLM tells no connector what it loaded, so files are looked at and must not have changed since the engine's process began. Where
-nothing shows what was loaded, or too late, the identity is this run's own: a needless miss costs time, a wrong hit an answer.
-Trouble with a file is never an error here. It must not know requests or the store.
+vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not have changed since the engine's
+process began. If the weights cannot be identified, the identity is unique to this run: a needless miss costs time, a wrong hit
+an answer. A problem with a file is never an error here. It must not depend on requests or the store.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def look(path: str, *, below: bool = True) -> Look | None:
         latest = max(_links_to(root), default=0.0)
         entries = list(_entries(os.fsencode(root), below=below))
     except (OSError, ValueError, RuntimeError) as error:
-        logger.debug("kvloft: the files of %.200s cannot be looked at: %.200s", path, error)
+        logger.debug("kvloft: the files of %.200s cannot be read: %.200s", path, error)
         return None
     files = []
     for name, status, times in entries:
@@ -136,7 +136,7 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
         try:
             answer.set_result(look(path, below=False))
         except Exception:
-            logger.exception("kvloft: the files of %.200s cannot be looked at", path)
+            logger.exception("kvloft: the files of %.200s cannot be read", path)
             answer.set_exception(TimeoutError(path))
 
 
@@ -200,7 +200,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
-    """The commit of Hugging Face's hub that this machine's cache has for ``name``; None for what is not there or not of that hub.
+    """Return the Hugging Face hub commit of ``name`` in this machine's cache; None if it is missing or not from that hub.
 
     After a load that is the commit that was loaded. No connection is made.
     """
@@ -226,7 +226,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     load_format = str(load.load_format)
     unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
     if unknown:
-        logger.warning("kvloft: %s: what is kept serves this run of the engine only", unknown)
+        logger.warning("kvloft: %s; the cache is used in this run of the engine only", unknown)
     return {
         "commit": commit,
         "weights": files.fingerprint() if files else "",
@@ -235,22 +235,22 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
 
 
 def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look | None) -> str | None:
-    """Why it cannot be told which weights were loaded; None if it can."""
+    """Return the reason why the weights cannot be identified; None if they can."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
     values = auto_map.values() if isinstance(auto_map, dict) else ()
     code = [str(name) for each in values for name in (each if isinstance(each, list | tuple) else [each])]
     if getattr(model, "model_weights", None):
-        return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
+        return f"weights of {model.model} come from {model.model_weights}, which kvloft cannot read"
     if load_format not in FILE_FORMATS:
-        return f"load_format={load_format} may take weights of {model.model} from anywhere"
+        return f"load_format={load_format} can load weights of {model.model} from any place"
     if others:
         return f"{model.model} loads another model ({', '.join(others)})"
     if any("--" in each and each.partition("--")[0] != model.model for each in code):
         return f"the code of {model.model} is in another repository"
     if commit is None and files is None:
-        return f"neither files nor a commit show which weights of {model.model} were loaded"
+        return f"neither files nor a commit identify the weights of {model.model}"
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine's start"
     return None
