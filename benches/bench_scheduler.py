@@ -27,6 +27,7 @@ from kvloft.seam.batch import Tables
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import RequestView
+from kvloft.store import groups_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.views import VllmRequest, view_step
 
@@ -34,6 +35,7 @@ BLOCK_TOKENS = 16
 NUM_RUNNING = 256
 PROMPT_TOKENS = 131_072
 NUM_CROWD, CROWD_TOKENS = 40, 32_768
+ONE_GROUP = (GroupShape(BLOCK_TOKENS),)
 GROUPS = (GroupShape(BLOCK_TOKENS), *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)))
 """As vLLM keeps Gemma 3."""
 GROUPS_TOKENS = 32_768
@@ -58,15 +60,12 @@ class Result:
 class Engine:
     """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token a step."""
 
-    def __init__(
-        self, num_frames: int, blocks_per_chunk: int, run_ahead: bool = False, groups: tuple[GroupShape, ...] | None = None
-    ) -> None:
+    def __init__(self, num_frames: int, run_ahead: bool = False, groups: tuple[GroupShape, ...] = ONE_GROUP) -> None:
         frame_bytes = 4096
-        self.groups = groups or (GroupShape(BLOCK_TOKENS, blocks_per_chunk),)
+        self.groups = groups
         self.tables: dict[str, Tables] = {}
-        open_store = getattr(_core, "Session", None) or _core.Store  # what it was called before, so that both can be compared
-        self.store = open_store(
-            frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), blocks_per_chunk=blocks_per_chunk
+        self.store = _core.Session(
+            frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), groups=groups_of(CacheShape(groups))
         )
         root = _core.root_key(bytes(32), None, None)
 
@@ -109,7 +108,7 @@ class Engine:
     def table(self, request: Any) -> Any:
         """Its blocks; of several groups each has others."""
         if len(self.groups) == 1:
-            return request.block_ids
+            return Tables([request.block_ids])
         self.tables[request.request_id] = Tables(
             [[block + (nth << 24) for block in request.block_ids] for nth in range(len(self.groups))], 0
         )  # type: ignore[misc]
@@ -186,12 +185,10 @@ def row(name: str, times_us: Sequence[float], unit: str = "us", target: float | 
     return Result(name, median, p99, unit, target, None if target is None else median <= target)
 
 
-def decode_results(
-    num_steps: int, blocks_per_chunk: int, run_ahead: bool, groups: tuple[GroupShape, ...] | None = None
-) -> list[Result]:
+def decode_results(num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP) -> list[Result]:
     """Requests out of step with each other, so that each step completes a sixteenth of their blocks."""
-    num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups or "1")
-    engine = Engine(num_chunks, blocks_per_chunk, run_ahead, groups)
+    num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
+    engine = Engine(num_chunks, run_ahead, groups)
     random = Random(0)
     for i in range(NUM_RUNNING):
         prompt = [random.randrange(50_000) for _ in range(300 + i % BLOCK_TOKENS)]
@@ -211,16 +208,16 @@ def decode_results(
         wholes.append(plan_us + absorb_us)
         engine.after(output)
     gc.unfreeze()
-    how = f"{NUM_RUNNING} decoding, chunks of {blocks_per_chunk * BLOCK_TOKENS}{', run ahead' if run_ahead else ''}"
-    how += f", {len(groups)} groups" if groups else ""
+    how = f"{NUM_RUNNING} decoding{', run ahead' if run_ahead else ''}"
+    how += f", {len(groups)} groups" if len(groups) > 1 else ""
     engine.store.close()
-    target = None if groups else TARGET_US
+    target = None if len(groups) > 1 else TARGET_US
     return [row(f"step of {how}: plan", plans), row(f"step of {how}: plan and report", wholes, target=target)]
 
 
-def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
+def prompt_results(turns: int) -> list[Result]:
     """One prompt of 131,072 tokens: lookup that misses, plan that saves all of it, its report, lookup and load that find it."""
-    num_chunks = PROMPT_TOKENS // BLOCK_TOKENS // blocks_per_chunk
+    num_chunks = PROMPT_TOKENS // BLOCK_TOKENS
     missed: list[float] = []
     saved: list[float] = []
     settled: list[float] = []
@@ -229,7 +226,7 @@ def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
     random = Random(1)
     ids = [random.randrange(50_000) for _ in range(PROMPT_TOKENS)]
     for _ in range(turns):
-        engine = Engine(num_chunks + 8, blocks_per_chunk)
+        engine = Engine(num_chunks + 8)
         request = engine.request("first", list(ids))
         us, answer = timed(lambda engine=engine, request=request: engine.core.match(VllmRequest(request, ADAPTERS), 0))
         assert answer == 0
@@ -244,12 +241,12 @@ def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
         us, answer = timed(lambda engine=engine, live=live: engine.core.match(live, 0))
         assert answer == PROMPT_TOKENS
         found.append(us)
-        table = engine.blocks(PROMPT_TOKENS // BLOCK_TOKENS)
+        table = Tables([engine.blocks(PROMPT_TOKENS // BLOCK_TOKENS)])
         us, _ = timed(lambda engine=engine, live=live, table=table: engine.core.admit(live, PROMPT_TOKENS, table))
         loaded.append(us)
         engine.core.close()
         engine.store.close()
-    how = f"{PROMPT_TOKENS} tokens, chunks of {blocks_per_chunk * BLOCK_TOKENS}"
+    how = f"{PROMPT_TOKENS} tokens"
     return [
         row(f"{how}: keys, lookup that misses", missed, "ms"),
         row(f"{how}: plan that saves all", saved, "ms"),
@@ -272,7 +269,7 @@ def groups_results(turns: int) -> list[Result]:
         return answer
 
     for _ in range(turns):
-        engine = Engine(num_chunks * len(GROUPS) + 8, 1, groups=GROUPS)
+        engine = Engine(num_chunks * len(GROUPS) + 8, groups=GROUPS)
         output = engine.admit(engine.request("first", list(ids)))
         plan = note("keys, plan that saves all", lambda engine=engine, output=output: engine.plan(output))
         report = report_of(plan)
@@ -295,7 +292,7 @@ def groups_results(turns: int) -> list[Result]:
 def admitted_crowd_results(turns: int) -> list[Result]:
     """Many cached prompts admitted in one schedule: lookups, the plan that has their loads, and its way to a worker."""
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
-    engine = Engine(NUM_CROWD * num_chunks, 1)
+    engine = Engine(NUM_CROWD * num_chunks)
     prompts = [[(nth * 7919 + i * 31) % 50_000 for i in range(CROWD_TOKENS)] for nth in range(NUM_CROWD)]
     for nth, ids in enumerate(prompts):
         engine.core.absorb(report_of(engine.plan(engine.admit(engine.request(f"first-{nth}", list(ids))))))
@@ -304,16 +301,16 @@ def admitted_crowd_results(turns: int) -> list[Result]:
     sent: list[float] = []
     for turn in range(turns):
         lives = [VllmRequest(engine.request(f"{turn}-{nth}", list(ids)), ADAPTERS) for nth, ids in enumerate(prompts)]
-        tables = [engine.blocks(num_chunks) for _ in lives]
+        tables = [Tables([engine.blocks(num_chunks)]) for _ in lives]
         idle = engine.output([], [], {})
         gc.collect()
 
         def match(lives: list[VllmRequest] = lives) -> None:
             assert all(engine.core.match(live, 0) == CROWD_TOKENS for live in lives)
 
-        def admit(lives: list[VllmRequest] = lives, tables: list[list[int]] = tables, idle: Any = idle) -> StepPlan:
-            for live, blocks in zip(lives, tables, strict=True):
-                engine.core.admit(live, CROWD_TOKENS, blocks)  # type: ignore[arg-type]
+        def admit(lives: list[VllmRequest] = lives, tables: list[Tables] = tables, idle: Any = idle) -> StepPlan:
+            for live, own in zip(lives, tables, strict=True):
+                engine.core.admit(live, CROWD_TOKENS, own)
             return engine.plan(idle)
 
         found.append(timed(match)[0])
@@ -335,7 +332,7 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
     """10,000 waiting requests whose prompts are being read from disk: what asking about all of them costs, for each request."""
-    engine = Engine(1000, 1)
+    engine = Engine(1000)
     found, engine.store = engine.store, DiskThatHangs(engine.store)
     engine.core._store = engine.store
     if (queue := getattr(engine.core, "_queue", None)) is not None:
@@ -376,7 +373,7 @@ class DiskThatHangs:
     def lookup(self, chain: Any) -> tuple[int, int]:
         return 0, chain.num_blocks
 
-    def acquire(self, chain: Any) -> Any:
+    def acquire(self, chain: Any, num_units: int) -> Any:
         lease = self.lease
         return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), batch=lease.batch, release=lambda: None)
 
@@ -397,12 +394,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="decoding steps timed (default 1000)")
     options = parser.parse_args(argv)
     results: list[Result] = []
-    for blocks_per_chunk in (1, 4):
-        for run_ahead in (False, True):
-            results += decode_results(options.steps, blocks_per_chunk, run_ahead)
-    for blocks_per_chunk in (1, 16):
-        results += prompt_results(7, blocks_per_chunk)
-    results += decode_results(options.steps, 1, False, GROUPS)
+    for run_ahead in (False, True):
+        results += decode_results(options.steps, run_ahead)
+    results += prompt_results(7)
+    results += decode_results(options.steps, False, GROUPS)
     results += groups_results(21)
     results += admitted_crowd_results(7)
     results += waiting_crowd_results(20)

@@ -76,7 +76,7 @@ def prompt(seed: int, num_chunks: int) -> _core.KeyChain:
 
 
 def save(session: _core.Session, chain: _core.KeyChain, num_chunks: int) -> None:
-    chunks, _ = session.reserve(chain, 0, num_chunks, 0, list(range(1, num_chunks + 1)))
+    (chunks,), _ = session.reserve([(chain, (), 0, 0, num_chunks, [list(range(1, num_chunks + 1))])])
     session.settle(chunks.tickets())
 
 

@@ -14,7 +14,6 @@ from kvloft.errors import ConfigError
 GOOD = {
     "host_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
     "disk_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
-    "chunk_tokens": st.just("auto") | st.integers(1, 1 << 20),
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
     "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["adaptive", "lru"]),
@@ -53,7 +52,7 @@ def one_sentence(error: pytest.ExceptionInfo[ConfigError]) -> str:
 def test_defaults_need_no_source() -> None:
     config = load_config({}, {})
     assert config == Config()
-    assert (config.host_size, config.disk_path, config.disk_bytes, config.chunk_tokens) == (4 << 30, None, 0, "auto")
+    assert (config.host_size, config.disk_path, config.disk_bytes) == (4 << 30, None, 0)
     assert {origin for _, _, origin in describe(config)} == {"default"}
     assert [key for key, _, _ in describe(config)] == list(KEYS)
 
@@ -254,9 +253,7 @@ def test_what_no_key_takes_is_refused_by_each(key: str, junk: object) -> None:
     assert one_sentence(error).startswith(f"{key} = ")
 
 
-@pytest.mark.parametrize(
-    ("key", "low", "high"), [("chunk_tokens", 1, 1 << 20), ("disk_threads", 1, 64), ("host_size", 4096, 1 << 60)]
-)
+@pytest.mark.parametrize(("key", "low", "high"), [("disk_threads", 1, 64), ("host_size", 4096, 1 << 60)])
 def test_limits_are_themselves_allowed_and_nothing_beyond(key: str, low: int, high: int) -> None:
     for value in (low, high, str(low), str(high)):
         assert getattr(load_config({key: value}, {}), key) == int(value)

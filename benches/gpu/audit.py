@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import ChunkKey
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished
@@ -123,7 +123,7 @@ class PageAudit:
     def _by_group(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, list[ChunkCopy]]]:
         found: dict[int, list[ChunkCopy]] = {}
         for plan in plans:
-            for group, batch in plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ((0, plan.chunks),):
+            for group, batch in plan.chunks.by_group() if plan.chunks else ():
                 found.setdefault(group, []).extend(batch)
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 

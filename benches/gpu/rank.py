@@ -16,7 +16,7 @@ def _paged_kv(worker: Any) -> list[list[Any]]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     half, layers = get_kv_transfer_group()._worker, worker.vllm_config.compilation_config.static_forward_context
-    groups = half._group_layers if half.is_grouped else [list(layers)]
+    groups = half._group_layers or [list(layers)]
     return [[kv for name in names if name in layers for kv in whole_blocks(layers[name], half._num_blocks)] for names in groups]
 
 

@@ -40,7 +40,7 @@ class KeyChain:
     """Keys of one request's prefix, one per block, extended as tokens arrive.
 
     Content is appended position by position; a block's key is computed when its last position arrives. A chunk's key is
-    the key of its last block, a tail's likewise: which keys are used is the store's business (``blocks_per_chunk``).
+    the key of its last block.
     With a ``lookahead`` of n (at most a block) each key stands for the n positions behind its block, too.
     """
 
@@ -93,13 +93,18 @@ class ChunkBatch:
     A long prompt has thousands, and a forward or the first byte of a load waits for them: to read all of them, take the columns.
     """
 
-    def __new__(cls, frames: bytes, keys: bytes, num_blocks: bytes, blocks: bytes, tickets: bytes) -> ChunkBatch:
+    def __new__(cls, parts: Sequence[tuple[int, bytes, bytes, bytes]], tickets: bytes) -> ChunkBatch:
         """Out of `columns`. Raises ConfigError where they do not fit together."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """All chunks of ``batches``, which all have tickets, or none of them."""
-    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-        """Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32, -1: not copied) and tickets (u64, or none)."""
+        """All chunks of ``batches`` as those of one group. They have as many blocks a chunk, and all tickets or none."""
+    def by_group(self) -> list[tuple[int, ChunkBatch]]:
+        """A batch for each KV cache group."""
+    def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
+        """Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64, or none), little endian.
+
+        A group's chunks have the same number of blocks; -1 stands for one that is not copied.
+        """
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
         """Blocks that are copied, of all chunks."""
@@ -119,17 +124,17 @@ class ReadLease:
     """Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins."""
 
     def poll(self) -> tuple[int, int]:
-        """(blocks ready and pinned from position 0, blocks still being read), of all prefixes together. Never blocks on I/O."""
-    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]]:
-        """Chunks for the blocks ``table[begin:end]``, and how many blocks come from each tier ('host' or 'disk': where it was
-        when the lease was taken). Ends before the first block that is not ready. Bounds outside the table raise ConfigError."""
-    def batches(
-        self, rows: Sequence[tuple[Sequence[int], int, int, int, tuple[int, int]]]
-    ) -> tuple[list[ChunkBatch], dict[str, int]] | None:
-        """Of a lease by `acquire_groups`, with a row (table, start, stop, begin, (each, kept)) for each group in its order: its
-        chunks are blocks [start, stop) of the chain, one holds the last ``kept`` of ``each`` blocks of the table, and what the
-        table has from its block ``begin`` on is loaded. Returns each group's chunks, and the first group's by tier; None if a
-        chunk is not ready, or has no block to go to, or not all of that is in the chunks."""
+        """Return (units ready to load, units still being read from disk). Never blocks on I/O.
+
+        With several KV cache groups, or one that keeps a part of a prefix, a hit is whole or nothing: (0, 0) if a chunk will not
+        come.
+        """
+    def batch(self, tables: Sequence[Sequence[int]], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]]:
+        """Pair the chunks of units [begin, end) with blocks of ``tables``, one per KV cache group.
+
+        Returns the chunks, and units by tier ('host' or 'disk': where a chunk was when the lease was taken). Nothing unless all is
+        there; with one group of full attention, as much as is there.
+        """
     def release(self) -> None: ...
 
 @final
@@ -142,8 +147,8 @@ class Session:
         frame_bytes: int,
         host_bytes: int,
         namespace: bytes,
-        blocks_per_chunk: int = 1,
         num_ranks: int = 1,
+        groups: Sequence[tuple[int | None, str, int, int, int, int]] | None = None,
         eviction: str = "adaptive",
         disk_path: str | None = None,
         disk_bytes: int = 0,
@@ -151,7 +156,11 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`. Salts are hashed at once."""
+        """``groups``: of each KV cache group its number in the keys (None: the prefix's own keys), kind, tokens per block,
+        blocks per unit, how many of those are kept, and reach in tokens (see `kvloft.seam.shape`). None: one group of full
+        attention with one block per unit.
+
+        ``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`. Salts are hashed at once."""
     @staticmethod
     def connect(
         socket: str,
@@ -159,8 +168,8 @@ class Session:
         frame_bytes: int,
         namespace: bytes,
         timeout_s: float,
-        blocks_per_chunk: int = 1,
         num_ranks: int = 1,
+        groups: Sequence[tuple[int | None, str, int, int, int, int]] | None = None,
         description: str = "",
     ) -> Session:
         """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at most, and is a miss then.
@@ -196,53 +205,31 @@ class Session:
     @property
     def num_in_flight(self) -> int:
         """Reservations that some rank has not reported."""
-    def lookup(self, chain: KeyChain, group: int | None = None) -> tuple[int, int]:
-        """(blocks in host, blocks in host or disk), each a count from position 0: full chunks, then the longest tail
-        behind them, wherever in the chain that is. With a ``group``, of the prefix as that one keeps it. No side effect."""
-    def lookup_attached(self, chain: KeyChain, rows: Sequence[tuple[int, int, int]]) -> list[tuple[bytes, bytes]]:
-        """For each (group, start, stop): what the group keeps of each of blocks [start, stop) alone, in host, and in host or
-        disk: a byte a block, 1 if it is there. No side effect. Raises ConfigError for blocks that the chain has not got."""
-    def acquire(self, chain: KeyChain) -> ReadLease:
-        """Pin the host part, start reading the disk part into host frames as far as they can be had."""
-    def acquire_groups(
-        self, chain: KeyChain, num_blocks: int, full: Sequence[int | None], rows: Sequence[tuple[int, int, int]]
-    ) -> ReadLease:
-        """The same of the first ``num_blocks`` as each group of ``full`` keeps them, and of ``rows`` as for `lookup_attached`."""
-    def reserve(self, chain: KeyChain, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> tuple[ChunkBatch, int]:
-        """Reserve frames for full chunks [start, stop) and, with tail_blocks, for a tail of so many blocks behind them.
+    def lookup(self, chain: KeyChain) -> tuple[int, int]:
+        """Return the leading units that every full-attention group has, in host memory and in any tier. No side effect.
 
-        Returns (chunks, num_dropped); ``table`` are the request's blocks from position 0. Chunks already visible or being
-        written are skipped, and so are those with a null block; it stops at the first chunk that cannot be had (no frame,
-        or no parent) and counts that one and the rest as dropped. Reservations are in flight until they are settled or aborted.
+        No hit is deeper. Without such a group, these are all that have keys.
         """
-    def reserve_all(
-        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, int, Sequence[int], int]]
+    def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
+        """Return the deepest hits of at most that many units, which `lookup` found, in host memory and in any tier: boundaries at
+        which every group has the chunks that it needs. No side effect."""
+    def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
+        """Pin the chunks that a prefix of ``num_units`` needs, and start reading those that are on disk into host memory."""
+    def reserve(
+        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Sequence[Sequence[int]]]]
     ) -> tuple[list[ChunkBatch | None], list[int]]:
-        """`reserve` for many: rows of (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced); all or nothing.
-        Returns the chunks of each, and how many of each were dropped.
+        """Reserve frames for rows of (chain, token_ids, num_tokens, start, stop, tables): the chunks of units [start, stop) in
+        every group but Mamba ones; all or nothing. Returns each row's chunks (None: none), and how many units got no frame.
 
-        Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
-        the one that ends with its chain's first ``replaced`` blocks is discarded (0: none); not if that last chunk is not among
-        those reserved. None stands for no chunks. ConfigError where the chain has fewer blocks than that.
+        Each chain is first extended by what it lacks of ``token_ids[:num_tokens]``. Chunks that are stored or being saved are
+        skipped, and chunks with a null block. A full-attention group stops at the first chunk without a frame or a parent. The
+        reservations are in flight until they are settled or aborted. Raises ConfigError if a chain has fewer units than its row.
         """
-    def reserve_groups(
-        self,
-        rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]],
-        groups: Sequence[tuple[int, int | None, bool, tuple[int, int]]],
-    ) -> list[tuple[list[tuple[int, ChunkBatch]], int]]:
-        """`reserve_all` for rows of (chain, token_ids, num_tokens, start, stop, tables), in each of ``groups``: (which of the
-        tables, the group's number or None for the chain's own keys, whether each block is kept alone, (how many blocks of the
-        table are in one of the chain, how many of those, the last ones, are kept: all, unless each is kept alone)).
+    def reserve_states(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
+        """Reserve a frame for each (chain, group, unit, block): the group's state at the end of the unit, which the block will
+        hold. All or nothing on an error. None stands for no chunk.
 
-        Of blocks that are kept alone, those are left out of which the table has not got or has as a null block any that is kept,
-        and those that find no frame. Returns for each row the chunks by table, of tables that have any, and how many could not be
-        had: of blocks that are not kept alone, if there are such groups.
-        """
-    def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
-        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone, beside the
-        prefix that ends with it and of no use without: where that prefix goes on, both are kept longer.
-
-        All or nothing on an error. None stands for no chunk.
+        If the prefix continues, it and the state are kept longer.
         """
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
@@ -252,7 +239,7 @@ class Session:
     def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:
         """Those of ``blocks`` that a save in flight may still read; None: every such block."""
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Forget chunks (and what hangs on them) in every tier: failed verification, superseded tails. Pinned
+        """Forget chunks (and what hangs on them) in every tier: failed verification. Pinned
         ones vanish from lookup at once and are freed with their last pin. Returns how many were dropped."""
     def clear(self) -> None:
         """Forget everything in every tier, also what is in flight; pinned or reserved frames are freed when their owner ends."""

@@ -210,7 +210,6 @@ def _set(default: Any, kind: Kind) -> Any:
 
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
 _PATH: Final = Kind(_parse_path, "the path of a directory", lambda v: v or "(none)", "no disk tier")
-_TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _SERVER: Final = Kind(
     parse_socket,
     '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
@@ -232,7 +231,6 @@ class Config:
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)
     disk_size: int = _set(64 << 30, _SIZE)
-    chunk_tokens: int | Literal["auto"] = _set("auto", _TOKENS)
     namespace: str = _set("", _TEXT)
     save: Literal["all", "prompt"] = _set("all", _choice("all", "prompt"))
     eviction: Literal["adaptive", "lru"] = _set("adaptive", _choice("adaptive", "lru"))

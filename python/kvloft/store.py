@@ -14,23 +14,23 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
 
     Raises ConfigError where a setting is wrong.
     """
-    group = shape.unit
+    groups = groups_of(shape)
     if config.socket is not None:
         return _core.Session.connect(
             config.socket,
             frame_bytes=shape.frame_bytes,
             namespace=namespace,
             timeout_s=config.server_timeout,
-            blocks_per_chunk=group.blocks_per_chunk,
             num_ranks=shape.num_ranks,
+            groups=groups,
             description=description,
         )
     return _core.Session(
         frame_bytes=shape.frame_bytes,
         host_bytes=config.host_size,
         namespace=namespace,
-        blocks_per_chunk=group.blocks_per_chunk,
         num_ranks=shape.num_ranks,
+        groups=groups,
         eviction=config.eviction,
         disk_path=disk_path,
         disk_bytes=config.disk_bytes,
@@ -38,6 +38,14 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
         description=description,
         limits=tenant_limits(config),
     )
+
+
+def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, int]]:
+    """Return the KV cache groups as a session takes them."""
+    return [
+        (shape.number_of(nth), group.kind, group.block_tokens, group.blocks_per_unit, group.kept_blocks, group.reach)
+        for nth, group in enumerate(shape.groups)
+    ]
 
 
 def arena_of(store: _core.Session) -> ArenaSpec | None:

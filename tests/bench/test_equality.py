@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from batches import batch_of
+from batches import batch_of, batch_of_groups
 
 from benches.gpu.audit import PageAudit, poison
 from benches.gpu.equality import REFERENCE, problems, summary
 from benches.gpu.kept import KeptBlocks
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished
@@ -138,7 +138,7 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
     mover = CopyingMover(kv[:1])  # the second group's pages do not come back
     audit = PageAudit(mover, kv[:1], kv[1:])
     chunks = [batch_of([ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),))]) for i in range(2)]
-    batches = GroupBatches(tuple(enumerate(chunks)))
+    batches = batch_of_groups((nth, list(chunk)) for nth, chunk in enumerate(chunks))
     mover.submit_saves([SavePlan(ReqId("r"), batches)])
     poison(kv, 2)
     mover.submit_loads([LoadPlan(ReqId("r"), 1, batches)])

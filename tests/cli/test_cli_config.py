@@ -91,9 +91,9 @@ def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--extra", '{"chunk_tokens": 17}']) == 0
+    assert main(["config", "--extra", '{"disk_threads": 1}']) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "chunk_tokens is a multiple of the model's block size" in out
+    assert "whether disk_path is in use" in out
 
 
 @pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"]])
@@ -127,7 +127,7 @@ def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFix
         assert ("2GiB" in row, "(the server's)" in row) == (not is_void, is_void)
         assert main(["config", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert (shown["host_size"]["value"], shown["chunk_tokens"]["value"]) == (None if is_void else 2 << 30, "auto")
+        assert shown["host_size"]["value"] == (None if is_void else 2 << 30)
         assert shown["host_size"]["from"] == ("kvloft serve" if is_void else "environment variable KVLOFT_HOST_SIZE")
 
 

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     chain.append_tokens(list(range(NUM_CHUNKS)))
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
     rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
-    for _, frame, key, _, _ in rows:
+    for _, frame, key, _ in rows:
         part = {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [64], "num_blocks": 1, "rank": 0}
         arena.seal(frame, part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
@@ -78,7 +78,7 @@ def test_folders_of_other_data_parallel_engines_are_named(folder: Path, command:
     for name in ("dp1", "dp12", "dpx", "other"):
         (folder / name).mkdir()
     assert main([command, str(folder)]) == 0
-    assert "dp1, dp12 in" in capsys.readouterr().err
+    assert "also contains dp1, dp12 of" in capsys.readouterr().err
     assert main([command, str(folder / "dp1")]) == 2
     (folder / "other" / "dp1").mkdir()
     assert main([command, str(folder / "other")]) == 2

@@ -52,7 +52,8 @@ def chain_of(nth: int, adapter: tuple[str, str] | None, salt: str | None) -> _co
 
 def save_all(engine: _core.Session, nth: int = 1) -> None:
     for adapter, salt in ROOTS:
-        chunks, _ = engine.reserve(chain_of(nth, adapter, salt), 0, 3, 0, [4, 5, 6])
+        (chunks,), _ = engine.reserve([(chain_of(nth, adapter, salt), (), 0, 0, 3, [[4, 5, 6]])])
+        assert chunks is not None
         assert engine.settle(chunks.tickets()) == (3, 0)
     assert engine.flush(60.0)
 

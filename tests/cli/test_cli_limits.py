@@ -56,7 +56,8 @@ def bounds(folder: Path) -> str:
 def save(engine: _core.Session, salt: str | None, seed: int, num_blocks: int) -> int:
     chain = _core.KeyChain(_core.root_key(bytes([1] * 32), None, salt), block_tokens=1)
     chain.append_tokens(list(range(100 * seed, 100 * seed + num_blocks)))
-    chunks, _ = engine.reserve(chain, 0, num_blocks, 0, list(range(1, num_blocks + 1)))
+    (chunks,), _ = engine.reserve([(chain, (), 0, 0, num_blocks, [list(range(1, num_blocks + 1))])])
+    assert chunks is not None
     return engine.settle(chunks.tickets())[0]
 
 

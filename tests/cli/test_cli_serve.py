@@ -54,7 +54,8 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
         chain = _core.KeyChain(bytes(32), block_tokens=1)
         chain.append_tokens([1, 2, 3])
-        chunks, _ = engine.reserve(chain, 0, 3, 0, [4, 5, 6])
+        (chunks,), _ = engine.reserve([(chain, (), 0, 0, 3, [[4, 5, 6]])])
+        assert chunks is not None
         engine.settle(chunks.tickets())
         assert main(["status", "--socket", str(socket), "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
@@ -267,7 +268,8 @@ def served(
 def save(engine: _core.Session, tokens: Iterable[int]) -> int:
     chain, tokens = _core.KeyChain(bytes(32), block_tokens=1), list(tokens)
     chain.append_tokens(tokens)
-    chunks, _ = engine.reserve(chain, 0, len(tokens), 0, [token + 1 for token in tokens])
+    (chunks,), _ = engine.reserve([(chain, (), 0, 0, len(tokens), [[token + 1 for token in tokens]])])
+    assert chunks is not None
     return engine.settle(chunks.tickets())[0]
 
 
@@ -374,13 +376,13 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
-            "--share: shares must be .* 100 together at most, not 101",
+            "--share: shares must be .* at most 100 in total, not 101",
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
-            "--share: two are .* 3f covers 3fa",
+            "--share: two shares match .* 3f covers 3fa",
         ),
-        (["--socket", "{folder}/file"], "is no socket; give --socket another path"),
+        (["--socket", "{folder}/file"], "is not a socket; give --socket another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "use another host or port"),
     ],
 )
@@ -443,6 +445,6 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     server = _core.Server(socket, host_bytes=1 << 20, numa=[0, 0])
     engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
     (said,) = [event for event in server.take_events() if "memory" in event]
-    assert said == "host memory lies on NUMA nodes 0, 0" or said.endswith("; it lies where the system puts it")
+    assert said == "host memory is on NUMA nodes 0, 0" or said.endswith("; the system chooses the NUMA nodes")
     engine.close()
     server.close(0.0)

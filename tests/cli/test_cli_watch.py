@@ -170,7 +170,7 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     for _ in range(2):
         assert other.lookup(chain) == (3, 3)
     lease = other.acquire(chain)
-    lease.batch([5, 6, 7], 0, 3)
+    lease.batch([[5, 6, 7]], 0, 3)
     assert main(["status", "--socket", socket, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     (space,) = shown["namespaces"]
@@ -379,7 +379,8 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
                 engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0)
                 chain = _core.KeyChain(_core.root_key(bytes([nth] * 32), None, None), block_tokens=1)
                 chain.append_tokens([1, 2, 3])
-                saved, _ = engine.reserve(chain, 0, 3, 0, [1, 2, 3])
+                (saved,), _ = engine.reserve([(chain, (), 0, 0, 3, [[1, 2, 3]])])
+                assert saved is not None
                 engine.settle(saved.tickets())
                 assert engine.flush(60.0)
                 engine.close()
@@ -387,9 +388,7 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
             assert chunks() == [3, 3]
             assert main(["clear", "--socket", path, "--yes"]) == 2
             said = capsys.readouterr().err
-            assert (
-                "open or on disk only; use --namespace with one of 0101010101010101, 0202020202020202" in said
-            )
+            assert "open or on disk only; use --namespace with one of 0101010101010101, 0202020202020202" in said
             assert main(["clear", "--socket", path, "--yes", "--namespace", "03"]) == 2
             assert "no such namespace" in capsys.readouterr().err
             assert main(["clear", "--socket", path, "--yes", "--namespace", "01" * 32]) == 0

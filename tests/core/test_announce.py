@@ -17,13 +17,12 @@ from kvloft.seam.shape import CacheShape, GroupShape
 
 
 @pytest.mark.parametrize("kind", [World, SharedWorld], ids=["its own", "a server's"])
-@pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("capacity", [3, 1 << 16], ids=["loses keys", "has room"])
 def test_the_replayed_index_is_what_the_store_answers(
-    kind: type[World], per_chunk: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[World], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announce, "SLICE", 5)
-    world = kind(10 * per_chunk + capacity, tmp_path, per_chunk=per_chunk, capacity=capacity, slots=40)
+    world = kind(10 + capacity, tmp_path, capacity=capacity, slots=40)
     for nth in range(1, NUM_STEPS // 4 + 1):
         world.step()
         if nth % 250 == 0:
@@ -39,7 +38,7 @@ def test_the_replayed_index_is_what_the_store_answers(
 
 
 def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(tmp_path: Path) -> None:
-    world = World(1, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(1, tmp_path, capacity=100, slots=40)
     prompt = max(world.prompts, key=len)
     world.save(prompt, whole=True)
     world.store.settle(world.tickets)
@@ -56,7 +55,7 @@ def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_
 
 
 def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
-    world = World(3, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(3, tmp_path, capacity=100, slots=40)
     for _ in range(2):
         world.save((1, 1), whole=True)
         world.announcer.take()
@@ -70,7 +69,7 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
-    world = World(4, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(4, tmp_path, capacity=100, slots=40)
     core = SchedulerCore(
         world.store, lambda _view: world.chain((1, 1)), CacheShape((GroupShape(BLOCK),)), arena=None, clock=time.monotonic,
         announcer=world.announcer,
@@ -90,14 +89,14 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
 
 def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
     """A router may drop a block whose parent it does not know. Later requests have only the beginning, and only the end."""
-    world = World(6, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
     for prompt in (longest, longest[: 2 * BLOCK]):
         world.save(prompt, whole=True)
         world.store.settle(world.tickets)
         world.tickets.clear()
     num_blocks = len(longest) // BLOCK
-    end: Any = (world.chain(longest), [], 0, num_blocks - 1, num_blocks, 0, [], 0)
+    end: Any = (world.chain(longest), [], 0, num_blocks - 1, num_blocks, [])
     live: Any = SimpleNamespace(prompt=longest)
     world.announcer.note(live, end)
     world.announcer.take()
@@ -112,7 +111,7 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
 
 def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "SLICE", 1)
-    world = World(6, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
     world.save(longest, whole=True)
     world.store.settle(world.tickets)
@@ -126,7 +125,7 @@ def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, m
 
 
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
-    world = World(2, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(2, tmp_path, capacity=100, slots=40)
     world.announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=2)
     for prompt in ((1, 1), (1, 2), (2, 2)):
         world.save(prompt, whole=True)
@@ -151,7 +150,7 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 def test_chunks_whose_save_got_no_frame_or_ended_without_them_are_not_kept(tmp_path: Path) -> None:
     """A book of what may yet come would fill with what never does, where memory is short."""
-    world = World(5, tmp_path, per_chunk=1, capacity=1000, slots=40)
+    world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
         world.save(prompt, whole=True)
     assert len(world.announcer._known) > len(world.tickets) == 9, "the store has nine frames"
@@ -172,7 +171,7 @@ def test_chunks_whose_save_got_no_frame_or_ended_without_them_are_not_kept(tmp_p
 )
 def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_path: Path) -> None:
     """Chunked prefill notes a prompt step by step, and others start with its beginning."""
-    world = World(8, tmp_path, per_chunk=1, capacity=1000, slots=40)
+    world = World(8, tmp_path, capacity=1000, slots=40)
     announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=7)
 
     def chunks(text: str) -> list[tuple[Any, Any, range]]:
@@ -181,7 +180,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
         return [(SimpleNamespace(prompt=own), world.chain(own), nths) for own, (_, nths) in zip(prompts, rows, strict=True)]
 
     for live, chain, nths in chunks(requests):
-        announcer.note(live, (chain, [], 0, nths.start, nths.stop, 0, [], 0))
+        announcer.note(live, (chain, [], 0, nths.start, nths.stop, []))
     assert set(announcer._known) == {chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths}
     assert len(announcer._recent) == len(kept.split()), "or a step may look at many before it finds one that can go"
     world.close()
@@ -189,7 +188,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
 
 def test_an_error_about_a_requests_blocks_costs_what_is_told_of_them_alone(tmp_path: Path) -> None:
     """It may come from what a newer vLLM has in a request. The next note finds a book that is right."""
-    world = World(9, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))
 
     def fails(live: Any, size: int, begin: int, end: int) -> Any:

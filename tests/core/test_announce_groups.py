@@ -14,9 +14,8 @@ from announced import FRAME, NAMESPACE, PACE, Prompt, describe, hash_of
 
 from kvloft import _core
 from kvloft.plan.announce import DISK, HOST, Announcer, Stored
-from kvloft.plan.groups import GroupedChunks
-from kvloft.seam.batch import Tables
 from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.store import groups_of
 
 SHAPES = {
     "one size": (
@@ -40,16 +39,22 @@ class World:
 
     def __init__(self, seed: int, groups: tuple[GroupShape, ...], disk: str) -> None:
         self.rng, self.shape = random.Random(seed), CacheShape(groups)
-        self.size = self.shape.unit.block_tokens
+        self.size = self.shape.unit_tokens
         self.states = [nth for nth, group in enumerate(groups) if group.kind == "state"]
         halves = [tuple(self.rng.choices((1, 2), k=self.size)) for _ in range(3)]
         self.prompts = [sum(self.rng.choices(halves, k=self.rng.randint(1, MAX_CHUNKS)), ()) for _ in range(20)]
         self.store = _core.Session(
-            frame_bytes=FRAME, namespace=NAMESPACE, host_bytes=24 * FRAME, disk_path=disk, disk_bytes=60 * FRAME, disk_threads=2
+            frame_bytes=FRAME,
+            namespace=NAMESPACE,
+            host_bytes=24 * FRAME,
+            disk_path=disk,
+            disk_bytes=60 * FRAME,
+            disk_threads=2,
+            groups=groups_of(self.shape),
         )
         self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames)
         self.store.watch(16)
-        self.announcer, self.groups = Announcer(self.store, self.shape, describe), GroupedChunks(self.store, self.shape)
+        self.announcer = Announcer(self.store, self.shape, describe)
         prefixes = {prompt[:end] for prompt in self.prompts for end in range(1, len(prompt) + 1)}
         self.named = {hash_of(prefix): prefix for prefix in prefixes}
         self.told: dict[int, set[Place]] = {HOST: set(), DISK: set()}
@@ -67,10 +72,10 @@ class World:
         num_chunks, live, chain = len(prompt) // self.size, SimpleNamespace(prompt=prompt), self.chain(prompt)
         start = self.rng.choice([0, 0, num_chunks - 1])
         tables = [list(range(1, len(prompt) // group.block_tokens + 1)) for group in self.shape.groups]
-        row: Any = (chain, list(prompt), len(prompt), start, num_chunks, 0, Tables(tables, self.shape.main), 0)
-        (batches,), _ = self.groups.reserve_all([row])
-        reserved = [batches, *self.groups.reserve_states([(chain, nth, num_chunks, 9) for nth in self.states])]
-        for batch in (chunks for found in reserved if found for _, chunks in found.batches):
+        row: Any = (chain, list(prompt), len(prompt), start, num_chunks, tables)
+        (batches,), _ = self.store.reserve([row])
+        reserved = [batches, *self.store.reserve_states([(chain, nth, num_chunks - 1, 9) for nth in self.states])]
+        for batch in (found for found in reserved if found):
             for chunk in batch:
                 spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
                 self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
@@ -118,10 +123,8 @@ class World:
         """Blocks that lookups find in host (0) or anywhere (1) of what requests had, and that a hit may need."""
         for nth, prefix in self.noted:
             group, chain, num_chunks = self.shape.groups[nth], self.chain(prefix), len(prefix) // self.size
-            if group.kind == "full":
-                found = self.store.lookup(chain, self.shape.number_of(nth))[tier] == num_chunks
-            else:
-                found = self.store.lookup_attached(chain, [(nth + 1, num_chunks - 1, num_chunks)])[0][tier] == b"\1"
+            ((_, tiers),), _ = self.store.changes([chain.key(num_chunks - 1, self.shape.number_of(nth))], 0)
+            found = tiers & 1 if tier == 0 else tiers & 3
             first = max(len(prefix) - self.size, len(prefix) - group.reach if group.kind == "window" else 0)
             for end in range(len(prefix), first, -group.block_tokens) if found else ():
                 yield nth, hash_of(prefix[:end])

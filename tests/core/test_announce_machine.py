@@ -24,7 +24,7 @@ SLICE, COMING = 3, 4
 SHAPE = CacheShape((
     GroupShape(1, 4, kind="window", reach=2), GroupShape(2, 2), GroupShape(4, kind="state"), GroupShape(4, kind="window", reach=7),
 ))  # fmt: skip
-SIZE, STATE = SHAPE.unit.block_tokens, 2
+SIZE, STATE = SHAPE.unit_tokens, 2
 PROMPTS = [tuple(digit for unit in units for digit in (unit,) * SIZE) for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))]
 Key = tuple[int, tuple[int, ...]]
 """A group and the prefix: the machine's keys."""
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
         """As the scheduler half does. What is not there or under way is saved."""
         chain: Any = Chain(prompt)
-        row: Any = (chain, [], 0, start, stop, 0, [], 0)
+        row: Any = (chain, [], 0, start, stop, [])
         live: Any = SimpleNamespace(prompt=prompt)
         self.announcer.note(live, row)
         others = [SHAPE.main, *(nth for nth in range(len(SHAPE.groups)) if nth not in (STATE, SHAPE.main))]
@@ -256,7 +256,7 @@ def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.Mon
 
 def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_ends() -> None:
     store: Any = Store(9)
-    announcer, row = Announcer(store, SHAPE, describe), (Chain(PROMPTS[2]), [], 0, 0, 1, 0, [], 0)
+    announcer, row = Announcer(store, SHAPE, describe), (Chain(PROMPTS[2]), [], 0, 0, 1, [])
     told = []
     store.put((SHAPE.main, PROMPTS[2]), DISK)
     store.coming.add((SHAPE.main, PROMPTS[2]))

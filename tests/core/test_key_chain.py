@@ -32,22 +32,22 @@ def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, first: int, group
     """Those of a group of full attention are hashed as the chain grows; of others, when they are asked for."""
     ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
-    store = _core.Session(frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32))
+    groups = [(group, "full", 8, 1, 1, 0), ((group + 1) % 2**32, "window", 8, 1, 1, 1)]
+    store = _core.Session(frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32), groups=groups)
+    store.watch(8)
     chain.append_tokens(ids[:num_tokens])
-    assert store.lookup(chain, group) == (0, 0)
+    assert store.lookup(chain) == (0, 0)
     table, first = list(range(1, len(keys) + 1)), min(first, len(keys))
-    row = (chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])
-    ((batches, num_dropped),) = store.reserve_groups([row], [(0, group, False, (1, 1)), (1, (group + 1) % 2**32, True, (1, 1))])
-    found = {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in batches}
+    (chunks,), dropped = store.reserve([(chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])])
+    found = {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in chunks.by_group()} if chunks else {}
     every = [(model.group_key(key, group), block) for key, block in zip(keys, table, strict=True)]
     alone = [(model.group_key(key, (group + 1) % 2**32), block) for key, block in zip(keys, table, strict=True)][first:]
     assert found == {nth: rows for nth, rows in enumerate((every, alone)) if rows}
-    assert num_dropped == 0
-    assert store.settle([ticket for _, batch in batches for ticket in batch.tickets()]) == (len(every) + len(alone), 0)
-    assert store.lookup(chain, group) == (len(keys), len(keys))
-    assert store.lookup_attached(chain, [((group + 1) % 2**32, 0, len(keys))])[0][0] == bytes([0] * first + [1] * len(alone))
-    with pytest.raises(_core.ConfigError, match="no such full block"):
-        store.lookup_attached(chain, [(group, 0, len(keys) + 1)])
+    assert dropped == [0]
+    assert store.settle(chunks.tickets() if chunks else []) == (len(every) + len(alone), 0)
+    assert store.lookup(chain) == (len(keys), len(keys))
+    rows, _ = store.changes([model.group_key(key, (group + 1) % 2**32) for key in keys], 0)
+    assert [tiers for _, tiers in rows] == [0] * first + [1] * len(alone)
     assert keys_of(chain) == keys
 
 

@@ -47,11 +47,12 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     assert one.arena_id == other.arena_id != 0
     arena = _core.Arena.open(other.arena_path, frame_bytes=FRAME, num_frames=other.num_frames)
     assert (arena.id, other.num_frames, other.frame_bytes) == (one.arena_id, 8, FRAME)
-    chunks, _ = one.reserve(chain_of([1, 2, 3]), 0, 3, 0, [4, 5, 6])
+    (chunks,), _ = one.reserve([(chain_of([1, 2, 3]), (), 0, 0, 3, [[4, 5, 6]])])
+    assert chunks is not None
     assert one.settle(chunks.tickets()) == (3, 0)
     lease = other.acquire(chain_of([1, 2, 3]))
     assert lease.poll() == (3, 0)
-    batch, by_tier = lease.batch([7, 8, 9], 0, 3)
+    batch, by_tier = lease.batch([[7, 8, 9]], 0, 3)
     assert (batch.block_ids(), by_tier) == ([7, 8, 9], {"host": 3})
     status = _core.server_status(socket)
     assert status == server.status() | {"namespaces": status["namespaces"], "stats": status["stats"]}
@@ -72,8 +73,8 @@ def test_a_look_after_a_save_without_a_place_is_no_lookup(socket: str) -> None:
     def num_lookups() -> int:
         return int(server.status()["namespaces"][0]["stats"]["lookups"])
 
-    rows = [(long, list(range(12)), 12, 0, 11, 0, list(range(1, 12)), 0), (short, [50, 51], 2, 0, 2, 0, [20, 21], 0)]
-    (chunks, none), dropped = engine.reserve_all(rows)
+    rows = [(long, list(range(12)), 12, 0, 11, [list(range(1, 12))]), (short, [50, 51], 2, 0, 2, [[20, 21]])]
+    (chunks, none), dropped = engine.reserve(rows)
     assert none is None
     assert (dropped, engine.settle(chunks.tickets())) == ([3, 2], (8, 0))
     assert [engine.lookup(chain)[0] for chain in (long, short)] == [8, 0]
@@ -92,8 +93,8 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     engine = connect(socket)
     with pytest.raises(_core.ConfigError, match=r"no such namespace.*: 0000000000000000"):
         _core.server_forget(socket, namespace="f")
-    with pytest.raises(_core.ConfigError, match="no such chunks"):
-        engine.reserve(chain_of([1]), 0, 2, 0, [1, 2])
+    with pytest.raises(_core.ConfigError, match="no such units"):
+        engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])
     assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"
     assert repr(server) == "Server(1 engines)"
 
@@ -136,7 +137,7 @@ from kvloft import _core
 session = _core.Session.connect({socket!r}, frame_bytes={frame}, namespace=bytes(32), timeout_s=60.0)
 chain = _core.KeyChain(bytes(32), block_tokens=1)
 chain.append_tokens([1, 2, 3])
-session.reserve(chain, 0, 3, 0, [4, 5, 6])
+session.reserve([(chain, (), 0, 0, 3, [[4, 5, 6]])])
 if child := os.fork():
     print(child, flush=True)
 else:

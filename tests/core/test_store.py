@@ -25,8 +25,8 @@ def chain_of(*token_ids: int) -> _core.KeyChain:
     return chain
 
 
-def save(store: _core.Session, chain: _core.KeyChain, start: int, stop: int, tail_blocks: int = 0) -> int:
-    rows, _ = reserve(store, chain, start, stop, tail_blocks)
+def save(store: _core.Session, chain: _core.KeyChain, start: int, stop: int) -> int:
+    rows, _ = reserve(store, chain, start, stop)
     return store.settle([row[0] for row in rows])[0]
 
 
@@ -41,7 +41,7 @@ def test_what_was_committed_is_found_and_leased() -> None:
     assert store.lookup(chain) == (0, 0)
     rows, dropped = reserve(store, chain, 0, 3)
     assert dropped == 0
-    assert [(row[2], row[3], row[4]) for row in rows] == [(chain.key(i), i, 1) for i in range(3)]
+    assert [row[2:] for row in rows] == [(chain.key(i), i) for i in range(3)]
     assert store.lookup(chain) == (0, 0)  # I3
     assert store.settle([row[0] for row in rows])[0] == 3
     assert store.lookup(chain) == (3, 3)
@@ -81,22 +81,6 @@ def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
     assert store.lookup(chain_of(7, 8)) == (2, 2)
     assert store.lookup(chain_of(1, 2, 3)) == (1, 1)
     balance(store)
-
-
-def test_tails_are_found_anywhere_and_never_taken_for_longer_chunks() -> None:
-    store = make_store(8, blocks_per_chunk=4)
-    short = chain_of(*range(6))
-    assert save(store, short, 0, 1, 2) == 2
-    assert store.lookup(short) == (6, 6)
-    longer = chain_of(*range(20))
-    assert store.lookup(longer) == (6, 6)
-    assert store.lookup(chain_of(*range(5))) == (4, 4)
-    assert [row[2:] for row in frames(store.acquire(longer))] == [(0, 4), (4, 2)]
-    assert save(store, longer, 1, 5) == 4
-    assert store.lookup(longer) == (20, 20)
-    assert store.lookup(short) == (6, 6)
-    assert store.discard([short.key(5)]) == 1
-    assert store.lookup(short) == (4, 4)
 
 
 def test_discard_takes_descendants_and_keeps_pinned_frames_until_released() -> None:
@@ -160,7 +144,6 @@ def test_a_closed_store_misses() -> None:
         ({"frame_bytes": 1000}, "frame_bytes"),
         ({"frame_bytes": 0}, "frame_bytes"),
         ({"eviction": "fifo"}, "eviction"),
-        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
         ({"namespace": b"short"}, "namespace"),
     ],
 )
@@ -171,11 +154,11 @@ def test_bad_settings_are_named(kwargs: dict[str, object], words: str) -> None:
 
 
 def test_ranges_outside_the_chain_are_refused() -> None:
-    store = make_store(4, blocks_per_chunk=2)
+    store = make_store(4)
     chain = chain_of(1, 2, 3)
-    for start, stop, tail in [(0, 2, 0), (0, 1, 2), (1, 0, 0), (0, 2**32 - 1, 1)]:
+    for start, stop in [(0, 4), (1, 0), (0, 2**32 - 1)]:
         with pytest.raises(_core.ConfigError):
-            reserve(store, chain, start, stop, tail)
+            reserve(store, chain, start, stop)
     balance(store)
 
 

@@ -41,7 +41,7 @@ def arena_of(store: _core.Session) -> _core.Arena:
 def save(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
     rows, _ = reserve(store, chain, 0, chain.num_blocks)
-    for _, frame, key, _, _ in rows:
+    for _, frame, key, _ in rows:
         arena.seal(frame, spec(key))
     return store.settle([row[0] for row in rows])[0]
 
@@ -59,8 +59,8 @@ def load(store: _core.Session, chain: _core.KeyChain) -> int:
     blocks, pending = settled(lease)
     assert pending == 0
     arena = arena_of(store)
-    for frame, key, first_block, _ in frames(lease):
-        assert key == chain.key(first_block)
+    for frame, key, unit in frames(lease):
+        assert key == chain.key(unit)
         assert arena.check(frame, spec(key)) is None
     return blocks
 

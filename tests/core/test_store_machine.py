@@ -38,10 +38,9 @@ def chain_of(prompt: tuple[int, ...]) -> _core.KeyChain:
     return chain
 
 
-def spec(key: bytes, num_blocks: int) -> dict[str, Any]:
+def spec(key: bytes) -> dict[str, Any]:
     return {
-        "offset": 0, "part_bytes": FRAME, "key": key, "layout": b"l" * 32, "page_bytes": [64, 32], "num_blocks": num_blocks,
-        "rank": 0,
+        "offset": 0, "part_bytes": FRAME, "key": key, "layout": b"l" * 32, "page_bytes": [64, 32], "num_blocks": 1, "rank": 0,
     }  # fmt: skip
 
 
@@ -52,17 +51,17 @@ class StoreMachine(RuleBasedStateMachine):
     leases: Bundle[Any] = Bundle("leases")
 
     @initialize(
-        per_chunk=st.integers(1, 3), num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
+        num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
         eviction=st.sampled_from(["adaptive", "lru"]), threads=st.integers(1, 3),
     )  # fmt: skip
-    def open(self, per_chunk: int, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
+    def open(self, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
         self.path = tempfile.mkdtemp(prefix="kvloft-machine-") if num_slots else None
         self.settings: dict[str, Any] = {
-            "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk,
+            "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE,
             "eviction": eviction, "disk_path": self.path, "disk_bytes": (num_slots + 16) * FRAME, "disk_threads": threads,
         }  # fmt: skip
         self.roomy = num_frames == 400
-        self.model = _module.StoreModel(per_chunk)
+        self.model = _module.StoreModel()
         self.held: list[Any] = []
         self._start()
 
@@ -71,25 +70,22 @@ class StoreMachine(RuleBasedStateMachine):
         frames = self.store.num_frames
         self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=frames)
 
-    @rule(target=tickets, prompt=prompts, start=st.integers(0, 3), stop=st.integers(0, 7), tail=st.integers(0, 2))
-    def reserve(self, prompt: tuple[int, ...], start: int, stop: int, tail: int) -> Any:
-        per_chunk = self.model.per_chunk
-        full = len(prompt) // per_chunk
-        start = min(start, full)
-        stop = min(max(stop, start), full)
-        tail = min(tail, per_chunk - 1, len(prompt) - stop * per_chunk)
+    @rule(target=tickets, prompt=prompts, start=st.integers(0, 3), stop=st.integers(0, 7))
+    def reserve(self, prompt: tuple[int, ...], start: int, stop: int) -> Any:
+        start = min(start, len(prompt))
+        stop = min(max(stop, start), len(prompt))
         chain = chain_of(prompt)
-        rows, dropped = reserve(self.store, chain, start, stop, tail)
-        assert len(rows) + dropped <= stop - start + (tail > 0)
-        for ticket, frame, key, first_block, num_blocks in rows:
-            end = first_block + num_blocks
-            assert key == chain.key(end - 1)
+        rows, dropped = reserve(self.store, chain, start, stop)
+        assert len(rows) + dropped <= stop - start
+        for ticket, frame, key, unit in rows:
+            end = unit + 1
+            assert key == chain.key(unit)
             if self.roomy:
                 self.model.reserve(ticket, prompt[:end])
             else:
                 self.model.state.setdefault(prompt[:end], "reserved")
                 self.model.tickets[ticket] = prompt[:end]
-            self.arena.seal(frame, spec(key, num_blocks))
+            self.arena.seal(frame, spec(key))
         return multiple(*(row[0] for row in rows))
 
     @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
@@ -165,11 +161,10 @@ class StoreMachine(RuleBasedStateMachine):
             return
         stats = self.store.stats()
         assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
-        per_chunk = self.model.per_chunk
         for prefix in list(self.model.state) or [(0, 1, 0)]:
             host, stored = self.store.lookup(chain_of(prefix))
             assert host <= stored <= len(prefix)
-            assert all(prefix[:end] in self.model.state for end in range(per_chunk, stored + 1, per_chunk))  # I1, I3
+            assert all(prefix[:end] in self.model.state for end in range(1, stored + 1))  # I1, I3
             if self.roomy:
                 assert (host, stored) == (self.model.lookup(prefix),) * 2
 
@@ -177,9 +172,9 @@ class StoreMachine(RuleBasedStateMachine):
     def leased_frames_are_what_they_say(self) -> None:
         for lease, prompt in getattr(self, "held", []):
             chain = chain_of(prompt)
-            for frame, key, first_block, num_blocks in frames(lease):
-                assert key == chain.key(first_block + num_blocks - 1)
-                assert self.arena.check(frame, spec(key, num_blocks)) is None  # I1, I4
+            for frame, key, unit in frames(lease):
+                assert key == chain.key(unit)
+                assert self.arena.check(frame, spec(key)) is None  # I1, I4
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from . import tiny
 from .cache_server import PACE, CacheServer, until
-from .client import BLOCK, Engine, EngineError, Req, Zygote, engine_kwargs, random_ids
+from .client import Engine, EngineError, Req, Zygote, engine_kwargs, random_ids
 from .conftest import Truth
 from .report import finish
 
@@ -45,7 +45,7 @@ class Scene:
     asked: list[Req]
 
     def engine(self, **more: Any) -> Engine:
-        extra = {"server": f"unix:{self.server.socket}", "server_timeout": f"{10 * PACE}s", "chunk_tokens": BLOCK}
+        extra = {"server": f"unix:{self.server.socket}", "server_timeout": f"{10 * PACE}s"}
         transfer = {
             "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,

@@ -139,9 +139,7 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
         truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
 
         def start(at: Path) -> Engine:
-            settings = kvloft(
-                at / "cache", policy="recompute", host_size="2MiB", disk_size="16MiB", load_timeout="500ms", chunk_tokens=32
-            )
+            settings = kvloft(at / "cache", policy="recompute", host_size="2MiB", disk_size="16MiB", load_timeout="500ms")
             return zygote.engine(engine_kwargs(model, num_blocks=80, kv_transfer_config=settings, enable_prefix_caching=True))
 
         subjects: list[Subject] = []

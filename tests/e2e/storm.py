@@ -87,7 +87,7 @@ def settings(server: CacheServer, **more: Any) -> dict[str, Any]:
     """kv_transfer_config of its engine."""
     return {
         "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"server": f"unix:{server.socket}", "chunk_tokens": 32, **more},
+        "kv_connector_extra_config": {"server": f"unix:{server.socket}", **more},
     }  # fmt: skip
 
 

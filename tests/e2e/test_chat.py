@@ -23,8 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ngram": {},
     "ngram-v2": {"v2_shape": True},
     "prefix-caching": {"enable_prefix_caching": True},
-    "chunks-of-two-blocks": {"chunk_tokens": 2 * BLOCK},
-    "chunks-of-four-blocks-async": {"chunk_tokens": 4 * BLOCK, "async_scheduling": True},
 }
 
 
@@ -48,8 +46,7 @@ def test_turn_two_finds_prompt_and_output_of_turn_one(
     settings = dict(WAYS[way])
     if way.startswith("ngram"):
         settings |= request.getfixturevalue("ngram")
-    extra = {"chunk_tokens": settings.pop("chunk_tokens")} if "chunk_tokens" in settings else {}
-    engine = start(kv_transfer_config=kvloft(**extra), **settings)
+    engine = start(kv_transfer_config=kvloft(), **settings)
     two_turns(truth, engine, 1000, 70, 50)
     two_turns(truth, engine, 1010, 70, 58)  # 128 tokens, but only 127 with KV
     two_turns(truth, engine, 1020, 70, 59)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from . import tiny
 from .cache_server import of_own_store
-from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .client import Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
@@ -51,7 +51,7 @@ def test_a_restart_finds_the_disk_tier(truth: Truth, start: Callable[..., Engine
 def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    engine = start(kv_transfer_config=kvloft(tmp_path, host_size="640KiB", chunk_tokens=BLOCK), num_blocks=120)
+    engine = start(kv_transfer_config=kvloft(tmp_path, host_size="640KiB"), num_blocks=120)
     for _ in range(3):
         for prompt in PROMPTS:
             assert engine.ask(prompt.again())[0].tokens == truth.tokens(prompt)
@@ -149,16 +149,16 @@ def test_damage_costs_misses_and_never_a_token(
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
 def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int) -> None:
-    engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, max_num_batched_tokens=64)
     engine.add(*[p.again() for p in PROMPTS])
     engine.step(steps)
     engine.kill()
-    again = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
+    again = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
     found = ask_all(truth, again)
     assert found <= sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
     again.assert_at_rest()
     again.kill()
-    last = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
+    last = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
     assert ask_all(truth, last) >= found
 
 

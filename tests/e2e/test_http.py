@@ -36,7 +36,7 @@ class Serving:
         self.server: Server | None = None
 
     def start(self, transfer: dict[str, Any] | None = None, *flags: str) -> Server:
-        transfer = transfer or kvloft(self._disk, chunk_tokens=BLOCK)
+        transfer = transfer or kvloft(self._disk)
         self.server = self._zygote.server([
             "--model", str(self.model), "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK),
             "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--max-num-seqs", "16", "--enable-prompt-embeds",
@@ -127,7 +127,7 @@ def test_inside_multi_connector_100_prompts_come_back_from_host_and_after_a_rest
     serving: Serving, tmp_path: Path, order: str
 ) -> None:
     sibling = kvloft(namespace="sibling")  # without a disk
-    ours = kvloft(tmp_path / "disk", chunk_tokens=BLOCK)
+    ours = kvloft(tmp_path / "disk")
     transfer = among(ours, sibling) if order == "first" else among(sibling, ours)
     prompts = [list(random_ids(7100 + i, 3 * BLOCK + 5)) for i in range(50)]
     server = serving.start(transfer)

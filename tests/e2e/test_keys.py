@@ -17,7 +17,7 @@ from .conftest import Truth
 
 NUM_ROWS = 4 * BLOCK + 7
 FULL = full_blocks(NUM_ROWS)
-by_block = partial(kvloft, chunk_tokens=BLOCK)
+by_block = partial(kvloft)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:

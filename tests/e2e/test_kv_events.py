@@ -187,7 +187,7 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     server.end()
     server.start(host_size=f"{12 * FRAME_KIB}KiB")
     prompt = truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9500)
-    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), kv_events_config=router.settings())
+    engine = start(kv_transfer_config=shared(server), kv_events_config=router.settings())
     router.join()
     assert [ask_as_predicted(engine, router, truth, prompt) > 0 for _ in range(2)] == [False, True]
     assert router.num_tokens(prompt, "CPU") > 0
@@ -197,7 +197,8 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     )
     chain = _core.KeyChain(_core.root_key(space["namespace"], None, None), block_tokens=1)
     chain.append_tokens(list(range(other.num_frames)))
-    chunks, _ = other.reserve(chain, 0, other.num_frames, 0, list(range(1, other.num_frames + 1)))
+    (chunks,), _ = other.reserve([(chain, (), 0, 0, other.num_frames, [list(range(1, other.num_frames + 1))])])
+    assert chunks is not None
     assert other.settle(chunks.tickets()) == (other.num_frames, 0)
     settle(engine)
     router.hear()
@@ -223,17 +224,14 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("chunk_tokens", [BLOCK, 4 * BLOCK])
-def test_blocks_are_called_what_vllm_calls_them(
-    start: Callable[..., Engine], router: Subscriber, tmp_path: Path, chunk_tokens: int
-) -> None:
+def test_blocks_are_called_what_vllm_calls_them(start: Callable[..., Engine], router: Subscriber, tmp_path: Path) -> None:
     """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with embeddings, which are not announced."""
     adapter = ("a", 1, str(tiny.write_lora(tmp_path / "adapter", seed=5)))
     stem = random_ids(9300, 3 * BLOCK)
     prompts = [Req(stem + random_ids(seed, 5 * BLOCK + 7), max_tokens=40) for seed in (9301, 9302)]
     prompts += [Req(prompts[0].ids, salt="of a user"), Req(prompts[0].ids, lora=adapter)]
     engine = start(
-        kv_transfer_config=kvloft(chunk_tokens=chunk_tokens), kv_events_config=router.settings(), enable_prefix_caching=True,
+        kv_transfer_config=kvloft(), kv_events_config=router.settings(), enable_prefix_caching=True,
         num_blocks=200, enable_lora=True, max_lora_rank=8,
     )  # fmt: skip
     router.join()

@@ -19,7 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
     """Queued (step 0), computing its prompt in chunks, saving, decoding: for each step one request is aborted there."""
-    engine = start(num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **SHAPES[shape])
+    engine = start(num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape])
     other = Req(random_ids(5001, 50), max_tokens=20)
     for step in range(14):
         victim = Req(random_ids(5010 + step, 5 * BLOCK + step), max_tokens=60)
@@ -45,7 +45,7 @@ def test_abort_while_loading_gives_everything_back(truth: Truth, start: Callable
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()
     for step in range(5):
-        engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), **SHAPES[shape])
+        engine = start(kv_transfer_config=kvloft(tmp_path), **SHAPES[shape])
         if step == 0:
             assert engine.ask(request.again())[0].tokens == truth.tokens(request)
         else:
@@ -83,7 +83,7 @@ def test_reset_with_the_connector_forgets_and_without_it_keeps(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
-    engine = start(num_blocks=40, max_num_batched_tokens=96, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **SHAPES[shape])
+    engine = start(num_blocks=40, max_num_batched_tokens=96, kv_transfer_config=kvloft(), **SHAPES[shape])
     requests = truth.clear([Req(random_ids(5300 + i, 70 + 11 * i), max_tokens=40) for i in range(6)])
     for connector in (False, True):
         for steps in (1, 2, 5, 12, 30):
@@ -100,7 +100,7 @@ def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[.
 
 def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[..., Engine]) -> None:
     for settings in SHAPES.values():
-        engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), **settings)
+        engine = start(kv_transfer_config=kvloft(), **settings)
         request = Req(random_ids(5400, 4 * BLOCK), max_tokens=1)
         assert engine.ask(request)[0].tokens == truth.tokens(request)
         engine.assert_at_rest()
@@ -113,7 +113,7 @@ def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Eng
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear([Req(system + random_ids(5501 + i, 20), max_tokens=12) for i in range(8)])
     for settings in SHAPES.values():
-        engine = start(num_blocks=100, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **settings)
+        engine = start(num_blocks=100, kv_transfer_config=kvloft(), **settings)
         for _ in range(2):
             results = engine.ask(*[r.again() for r in requests])
             assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]

@@ -50,7 +50,7 @@ def others(server: CacheServer) -> list[int]:
 def test_a_tenant_over_its_quota_takes_nothing_from_another(
     truth: Truth, start: Callable[..., Engine], server: CacheServer, num_engines: int
 ) -> None:
-    transfer = shared(server, chunk_tokens=BLOCK)
+    transfer = shared(server)
     engines = [start(kv_transfer_config=transfer, num_blocks=120) for _ in range(num_engines)]
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
@@ -79,7 +79,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
 def test_what_is_too_old_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
     server.end()
     server.serve({"host_size": "64MiB", "salt_ttl": "20s"} | server.disk)
-    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    engine = start(kv_transfer_config=shared(server), num_blocks=120)
     whole = full_blocks(PROMPTS[0].num_prompt_tokens)
 
     def both() -> list[int]:
@@ -97,7 +97,7 @@ def test_the_store_of_one_engine_has_limits_too(truth: Truth, start: Callable[..
     """A quota of nothing for one salt: its requests are computed each time."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
-    extra = {"host_size": "64MiB", "chunk_tokens": BLOCK, "salt_limits": str(limits)}
+    extra = {"host_size": "64MiB", "salt_limits": str(limits)}
     transfer = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     engine = start(kv_transfer_config=transfer, num_blocks=120)
     whole = full_blocks(PROMPTS[0].num_prompt_tokens)

@@ -15,7 +15,7 @@ from kvloft._core import Session, server_evict
 
 from . import storm, tiny
 from .cache_server import CacheServer, until
-from .client import BLOCK, PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
+from .client import PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(7000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
@@ -49,16 +49,13 @@ def until_full(truth: Truth, engine: Engine) -> None:
     until(lambda: ask_all(truth, engine) == FULL, "hits do not come back")
 
 
-@pytest.mark.parametrize("chunk_tokens", [BLOCK, 4 * BLOCK])
-def test_what_one_engine_computed_the_other_loads(
-    truth: Truth, start: Callable[..., Engine], server: CacheServer, chunk_tokens: int
-) -> None:
-    one, other = (start(kv_transfer_config=shared(server, chunk_tokens=chunk_tokens), num_blocks=120) for _ in range(2))
+def test_what_one_engine_computed_the_other_loads(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+    one, other = (start(kv_transfer_config=shared(server), num_blocks=120) for _ in range(2))
     assert ask_all(truth, one) == 0
     assert ask_all(truth, other) == FULL
     assert other.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
     other.stop()
-    again = start(kv_transfer_config=shared(server, chunk_tokens=chunk_tokens), num_blocks=120)
+    again = start(kv_transfer_config=shared(server), num_blocks=120)
     assert ask_all(truth, again) == FULL, "a restarted engine finds the server's memory"
     assert again.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
     again.assert_at_rest()
@@ -80,7 +77,7 @@ def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: C
 
 
 def test_a_tenant_that_is_evicted_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
-    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    engine = start(kv_transfer_config=shared(server), num_blocks=120)
     asked = [PROMPTS[0].again(salt=salt) for salt in (None, "one", "two")]
 
     def external() -> list[int]:
@@ -102,8 +99,8 @@ def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     for steps in (1, 3):
-        doomed = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
-        other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+        doomed = start(kv_transfer_config=shared(server), num_blocks=120, max_num_batched_tokens=64)
+        other = start(kv_transfer_config=shared(server), num_blocks=120)
         doomed.add(*[p.again() for p in PROMPTS])
         doomed.step(steps)
         running = threading.Thread(target=run_to_its_death, args=(doomed,))
@@ -140,7 +137,7 @@ def test_kill_9_of_the_server_costs_misses_until_it_is_back(
 def test_the_server_dies_at_any_moment_and_no_token_is_wrong(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
-    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
+    engine = start(kv_transfer_config=shared(server), num_blocks=120, max_num_batched_tokens=64)
     for steps in (0, 2, 5):
         requests = [p.again() for p in PROMPTS]
         engine.add(*requests)
@@ -227,8 +224,8 @@ def test_two_models_on_one_server_have_each_their_own(
     model, other_truth = other_model
     requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(4)]
     full = sum(full_blocks(request.num_prompt_tokens) for request in requests)
-    one = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
-    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
+    one = start(kv_transfer_config=shared(server), num_blocks=120)
+    other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
 
     def ask_other() -> int:
         results = other.ask(*[request.again() for request in requests])
@@ -246,7 +243,7 @@ def test_two_models_on_one_server_have_each_their_own(
     os.kill(other.pid, signal.SIGKILL)
     assert ask_all(truth, one) == FULL
     server.assert_at_rest()
-    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
+    other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
     assert ask_other() == full
     other.stop()
 
@@ -259,8 +256,8 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
     server.start(host_size="1MiB")
     requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(6)]
     # Its chunks are the larger ones: the first engine decides how large slabs are.
-    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
-    one = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
+    one = start(kv_transfer_config=shared(server), num_blocks=120)
     hits = [0, 0]
     for nth in range(8):
         hits[0] += ask_all(truth, one)

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from . import tiny
-from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .client import Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 WINDOW = 40
@@ -115,7 +115,7 @@ def test_windows_beside_full_attention_say_the_same_cold_warm_and_after_a_restar
     plain = start(model=gemma, **arguments(disable_hybrid_kv_cache_manager=True))
     assert [r.tokens for r in plain.ask(*[p.again() for p in PROMPTS])] == [gemma_truth.tokens(p) for p in PROMPTS]
     plain.kill()
-    settings = arguments(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK, kv_groups="one"), enable_prefix_caching=True)
+    settings = arguments(kv_transfer_config=kvloft(tmp_path, kv_groups="one"), enable_prefix_caching=True)
     full = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
     engine = start(model=gemma, **settings)
     assert "Hybrid KV cache manager is disabled for this hybrid model" in engine.log.read_text(), "no windows to speak of"

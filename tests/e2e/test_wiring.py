@@ -44,7 +44,6 @@ def test_works_inside_multi_connector(truth: Truth, start: Callable[..., Engine]
     [
         ({"disk_pth": "/tmp/x"}, r"disk_pth.*disk_path"),
         pytest.param({"host_size": "8 parsecs"}, r"host_size.*8 parsecs", marks=of_own_store),
-        ({"chunk_tokens": BLOCK + 1}, rf"chunk_tokens.*{BLOCK + 1}.*{BLOCK}"),
     ],
 )
 def test_a_wrong_setting_stops_the_start_and_is_named(start: Callable[..., Engine], extra: dict[str, Any], said: str) -> None:
@@ -65,7 +64,7 @@ def test_a_wrong_setting_is_told_before_any_weights_are_loaded(
 
 
 def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
-    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100)
+    engine = start(kv_transfer_config=kvloft(), num_blocks=100)
     requests = [Req(random_ids(6100 + i, 90 + i), max_tokens=10) for i in range(5)]
     for _ in range(2):
         engine.ask(*[r.again() for r in requests])
@@ -86,7 +85,7 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
 def test_a_bench_can_take_the_connector_away_and_put_it_back(
     truth: Truth, start: Callable[..., Engine], async_scheduling: bool
 ) -> None:
-    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100, async_scheduling=async_scheduling)
+    engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=async_scheduling)
     requests = [Req(random_ids(6200 + i, 3 * BLOCK + 7), max_tokens=4) for i in range(3)]
 
     def saved_and_loaded() -> tuple[float, float]:
@@ -122,7 +121,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 
 def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(truth: Truth, start: Callable[..., Engine]) -> None:
     """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks permanently."""
-    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100, async_scheduling=True)
+    engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]
 
     def until_done(request: Req) -> None:

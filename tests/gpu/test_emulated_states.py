@@ -8,10 +8,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import test_gpu_states as on_gpu
+from batches import batch_of_groups
 from emulated_gpu import Gpu, emulated
 from test_gpu_states import NUM_BLOCKS, Rig
-
-from kvloft.seam.batch import GroupBatches
 
 rig = on_gpu.rig
 
@@ -54,7 +53,7 @@ def test_a_state_that_is_loaded_is_not_overwritten_by_what_its_step_did_before_a
     rig.step(saves=rig.batches())
     assert rig.mover.drain().saved
     gpu.compute.enqueue(lambda: rig.raw.fill_(0))
-    rig.step(loads=GroupBatches(tuple(batch for batch in rig.batches().batches if batch[0] in (1, 2))))
+    rig.step(loads=batch_of_groups((group, list(own)) for group, own in rig.batches().by_group() if group in (1, 2)))
     assert not rig.mover.drain().bad_blocks
     gpu.run_until(lambda: gpu.is_idle)
     for group in (1, 2):

@@ -19,12 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from batches import batch_of
+from batches import batch_of, batch_of_groups
 from emulated_gpu import emulated
 from gpu_support import POISON, Frames, Paged, key_of, make_mover, part_bytes_for, per_layer, turned
 from kernels_oracle import chunk_tag
 
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
@@ -227,7 +227,7 @@ class Steps(RuleBasedStateMachine):
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
-        return GroupBatches(tuple((nth, batch_of(copy for group, copy in copies if group == nth)) for nth in groups))
+        return batch_of_groups((nth, [copy for group, copy in copies if group == nth]) for nth in groups)
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
         """Blocks as the group's layers see them, out of them as the first's do; and the other way round, for it turns a block."""
@@ -254,9 +254,10 @@ class Steps(RuleBasedStateMachine):
         copies: list[tuple[int, ChunkCopy]] = []
         for _ in range(min(count, len(self.free))):
             group = random.randrange(self.num_groups)
-            mine = random.sample(blocks, min(len(blocks), random.randint(1, SIZES[KIND_OF[group]])))
-            if not mine:
+            size = SIZES[KIND_OF[group]]
+            if len(blocks) < size:
                 break
+            mine = random.sample(blocks, size)
             frame = random.choice(sorted(self.free))
             self.free.remove(frame)
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from batches import batch_of
+from batches import batch_of, batch_of_groups
 from gpu_support import Frames, Paged, copies_of, make_mover, part_bytes_for, per_layer, turned
 from kernels_oracle import chunk_tag
 
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkBatch, ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.mover import CudaMover
@@ -62,24 +62,24 @@ class Rig:
         return self.kinds[GROUPS[group]]
 
     def in_chunks(self, group: int, blocks: list[int]) -> list[list[int]]:
-        """As many blocks each as a chunk of the group has; the last may have fewer."""
+        """As many blocks each as a chunk of the group has."""
         size = self.sizes[GROUPS[group]]
-        return [blocks[at : at + size] for at in range(0, len(blocks), size)]
+        return [blocks[at : at + size] for at in range(0, len(blocks) // size * size, size)]
 
     def save(self) -> list[int]:
-        batches = GroupBatches(tuple((group, batch_of(copies)) for group, copies in enumerate(self.copies)))
+        batches = batch_of_groups(((group, copies) for group, copies in enumerate(self.copies)))
         self.mover.begin_step(())
         self.mover.submit_saves([SavePlan(ReqId("s"), batches)])
         return sorted(self.mover.drain().saved)
 
 
-def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> GroupBatches:
+def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> ChunkBatch:
     """Loads of these chunks into other blocks."""
     moved = [
         [ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),)) for c, to in zip(group, blocks, strict=True)]
         for group, blocks in zip(copies, targets, strict=True)
     ]
-    return GroupBatches(tuple((group, batch_of(chunks)) for group, chunks in enumerate(moved) if chunks))
+    return batch_of_groups(((group, chunks) for group, chunks in enumerate(moved) if chunks))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (2, 5)])
@@ -108,9 +108,9 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(other: str, size
             to, source = to[first : len(copy.blocks)], copy.blocks[first : len(to)]
             rig.kind(group).place(want_pages, rig.kind(group).payload(source, before), to)
             some.append(ChunkCopy(copy.frame, copy.key, len(copy.blocks), first, tuple(map(BlockId, to))))
-        loads.append((group, batch_of(some)))
+        loads.append((group, some))
     rig.mover.begin_step((), has_loads=True)
-    rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, GroupBatches(tuple(loads)))])
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, batch_of_groups(loads))])
     done = rig.mover.drain()
     assert [(result.bad_keys, result.failed) for result in done.loads] == [((), False)]
     for now, then in zip(rig.paged.buffers, want_pages, strict=True):
@@ -126,7 +126,7 @@ def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> No
     rig.frames.parts[:] = 7
     for group, is_saved in ((0, False), (1, True)):
         rig.mover.begin_step(())
-        rig.mover.submit_saves([SavePlan(ReqId("s"), GroupBatches(((group, batch_of(two)),)))])
+        rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(two, group))])
         done = rig.mover.drain()
         assert (bool(done.saved), bool(done.failed)) == (is_saved, not is_saved)
         assert (rig.frames.parts == 7).all() or is_saved
@@ -176,7 +176,7 @@ def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_anothe
     rig.paged.randomize(2)
     wanted = rig.kind(2).payload(last.blocks).cpu().numpy()
     rig.mover.begin_step(())
-    saves = GroupBatches(tuple((group, batch_of(rig.copies[group])) for group in (0, 2)))
+    saves = batch_of_groups((group, rig.copies[group]) for group in (0, 2))
     rig.mover.submit_saves([SavePlan(ReqId("s"), saves)])
     rig.mover.begin_step((), has_loads=True)
     plan = LoadPlan(ReqId("l"), 1, batches_to([(), (loaded,), ()], [[], list(last.blocks), []]))
@@ -196,7 +196,7 @@ def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
     rig.frames.parts[broken.frame, 5] ^= 1
     rig.paged.poison()
     rig.mover.begin_step((), has_loads=True)
-    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, batches_to(rig.copies, rig.blocks)), LoadPlan(ReqId("m"), 2, GroupBatches())])
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, batches_to(rig.copies, rig.blocks)), LoadPlan(ReqId("m"), 2)])
     done = rig.mover.drain()
     assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {1: [broken.key], 2: []}
     assert done.bad_blocks == set(broken.blocks)
@@ -213,7 +213,7 @@ def test_a_damaged_trailer_of_a_group_without_pages_is_told(field: str) -> None:
     rig.frames.parts[broken.frame, TRAILER.fields[field][1] - TRAILER.itemsize] ^= 1  # type: ignore[index]
     before = rig.paged.snapshot()
     rig.mover.begin_step((), has_loads=True)
-    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, GroupBatches(((1, batch_of(rig.copies[1])),)))])
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, batch_of(rig.copies[1], 1))])
     done = rig.mover.drain()
     assert [key for result in done.loads for key, _ in result.bad_keys] == [broken.key]
     assert done.bad_blocks == set(broken.blocks)

@@ -51,14 +51,13 @@ ROUTES = {
 
 
 def random_chunks(paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int) -> tuple[list[int], list[list[int]]]:
-    """Some frames and the blocks for each, all different, tails among them."""
+    """Some frames and the blocks for each, all different."""
     rng = random.Random(seed)
     blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
     chunks = []
-    while blocks and len(chunks) < num_frames - 2:
-        size = blocks_per_chunk if rng.random() < 0.7 else rng.randint(1, blocks_per_chunk)
-        chunks.append(blocks[:size])
-        blocks = blocks[size:]
+    while len(blocks) >= blocks_per_chunk and len(chunks) < num_frames - 2:
+        chunks.append(blocks[:blocks_per_chunk])
+        blocks = blocks[blocks_per_chunk:]
     frames = rng.sample(range(num_frames), len(chunks))
     return (sorted(frames) if rng.random() < 0.5 else frames), chunks
 

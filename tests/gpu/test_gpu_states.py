@@ -13,10 +13,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import gpu_support
-from batches import batch_of
+from batches import batch_of_groups
 from gpu_support import POISON, Frames, copies_of, part_bytes_for
 
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkBatch, ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.lanes import Tuning
@@ -83,17 +83,17 @@ class Rig:
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]
 
-    def step(self, saves: GroupBatches | None = None, loads: GroupBatches | None = None) -> None:
+    def step(self, saves: ChunkBatch | None = None, loads: ChunkBatch | None = None) -> None:
         self.mover.begin_step((), has_loads=loads is not None)
         if loads is not None:
             self.mover.submit_loads([LoadPlan(ReqId("l"), 7, loads)])
         if saves is not None:
             self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
 
-    def batches(self, targets: dict[BlockId, int] | None = None) -> GroupBatches:
+    def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
         """Everything; or loads of it into other blocks."""
         moved = [[c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group] for group in self.copies]
-        return GroupBatches(tuple((group, batch_of(copies)) for group, copies in enumerate(moved)))
+        return batch_of_groups(((group, copies) for group, copies in enumerate(moved)))
 
 
 @pytest.fixture(params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)])
@@ -145,7 +145,7 @@ def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
     assert rig.mover.drain().saved
     as_bytes, as_tensors = rig.copies[1][0], rig.copies[2][0]
     swapped: list[tuple[ChunkCopy, ...]] = [(as_tensors,), (as_bytes,)]
-    rig.step(loads=GroupBatches(tuple((group, batch_of(copies)) for group, copies in zip((0, 2), swapped, strict=True))))
+    rig.step(loads=batch_of_groups(((group, copies) for group, copies in zip((0, 2), swapped, strict=True))))
     done = rig.mover.drain()
     assert {key for result in done.loads for key, _ in result.bad_keys} == {as_bytes.key, as_tensors.key}
     assert done.bad_blocks == {as_bytes.blocks[0], as_tensors.blocks[0]}

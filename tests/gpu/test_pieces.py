@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn):
     frames = draw(st.permutations(range(14)))[:num_chunks]
     if draw(st.booleans()):
         frames = sorted(frames)
-    num_blocks = [draw(st.integers(1, blocks_per_chunk)) for _ in range(num_chunks)]
+    num_blocks = [blocks_per_chunk] * num_chunks
     ids = iter(draw(st.permutations(range(12 * 7))))
     copies = [
         ChunkCopy(frame, ChunkKey(bytes([i]) * 32), n, 0, tuple(BlockId(next(ids)) for _ in range(n)))

@@ -60,10 +60,10 @@ def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache: only the target's layers are loaded, and the drafter reads what was there", "WrongKV|position")
 def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
-    def scatter(original: Any, self: Any, copy: Any) -> None:
-        draft, blocks = self._planes[1], list(copy.blocks)
+    def scatter(original: Any, self: Any, group: int, copy: Any) -> None:
+        draft, blocks = self._groups[group][1][1], list(copy.blocks)
         before = draft[blocks].clone()
-        original(self, copy)
+        original(self, group, copy)
         draft[blocks] = before
 
     swap(mp, CpuMover, "_scatter", scatter)

@@ -37,7 +37,7 @@ from kvloft.vllm.identity.weights import LooksInTime
 from .groups import are_grouped
 from .ledger import Ledger, State, copies
 from .memory import Memory
-from .mover import Saving, SlowMover, Trouble
+from .mover import SlowMover, Trouble
 from .requests import make_request
 from .shape import HASH, Shape, kv_config, vllm_config
 from .steady import SteadyStore
@@ -123,7 +123,7 @@ class Engine:
         return scheduler
 
     def _open_session(self, **settings: Any) -> Any:
-        self.store = SteadyStore(_core.Session(**settings), self.ledger, has_disk=self.shape.has_disk)
+        self.store = SteadyStore(_core.Session(**settings), self.ledger, settings["groups"], has_disk=self.shape.has_disk)
         return self.store
 
     def _make_worker(self, rank: int, seed: int) -> Worker:
@@ -131,10 +131,10 @@ class Engine:
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
-            core, saves = connector._worker.core, list[Saving]()
+            core = connector._worker.core
             assert core._given_make_mover is None
-            core._given_make_mover = lambda layout, frames: SlowMover(
-                layout, frames, self.trouble, self.ledger, self._owns, saves, is_early=core._settings.gathers_first
+            core._given_make_mover = lambda layouts, frames: SlowMover(
+                layouts, frames, self.trouble, self.ledger, self._owns, is_early=core._settings.gathers_first
             )
             connector.register_kv_caches(memory.kv_caches())
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
@@ -147,7 +147,6 @@ class Engine:
         """Everything that is offered and admitted goes through the ledger."""
         connector = self.scheduler.connector
         match, admit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-        chunk = self.shape.unit * self.shape.blocks_per_chunk
 
         def matched(request: Any, local: int) -> Any:
             self._hoped.pop(request.request_id, None)
@@ -165,7 +164,7 @@ class Engine:
                 self.ledger.expect(not answer, f"{spec.id} asked for no cached KV")
             else:
                 prefix = spec.prefix(request._all_token_ids)
-                self.ledger.check_offer(spec.id, prefix, local, answer, self.shape.unit, chunk)
+                self.ledger.check_offer(spec.id, prefix, local, answer, self.shape.unit)
             return answer, is_async
 
         def admitted(request: Any, blocks: Any, num_tokens: int) -> None:
@@ -400,7 +399,6 @@ class Engine:
 
     def _check_outcomes(self) -> None:
         """Every request said its truth, or a beginning of it if it was aborted or its load failed; and is stored."""
-        chunk = self.shape.unit * self.shape.blocks_per_chunk
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]
             truth = spec.truth()
@@ -411,7 +409,7 @@ class Engine:
                     # Drafts that the last step accepted are known when the blocks are free already.
                     late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
                     whole = min(len(prefix) - late, len(spec.contents) if spec.saves else len(prefix))
-                    self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, chunk)
+                    self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, self.shape.unit)
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"
                 assert req_id in self.ledger.doubtful, f"{req_id} failed without a cause"

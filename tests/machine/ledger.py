@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.batch import ChunkCopy
 
 from .groups import Group, are_grouped, lookahead
 from .symbols import Prefix
@@ -20,7 +20,7 @@ State = tuple[int, int, int]
 
 def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
     """Each chunk of a plan, and of which group it is."""
-    for group, batch in chunks.batches if isinstance(chunks, GroupBatches) else [(0, chunks)]:
+    for group, batch in chunks.by_group() if chunks else ():
         yield from ((group, copy) for copy in batch)
 
 
@@ -242,7 +242,7 @@ class Ledger:
 
     # -- offers ---------------------------------------------------------------------------------------------------
 
-    def check_offer(self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int, chunk: int) -> None:
+    def check_offer(self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int) -> None:
         """What is offered was saved; and all that was saved is offered, unless something may be missing."""
         self.asked[req_id] = (local, answer)
         if answer is None:
@@ -258,7 +258,7 @@ class Ledger:
         elif req_id in self.doubtful:
             return
         if self.why_lossy is None and req_id not in self.standing:
-            found = self.num_stored(prefix, min(most, len(prefix) - self.ahead), chunk)
+            found = self.num_stored(prefix, min(most, len(prefix) - self.ahead), unit)
             self.expect(total >= found, f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})")
 
     def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
@@ -268,25 +268,25 @@ class Ledger:
         ends = self.ends(prefix, begin, end, number)
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
-    def num_stored(self, prefix: Prefix, num_tokens: int, chunk: int, *, states: bool = True) -> int:
-        """Tokens of the deepest hit: full chunks that were saved and that nothing took away, and what else it needs there."""
+    def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
+        """Tokens of the deepest hit: units that were saved and that nothing took away, and what else it needs there."""
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
-        while found + chunk <= num_tokens and all(self._has(number, prefix, found, found + chunk) for number in full):
-            found += chunk
+        while found + unit <= num_tokens and all(self._has(number, prefix, found, found + unit) for number in full):
+            found += unit
         others = [n for n, group in enumerate(self.groups) if group.kind != "full" and (states or group.kind != "state")]
         while found and not all(self._has(number, prefix, 0, found) for number in others):
-            found -= chunk
+            found -= unit
         return found
 
-    def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, chunk: int) -> None:
+    def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, unit: int) -> None:
         """A request that ended well is stored, but for its last token, unless something may be missing.
 
         Of states only those that vLLM offers are.
         """
         if self.why_lossy is None:
-            whole = num_tokens - num_tokens % chunk
-            found = self.num_stored(prefix, num_tokens, chunk, states=False)
+            whole = num_tokens - num_tokens % unit
+            found = self.num_stored(prefix, num_tokens, unit, states=False)
             self.expect(found >= whole, f"{req_id} ended, and of its {whole} tokens only {found} are stored")
 
     def check_at_rest(self) -> None:

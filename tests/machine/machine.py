@@ -79,7 +79,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
         groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
         num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
-        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
+        host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
         num_ranks=draw(st.sampled_from([1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
         early_results=draw(st.booleans()), kv_groups=draw(st.sampled_from(["one", "one", "all"])),
         drafter_tokens=draw(drafter_tokens) if has_drafter else None,

@@ -80,30 +80,30 @@ class Saving:
     req_id: Any
     batch: Any
     blocks: frozenset[int]
-    mover: "SlowMover"
+    group: int
 
 
 class SlowMover:
     """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request.
 
-    ``saves`` are those under way of all groups' movers of a rank, which keep one order: a block is one group's at a time.
-    With ``is_early`` they are read before the next step begins.
+    With ``is_early`` saves are read before the next step begins.
     """
 
     usable_frames = None
 
     def __init__(
-        self, layout: PagedLayout, frames: FrameWindow, trouble: Trouble, ledger: Ledger,
-        owns: Callable[[str, Sequence[int]], bool], saves: list[Saving],
+        self, layouts: Sequence[PagedLayout], frames: FrameWindow, trouble: Trouble, ledger: Ledger,
+        owns: Callable[[str, Sequence[int]], bool],
         *, is_early: bool = False,
     ) -> None:  # fmt: skip
-        self._inner = CpuMover(layout, frames)
+        self._inner = CpuMover(layouts, frames)
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
-        self._block_bytes = layout.block_bytes
+        self._block_bytes = [layout.block_bytes for layout in layouts]
         self._frame_of = dict[bytes, int]()
         part, haunted = self._inner._part, [frames, trouble, self._frame_of]
         part._arena, frames._arena = Haunted(part._arena, *haunted), Haunted(frames._arena, *haunted)  # type: ignore[arg-type]
-        self._saves, self._is_early = saves, is_early
+        self._saves, self._is_early = list[Saving](), is_early
+        """Under way, of all groups: a block is one group's at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
@@ -114,24 +114,25 @@ class SlowMover:
         """Read now what is about to be rewritten: the fence of a GPU mover (I2)."""
         for saving in [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]:
             self._saves.remove(saving)
-            saving.mover._gather(saving)
+            self._gather(saving)
 
     def _gather(self, saving: Saving) -> None:
         copy = saving.batch[0]
         self._frame_of[copy.key] = copy.frame
         self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
-        raw = self._frames.part(copy.frame)[: copy.num_blocks * self._block_bytes]
+        raw = self._frames.part(copy.frame)[: copy.num_blocks * self._block_bytes[saving.group]]
         self._ledger.landed(copy.ticket, raw.view(torch.int64).tolist())
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         for plan in plans:
             self._crash_now_and_then()
-            for i, copy in enumerate(plan.chunks):
-                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks[i : i + 1], frozenset(copy.blocks), self)
-                if self._is_early or self._trouble.random.random() < 0.5:
-                    self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
-                else:
-                    self._saves.append(saving)
+            for group, batch in plan.chunks.by_group():
+                for i, copy in enumerate(batch):
+                    saving = Saving(self._trouble.delay(), plan.req_id, batch[i : i + 1], frozenset(copy.blocks), group)
+                    if self._is_early or self._trouble.random.random() < 0.5:
+                        self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
+                    else:
+                        self._saves.append(saving)
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         self._gather_before([block for plan in plans for block in plan.blocks()])
@@ -144,7 +145,7 @@ class SlowMover:
             raise TypeError("a bug in a mover")
 
     def poll(self) -> Finished:
-        for saving in [saving for saving in self._saves if saving.mover is self]:
+        for saving in list(self._saves):
             if saving.delay:
                 saving.delay -= 1
             else:

@@ -15,7 +15,6 @@ from kvloft.plan.core import SchedulerCore
 from kvloft.plan.queue import Queue
 from kvloft.seam.plan import LoadPlan
 from kvloft.seam.views import MediaItem
-from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import PrivatePart
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm import scheduler_half
@@ -73,10 +72,10 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
     "out of order|not all of|ended, and of|one key, two prefixes",
 )
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
-    def view(original: Any, output: Any) -> Any:
+    def view(original: Any, output: Any, *more: Any) -> Any:
         cached = output.scheduled_cached_reqs
         resumed, cached.resumed_req_ids = cached.resumed_req_ids, set()
-        found = original(output)
+        found = original(output, *more)
         cached.resumed_req_ids = resumed
         return found
 
@@ -184,9 +183,9 @@ def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
 @mutant("a table is read one block late", r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)")
 def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
-        return original(self, [(*row[:6], [*row[6][1:], row[6][0]], row[7]) for row in rows])
+        return original(self, [(*row, [[*table[1:], table[0]] for table in tables]) for *row, tables in rows])
 
-    swap(mp, SteadyStore, "reserve_all", reserve)
+    swap(mp, SteadyStore, "reserve", reserve)
 
 
 @mutant("a request that asked for its prompt only has its answer saved too", "its prompt only")
@@ -233,14 +232,6 @@ def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
         return found
 
     swap(mp, core, "plan_load", plan)
-
-
-@mutant("of a chunk that vLLM has the begin of, the wrong part is loaded", "WrongKV|position")
-def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
-    def scatter(original: Any, self: Any, copy: Any) -> None:
-        original(self, copy._replace(first_block=0))
-
-    swap(mp, CpuMover, "_scatter", scatter)
 
 
 @mutant("vLLM's KV-load checks were an assert: a damaged frame is served", "WrongKV|position")
@@ -319,7 +310,10 @@ def failed_save_is_committed(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(SteadyStore, "settle", settle, raising=False)
 
 
-@mutant("a chunk is visible when the first of two ranks has written it", "not all of them saved|not what was promised")
+@mutant(
+    "a chunk is visible when the first of two ranks has written it",
+    "not all of them saved|not what was promised|does not hold its key's KV",
+)
 def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
     def open_session(original: Any, self: Any, **settings: Any) -> Any:
         return original(self, **settings | {"num_ranks": 1})
@@ -334,7 +328,7 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, *args: Any, **more: Any) -> Any:
         answer = original(self, *args, **more)
-        return answer + self.group.block_tokens if answer else answer
+        return answer + self.unit_tokens if answer else answer
 
     swap(mp, Queue, "match", match)
 

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 
+from kvloft import store
 from kvloft.plan.core import SchedulerCore
-from kvloft.plan.groups import GroupedChunks, GroupLease
 from kvloft.plan.queue import Queue
 from kvloft.plan.tracker import Tracker
-from kvloft.seam.batch import GroupBatches, Tables
+from kvloft.seam.batch import Tables
 from kvloft.seam.shape import GroupShape
-from kvloft.transfer import groups
-from kvloft.transfer.groups import GroupedMover
+from kvloft.transfer.cpu import CpuMover
 from kvloft.vllm import connector, scheduler_half, shape, views, worker_half
 from kvloft.vllm.connector import KVLoftGroupsConnector
 from kvloft.vllm.worker_half import WorkerHalf
 
 from .mutants import BARE, Mutant, Patch, swap
-from .steady import SteadyStore
+from .steady import SteadyLease, SteadyStore
 
 SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
@@ -48,71 +47,94 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 # -- which blocks a hit needs -------------------------------------------------------------------------------------
 
 
-def change_first(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
-    """``change(first, boundary)`` for groups of a kind."""
+Row = tuple[int | None, str, int, int, int, int]
+"""Number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach."""
 
-    def first_chunk(original: Any, self: GroupShape, boundary: int) -> int:
-        first = int(original(self, boundary))
-        return min(boundary, change(first, boundary)) if self.kind == kind else first
 
-    swap(mp, GroupShape, "first_chunk", first_chunk)
+def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
+    """``change(row)`` for what the session is told of each group."""
+    swap(mp, store, "groups_of", lambda original, shape: list(map(change, original(shape))))
+
+
+def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
+    """``change(reach, unit_tokens)`` for groups of a kind."""
+    change_groups(mp, lambda row: (*row[:5], change(row[5], row[2] * row[3])) if row[1] == kind else row)
+
+
+def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
+    """The group that is picked needs nothing at a hit."""
+
+    def groups_of(original: Any, shape: Any) -> Any:
+        rows = original(shape)
+        nth = pick(rows)
+        number, _, *sizes, _ = rows[nth]
+        rows[nth] = (number if number is not None else 99, "window", *sizes, 0)
+        return rows
+
+    swap(mp, store, "groups_of", groups_of)
+
+
+def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) -> None:
+    """Of groups' tables: states come one by one."""
+
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        tables_of = lambda tables: [[0] * len(t) if is_left_out(g) else t for g, t in zip(self.groups, tables, strict=True)]  # noqa: E731
+        return original(self, [(*row, tables_of(tables)) for *row, tables in rows])
+
+    swap(mp, SteadyStore, "reserve", reserve)
 
 
 @mutant("LMCache #4463: a window is taken for one block shorter", LOAD, *WINDOWS)
 def window_is_a_block_short(mp: pytest.MonkeyPatch) -> None:
-    change_first(mp, "window", lambda first, boundary: first + 1)
+    change_reach(mp, "window", lambda reach, unit: max(0, reach - unit))
 
 
 @mutant("a local chunk is taken to begin where the hit ends", LOAD, *LOCALS)
 def local_chunk_is_not_loaded(mp: pytest.MonkeyPatch) -> None:
-    change_first(mp, "local", lambda first, boundary: boundary)
+    change_reach(mp, "local", lambda reach, unit: unit)
 
 
 @mutant("sglang #38031, LMCache #4674: a hit goes as deep as attention does, whatever states there are", LOAD, *STATES)
 def states_are_not_asked(mp: pytest.MonkeyPatch) -> None:
-    change_first(mp, "state", lambda first, boundary: boundary)
+    change_groups(mp, lambda row: (row[0], "window", *row[2:5], 0) if row[1] == "state" else row)
+    save_nothing_of(mp, lambda row: row[5] == 0 and row[1] == "window")
 
 
 @mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", LOAD, *WINDOWS, *STATES, "four windows")
 def last_group_is_missing_at_a_hit(mp: pytest.MonkeyPatch) -> None:
-    def init(original: Any, self: Any, *args: Any) -> None:
-        original(self, *args)
-        self._attached.pop()
-
-    swap(mp, GroupedChunks, "__init__", init)
+    leave_out(mp, lambda rows: max(nth for nth, row in enumerate(rows) if row[1] != "full"))
 
 
 @mutant(
     "vLLM #46971: the drafter's own group is neither saved nor loaded", f"{LOAD}|ended, and of its", *DRAFTERS, OF_DRAFT_MODELS[0]
 )
 def group_of_the_drafter_is_missing(mp: pytest.MonkeyPatch) -> None:
-    def init(original: Any, self: Any, *args: Any) -> None:
-        original(self, *args)
-        if len(self._full) > 1:
-            self._full.pop()
-        else:
-            self._attached.pop()
+    def last(rows: list[Row]) -> int:
+        full = [nth for nth, row in enumerate(rows) if row[1] == "full"]
+        return full[-1] if len(full) > 1 else max(nth for nth, row in enumerate(rows) if row[1] != "full")
 
-    swap(mp, GroupedChunks, "__init__", init)
+    leave_out(mp, last)
+    save_nothing_of(mp, lambda row: row[1] == "window" and row[5] == 0)
 
 
 @mutant("vLLM cannot compute the last token alone beside windows and states: a hit of the whole prompt", "tokens offered beyond")
 def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.group.block_tokens)
+    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.unit_tokens)
 
 
 @mutant("LMCache #4247: chunks before the local hit's end are loaded, too", LOAD)
 def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, GroupLease, "batch", lambda original, self, table, begin, end: original(self, table, 0, end))
+    swap(mp, SteadyLease, "batch", lambda original, self, tables, begin, end: original(self, tables, 0, end))
 
 
 @mutant("LMCache #4247: behind a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
 def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
-    def batch(original: Any, self: Any, table: Any, begin: int, end: int) -> Any:
-        chunks, by_tier = original(self, table, begin, end)
-        return GroupBatches(tuple(row for row in chunks.batches if not begin or row[0] == table.main)), by_tier
+    def batch(original: Any, self: Any, tables: Any, begin: int, end: int) -> Any:
+        chunks, by_tier = original(self, tables, begin, end)
+        full = [own for group, own in chunks.by_group() if self._store.groups[group][1] == "full"]
+        return (full[0] if full else ()) if begin else chunks, by_tier
 
-    swap(mp, GroupLease, "batch", batch)
+    swap(mp, SteadyLease, "batch", batch)
 
 
 # -- windows in every layer ---------------------------------------------------------------------------------------
@@ -120,22 +142,19 @@ def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache #4463: with windows only, each is taken for one block shorter", LOAD, *ONLY_WINDOWS)
 def only_windows_are_a_block_short(mp: pytest.MonkeyPatch) -> None:
-    change_first(mp, "window", lambda first, boundary: first + 1)
+    change_reach(mp, "window", lambda reach, unit: max(0, reach - unit))
 
 
 @mutant("with windows only, a hit is as deep as the prompt has blocks", "tokens are stored, only", *ONLY_WINDOWS)
 def only_windows_are_not_asked(mp: pytest.MonkeyPatch) -> None:
-    def deepest(original: Any, self: Any, chain: Any, found: tuple[int, int], most: int) -> tuple[int, int]:
-        return (boundary := min(found[1], most)), boundary
-
-    swap(mp, GroupedChunks, "deepest", deepest)
+    swap(mp, SteadyStore, "deepest_hit", lambda original, self, chain, host, stored: (stored, stored))
 
 
 @mutant(
     "with windows only, the whole prompt is offered, and vLLM goes back a token out of its window", "offered beyond", *ONLY_WINDOWS
 )
 def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.group.block_tokens)
+    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.unit_tokens)
 
 
 @mutant("of a window that failed to load vLLM is told blocks, and goes on before them", "null block|WrongKV|position", "one window")
@@ -157,26 +176,22 @@ def blocks_of_a_chunk_are_turned(mp: pytest.MonkeyPatch) -> None:
         whole = len(table) // size * size
         return [block for at in range(0, whole, size) for block in table[at : at + size][::-1]] + table[whole:]
 
-    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        sizes = {nth: each for nth, _, _, (each, _) in groups}
-        return original(
-            self, [(*row, [turned(table, sizes[nth]) for nth, table in enumerate(tables)]) for *row, tables in rows], groups
-        )
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        turn = lambda tables: [turned(table, group[3]) for group, table in zip(self.groups, tables, strict=True)]  # noqa: E731
+        return original(self, [(*row, turn(tables)) for *row, tables in rows])
 
-    swap(mp, SteadyStore, "reserve_groups", reserve)
+    swap(mp, SteadyStore, "reserve", reserve)
 
 
 @mutant("the second block of a chunk is the next chunk's", r"computed \(I2\)|known \(I7\)|not all of them saved", *HALF_BLOCKS)
 def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
     """Of the window: its table is read a block further on."""
 
-    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        further = {nth for nth, _, _, (each, _) in groups if each > 1}
-        return original(
-            self, [(*row, [table[(nth in further) :] for nth, table in enumerate(tables)]) for *row, tables in rows], groups
-        )
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        move = lambda tables: [table[(group[3] > 1) :] for group, table in zip(self.groups, tables, strict=True)]  # noqa: E731
+        return original(self, [(*row, move(tables)) for *row, tables in rows])
 
-    swap(mp, SteadyStore, "reserve_groups", reserve)
+    swap(mp, SteadyStore, "reserve", reserve)
 
 
 @mutant(
@@ -185,7 +200,7 @@ def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(shape, "in_chunks", tuple)
+    mp.setattr(shape, "in_units", tuple)
 
 
 @mutant("of a chunk with several blocks of a window only the last is kept", "not all of them saved|ended, and of its", *HALF_BLOCKS)
@@ -199,7 +214,7 @@ def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
 
     def match(original: Any, self: Any, tracker: Any, local_tokens: int, *, may_wait: bool) -> Any:
         answer = original(self, tracker, local_tokens, may_wait=may_wait)
-        return answer + self.group.block_tokens // 2 if answer else answer
+        return answer + self.unit_tokens // 2 if answer else answer
 
     swap(mp, Queue, "match", match)
 
@@ -208,23 +223,21 @@ def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "keys do not tell groups apart, and one group's block is another's", "one key, two prefixes|ended, and of its",
+    "keys do not tell groups apart, and one group's block is another's",
+    "one key, two prefixes|ended, and of its|not all of them saved",
     "four windows", "six windows",
 )  # fmt: skip
 def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        return original(self, rows, [(nth, 2 if is_alone else number, is_alone, cut) for nth, number, is_alone, cut in groups])
-
-    swap(mp, SteadyStore, "reserve_groups", reserve)
+    change_groups(mp, lambda row: row if row[1] == "full" else (2, *row[1:]))
 
 
 @mutant("vLLM #45704: one block table stands for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
 def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        main = next(nth for nth, number, *_ in groups if number is None)
-        return original(self, [(*row, [tables[main]] * len(tables)) for *row, tables in rows], groups)
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        main = next(nth for nth, group in enumerate(self.groups) if group[0] is None)
+        return original(self, [(*row, [tables[main]] * len(tables)) for *row, tables in rows])
 
-    swap(mp, SteadyStore, "reserve_groups", reserve)
+    swap(mp, SteadyStore, "reserve", reserve)
 
 
 @mutant(
@@ -243,7 +256,7 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
             [new or old for new, old in zip(table, [*old_table, *table[len(old_table) :]], strict=False)]
             for table, old_table in zip(now, before, strict=True)
         ]
-        tracker.blocks = Tables(merged, tracker.blocks.main, tracker.blocks.per_chunk)
+        tracker.blocks = Tables(merged, tracker.blocks.main, tracker.blocks.per_unit)
         tracker.saved_chunks = 0
         return True
 
@@ -257,18 +270,14 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
 )
 def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
-        return original(self, [(chain, group, max(1, boundary - 1), block) for chain, group, boundary, block in rows])
+        return original(self, [(chain, group, max(0, unit - 1), block) for chain, group, unit, block in rows])
 
-    swap(mp, GroupedChunks, "reserve_states", reserve)
+    swap(mp, SteadyStore, "reserve_states", reserve)
 
 
 @mutant("dynamo: states are read off the table like attention, also running ones", "that vLLM does not offer", *STATES)
 def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
-    def init(original: Any, self: Any, *args: Any) -> None:
-        original(self, *args)
-        self._attached = [(nth, replace(group, kind="window", reach=1)) for nth, group in self._attached]
-
-    swap(mp, GroupedChunks, "__init__", init)
+    change_groups(mp, lambda row: (row[0], "window", *row[2:5], 1) if row[1] == "state" else row)
 
 
 @mutant("Mooncake #45785: states are never saved, and nothing says so", "was offered and is not saved", *STATES)
@@ -281,7 +290,7 @@ def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], i
     tables: list[Any] = []
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
-        return original(self, [(chain, group, boundary, other(group, block)) for chain, group, boundary, block in rows])
+        return original(self, [(chain, group, unit, other(group, block)) for chain, group, unit, block in rows])
 
     def other(group: int, block: int) -> int:
         found = [pick(table[group], block) for table in tables if block in table[group]]
@@ -292,7 +301,7 @@ def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], i
         original(self, states, saves)
 
     swap(mp, SchedulerCore, "_save_states", save)
-    swap(mp, GroupedChunks, "reserve_states", reserve)
+    swap(mp, SteadyStore, "reserve_states", reserve)
 
 
 @mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *DRAFTED_STATES)
@@ -313,8 +322,8 @@ def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int],
     """In the place of the plan's own look at the group's row of the table."""
 
     def has_state(self: Any, state: Any) -> Any:
-        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
-        if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._unit_tokens
+        if tracker is None or state.num_tokens % self._unit_tokens or state.num_tokens > tracker.save_limit:
             return None
         if not is_there(self._tables(state.req_id).tables[state.group], state.block):
             return None
@@ -363,13 +372,13 @@ def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
         drafts.update(output.scheduled_spec_decode_tokens)
         return original(output, *more)
 
-    swap(mp, scheduler_half, "view_grouped_step", view)
+    swap(mp, scheduler_half, "view_step", view)
     swap(mp, SchedulerCore, "_save_states", save)
 
 
 @mutant("LMCache #5248: only the first group's blocks are fenced from saves that still read them", "does not hold its key's KV")
 def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(views, "flatten", views.first_of)
+    mp.setattr(views, "_flatten", views._first_of)
 
 
 @mutant("vLLM #46971, #55503: beside a drafter, keys do not know the next token", "one key, two prefixes|known", *DRAFTERS)
@@ -398,8 +407,8 @@ def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
     "keys know the next token only where vLLM marks a drafter's group, as it does of MTP", "one key, two prefixes|known", *DRAFTERS
 )
 def lookahead_only_where_vllm_marks_a_group(mp: pytest.MonkeyPatch) -> None:
-    def cache_shape(original: Any, vllm_config: Any, ranks: Any, config: Any) -> Any:
-        found, groups = original(vllm_config, ranks, config), ranks[0].kv_cache_groups
+    def cache_shape(original: Any, vllm_config: Any, ranks: Any) -> Any:
+        found, groups = original(vllm_config, ranks), ranks[0].kv_cache_groups
         return found if any(group.is_eagle_group for group in groups) else replace(found, lookahead=0)
 
     swap(mp, connector, "cache_shape", cache_shape)
@@ -425,9 +434,17 @@ def steps_without_the_drafter_are_saved_in_groups(mp: pytest.MonkeyPatch) -> Non
 def kept_blocks_are_rounded_down(mp: pytest.MonkeyPatch) -> None:
     def kept(original: Any, self: GroupShape) -> int:
         is_window, reached = self.kind == "window", max(1, self.reach // self.block_tokens)
-        return min(self.blocks_per_chunk, reached) if is_window else int(original(self))
+        return min(self.blocks_per_unit, reached) if is_window else int(original(self))
 
     swap(mp, GroupShape, "kept_blocks", kept)
+
+
+@mutant("of a chunk that is needed in part, the wrong part is loaded", "WrongKV|position", HALF_BLOCKS[1])
+def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
+    def scatter(original: Any, self: Any, group: int, copy: Any) -> None:
+        original(self, group, copy._replace(first_block=0))
+
+    swap(mp, CpuMover, "_scatter", scatter)
 
 
 # -- reports ------------------------------------------------------------------------------------------------------
@@ -435,23 +452,19 @@ def kept_blocks_are_rounded_down(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("a load of which one group failed is reported as whole", "WrongKV|position|state after")
 def failure_of_one_group_is_not_told(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, groups._Load, "result", lambda original, self: replace(original(self), bad_keys=(), failed=False))
+    def load(original: Any, self: Any, group: int, copy: Any) -> Any:
+        problem = original(self, group, copy)
+        return None if group else problem
+
+    swap(mp, CpuMover, "_load", load)
 
 
 @mutant("a load is reported when its first group has landed", r"WrongKV|position|state after|not all of \w+'s \(I6\)")
 def first_group_ends_the_load(mp: pytest.MonkeyPatch) -> None:
-    def join(original: Any, self: Any, parts: Any) -> Any:
-        for part in parts:
-            firsts = [result for result in part.loads if getattr(self._loads.get(result.load_id), "remaining", 0) > 0]
-            for result in firsts:
-                self._loads[result.load_id].remaining = 1
-            part.loads = firsts
-        seen = set[int]()
-        for part in parts:
-            part.loads = [r for r in part.loads if not (r.load_id in seen or seen.add(r.load_id))]  # type: ignore[func-returns-value]
-        return original(self, parts)
+    def submit(original: Any, self: Any, plans: Any) -> None:
+        original(self, [replace(plan, chunks=plan.chunks.by_group()[0][1]) if plan.chunks else plan for plan in plans])
 
-    swap(mp, GroupedMover, "_join", join)
+    swap(mp, CpuMover, "submit_loads", submit)
 
 
 @mutant("requests whose load failed are not named, and vLLM takes what was there", "WrongKV|position|state after")

@@ -61,7 +61,6 @@ class Shape:
     max_seqs: int = 6
     num_drafts: int = 0
     policy: str = "recompute"
-    blocks_per_chunk: int = 1
     host_frames: int = 200
     num_ranks: int = 1
     has_disk: bool = False
@@ -151,8 +150,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}  # a part of any shape fits into 4 KiB
-    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.unit, "namespace": namespace}
-    extra |= {"kv_groups": shape.kv_groups}
+    extra |= {"namespace": namespace, "kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(
         kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",

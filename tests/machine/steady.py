@@ -26,11 +26,8 @@ class SteadyLease:
                 break
         return ready, pending
 
-    def batch(self, table: Sequence[int], begin: int, end: int) -> Any:
-        return self._lease.batch(table, begin, end)
-
-    def batches(self, rows: Sequence[Any]) -> Any:
-        return self._lease.batches(rows)
+    def batch(self, tables: Sequence[Sequence[int]], begin: int, end: int) -> Any:
+        return self._lease.batch(tables, begin, end)
 
     def release(self) -> None:
         self._lease.release()
@@ -39,8 +36,8 @@ class SteadyLease:
 class SteadyStore:
     """See ``kvloft._core.Session``, which does everything. ``patience``: polls that a disk read takes."""
 
-    def __init__(self, session: Any, ledger: Ledger, *, has_disk: bool) -> None:
-        self.session = session
+    def __init__(self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool) -> None:
+        self.session, self.groups = session, groups
         self._ledger, self._has_disk = ledger, has_disk
         self.patience = 0
         self.is_kind = False
@@ -55,49 +52,31 @@ class SteadyStore:
         if self._has_disk:
             assert self.session.flush(30.0), "the disk does not come to rest"
 
-    def acquire(self, chain: Any) -> SteadyLease:
+    def deepest_hit(self, chain: Any, host_units: int, stored_units: int) -> Any:
+        return self.session.deepest_hit(chain, host_units, stored_units)
+
+    def acquire(self, chain: Any, num_units: int) -> SteadyLease:
+        """Which part of it is in host memory does not matter to several groups: all of it is, or it is waited for."""
         self.settle_disk()
         host, _ = self.session.lookup(chain)
-        return SteadyLease(self, self.session.acquire(chain), host, self.patience)
+        if len(self.groups) > 1 or self.groups[0][1] != "full":
+            deepest, _ = self.session.deepest_hit(chain, min(host, num_units), min(host, num_units))
+            host = num_units if deepest == num_units else 0
+        return SteadyLease(self, self.session.acquire(chain, num_units), host, self.patience)
 
-    def reserve(self, chain: Any, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> Any:
+    def reserve(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
         self.settle_disk()
-        chunks, num_dropped = self.session.reserve(chain, start, stop, tail_blocks, table)
-        self._note(chunks, num_dropped)
-        return chunks, num_dropped
-
-    def acquire_groups(self, chain: Any, num_blocks: int, full: Sequence[int | None], rows: Sequence[tuple[int, int, int]]) -> Any:
-        """All of it is in host, or it is waited for: which part is does not matter to several groups."""
-        self.settle_disk()
-        in_host = all(self.session.lookup(chain, group)[0] >= num_blocks for group in full)
-        in_host = in_host and all(all(host) for host, _ in self.session.lookup_attached(chain, rows))
-        lease = self.session.acquire_groups(chain, num_blocks, full, rows)
-        return SteadyLease(
-            self, lease, num_blocks * len(full) + sum(stop - start for _, start, stop in rows) if in_host else 0, self.patience
-        )
-
-    def reserve_groups(self, rows: Sequence[Any], groups: Sequence[tuple[int, int | None, bool]]) -> Any:
-        self.settle_disk()
-        reserved = self.session.reserve_groups(rows, groups)
-        for batches, num_dropped in reserved:
-            for _, chunks in batches:
-                self._note(chunks, 0)
-            self._note((), num_dropped)
-        return reserved
-
-    def reserve_attached(self, rows: Sequence[tuple[Any, int, int, int]]) -> Any:
-        self.settle_disk()
-        reserved = self.session.reserve_attached(rows)
-        for chunks in reserved:
-            self._note(chunks or (), 0)
-        return reserved
-
-    def reserve_all(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        self.settle_disk()
-        reserved, dropped = self.session.reserve_all(rows)
+        reserved, dropped = self.session.reserve(rows)
         for chunks, num_dropped in zip(reserved, dropped, strict=True):
             self._note(chunks or (), num_dropped)
         return reserved, dropped
+
+    def reserve_states(self, rows: Sequence[tuple[Any, int, int, int]]) -> Any:
+        self.settle_disk()
+        reserved = self.session.reserve_states(rows)
+        for chunks in reserved:
+            self._note(chunks or (), 0)
+        return reserved
 
     def _note(self, chunks: Any, num_dropped: int) -> None:
         if num_dropped:

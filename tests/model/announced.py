@@ -76,12 +76,12 @@ class World:
     is_shared = False
 
     def __init__(
-        self, seed: int, folder: Path, *, per_chunk: int, capacity: int, slots: int, subscribe: Callable[[set[Prompt]], Any] = Index
+        self, seed: int, folder: Path, *, capacity: int, slots: int, subscribe: Callable[[set[Prompt]], Any] = Index
     ) -> None:
         self.subscribe = subscribe
-        self.rng, self.per_chunk, self.capacity = random.Random(seed), per_chunk, capacity
+        self.rng, self.capacity = random.Random(seed), capacity
         self.prompts = {tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS))) for _ in range(40)}
-        self.shape: dict[str, Any] = {"frame_bytes": FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk}
+        self.shape: dict[str, Any] = {"frame_bytes": FRAME, "namespace": NAMESPACE}
         self.memory: dict[str, Any] = {
             "host_bytes": 9 * FRAME, "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
         }  # fmt: skip
@@ -97,7 +97,7 @@ class World:
         self.map_arena()
         self.store.watch(self.capacity)
         heard: Any = SimpleNamespace(changes=self.changes)
-        shape = CacheShape((GroupShape(BLOCK, self.per_chunk),))
+        shape = CacheShape((GroupShape(BLOCK),))
         self.announcer = Announcer(heard, shape, describe, is_shared=self.is_shared)
         self.index, self.noted = self.subscribe(self.prompts), set[Prompt]()
         self.tickets: list[int] = []
@@ -154,22 +154,19 @@ class World:
                 self.announcer.repeat()
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
-        """As the scheduler half does: full chunks, and at a prompt's end a tail, which may replace another."""
+        """As the scheduler half does."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
         self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
-        size, (_, _, _, start, stop, tail, _, _) = self.per_chunk, row
-        ends = [size * (nth + 1) for nth in range(start, stop)] + [len(prompt) // BLOCK] * bool(tail)
-        self.noted |= {prompt[: end * BLOCK] for end in ends}
+        _, _, _, start, stop, _ = row
+        self.noted |= {prompt[: (unit + 1) * BLOCK] for unit in range(start, stop)}
         self.tickets += tickets
 
     def reserve(self, store: _core.Session, prompt: Prompt, *, whole: bool = False) -> tuple[Any, list[int]]:
-        size, num_blocks = self.per_chunk, len(prompt) // BLOCK
-        tail, stop = num_blocks % size * self.rng.randint(0, 1), num_blocks // size
+        stop = len(prompt) // BLOCK
         start = 0 if whole else self.rng.choice([0, 0, 0, stop])
         chain = self.chain(prompt)
-        replaced = num_blocks - 1 if tail > 1 and self.rng.random() < 0.5 else 0
-        row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
-        (chunks,), _ = store.reserve_all([row])
+        row: Any = (chain, list(prompt), len(prompt), start, stop, [list(range(1, stop + 1))])
+        (chunks,), _ = store.reserve([row])
         for chunk in chunks or ():
             spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
             self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
@@ -191,8 +188,7 @@ class World:
         host, stored = set[bytes](), set[bytes]()
         for prefix in self.noted:
             num_blocks = len(prefix) // BLOCK
-            first = (num_blocks - 1) // self.per_chunk * self.per_chunk
-            blocks = {hash_of(prefix[: (nth + 1) * BLOCK]) for nth in range(first, num_blocks)}
+            blocks = {hash_of(prefix)}
             in_host, anywhere = self.store.lookup(self.chain(prefix))
             host |= blocks if in_host == num_blocks else set()
             stored |= blocks if anywhere == num_blocks else set()

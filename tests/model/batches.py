@@ -8,27 +8,32 @@ from chunk_batch import Chunks
 from kvloft import _core
 
 
-def batch_of(chunks: Iterable[Any]) -> _core.ChunkBatch:
-    return _core.ChunkBatch(*Chunks(chunks).columns())
+def batch_of(chunks: Iterable[Any], group: int = 0) -> _core.ChunkBatch:
+    parts, tickets = Chunks(chunks).columns()
+    return _core.ChunkBatch([(group, *columns) for _, *columns in parts], tickets)  # type: ignore[misc]
 
 
-def reserve(
-    store: _core.Session, chain: _core.KeyChain, start: int, stop: int, tail_blocks: int = 0
-) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
-    """[(ticket, frame, key, first block, number of blocks)], and how many chunks could not be had."""
+def batch_of_groups(groups: Iterable[tuple[int, Iterable[Any]]]) -> _core.ChunkBatch:
+    """A batch with the chunks of each (group, chunks)."""
+    each = [batch_of(chunks, group).columns() for group, chunks in groups]
+    return _core.ChunkBatch([part for parts, _ in each for part in parts], b"".join(tickets for _, tickets in each))
+
+
+def reserve(store: _core.Session, chain: _core.KeyChain, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+    """[(ticket, frame, key, unit)], and how many units got no frame."""
     table = range(1, chain.num_blocks + 1)  # so that a block's id says where in the prefix it is
-    chunks, num_dropped = store.reserve(chain, start, stop, tail_blocks, table)
-    return [(c.ticket, c.frame, c.key, c.blocks[0] - 1, c.num_blocks) for c in chunks], num_dropped
+    (chunks,), (num_dropped,) = store.reserve([(chain, (), 0, start, stop, [table])])
+    return [(c.ticket, c.frame, c.key, c.blocks[0] - 1) for c in chunks or ()], num_dropped
 
 
-def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int, int]]:
-    """(frame, key, first block, number of blocks) of what is ready."""
-    num_blocks, _ = lease.poll()
-    chunks, _ = lease.batch(range(1, num_blocks + 1), 0, num_blocks)
-    return [(c.frame, c.key, c.blocks[0] - 1, c.num_blocks) for c in chunks]
+def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int]]:
+    """(frame, key, unit) of what is ready."""
+    num_units, _ = lease.poll()
+    chunks, _ = lease.batch([range(1, num_units + 1)], 0, num_units)
+    return [(c.frame, c.key, c.blocks[0] - 1) for c in chunks]
 
 
 def tiers(lease: _core.ReadLease) -> dict[str, int]:
-    """Ready blocks by the tier that they came from."""
-    num_blocks, _ = lease.poll()
-    return lease.batch(range(num_blocks), 0, num_blocks)[1]
+    """Ready units by the tier that they came from."""
+    num_units, _ = lease.poll()
+    return lease.batch([range(1, num_units + 1)], 0, num_units)[1]

@@ -33,17 +33,20 @@ class Chunks(tuple[Chunk, ...]):
         found = super().__getitem__(index)
         return Chunks(found) if isinstance(index, slice) else found
 
-    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
         blocks = [block for chunk in self for block in Chunk(*chunk).payload()]
         tickets = self.tickets()
         n = len(self)
-        return (
+        part = (
+            0,
             struct.pack(f"<{n}I", *(chunk.frame for chunk in self)),
             b"".join(chunk.key for chunk in self),
-            struct.pack(f"<{n}I", *(chunk.num_blocks for chunk in self)),
             struct.pack(f"<{len(blocks)}i", *blocks),
-            struct.pack(f"<{len(tickets)}Q", *tickets),
         )
+        return [part] * bool(self), struct.pack(f"<{len(tickets)}Q", *tickets)
+
+    def by_group(self) -> list[tuple[int, "Chunks"]]:
+        return [(0, self)] * bool(self)
 
     def tickets(self) -> list[int]:
         return [chunk.ticket for chunk in self if chunk.ticket != -1]
@@ -56,22 +59,16 @@ class Chunks(tuple[Chunk, ...]):
 
 
 def chunks_to_load(
-    leased: Iterable[tuple[int, bytes, int, int, str]], table: Sequence[int], begin: int, end: int
+    leased: Iterable[tuple[int, bytes, str]], table: Sequence[int], begin: int, end: int
 ) -> tuple[Chunks, dict[str, int]]:
-    """Of leased (frame, key, first block, number of blocks, tier): those for blocks [begin, end), and blocks by tier."""
+    """Of leased (frame, key, tier), from unit 0 on: those of units [begin, end), one block each, and units by tier."""
     assert 0 <= begin <= end <= len(table), "blocks were promised that the request has not got"
     chunks: list[Chunk] = []
     by_tier: dict[str, int] = {}
-    at = begin
-    for frame, key, first, num, tier in leased:
-        mine = [block for block in range(first, first + num) if begin <= block < end]
-        if not mine:
-            continue
-        if mine[0] != at:
-            break
-        at = mine[-1] + 1
-        chunks.append(Chunk(frame, key, num, mine[0] - first, tuple(table[block] for block in mine)))
-        by_tier[tier] = by_tier.get(tier, 0) + len(mine)
+    for unit, (frame, key, tier) in enumerate(leased):
+        if begin <= unit < end:
+            chunks.append(Chunk(frame, key, 1, 0, (table[unit],)))
+            by_tier[tier] = by_tier.get(tier, 0) + 1
     return Chunks(chunks), by_tier
 
 
@@ -83,19 +80,17 @@ class InFlight:
         self.left: dict[int, int] = {}
         self.failed: set[int] = set()
         self.blocks: dict[int, tuple[int, ...]] = {}
-        self.supersedes: dict[int, bytes] = {}
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self.left[chunk.ticket] = self.num_ranks
             self.blocks[chunk.ticket] = chunk.blocks
 
-    def settle(self, saved: Sequence[int], failed: Sequence[int]) -> tuple[list[int], list[int], list[bytes]]:
-        """(committed, aborted, keys that the committed ones replace)."""
+    def settle(self, saved: Sequence[int], failed: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(committed, aborted)."""
         self.failed |= set(failed) & self.left.keys()
         committed: list[int] = []
         aborted: list[int] = []
-        superseded: list[bytes] = []
         for ticket in [*saved, *failed]:
             if ticket not in self.left:
                 continue
@@ -103,16 +98,13 @@ class InFlight:
             if self.left[ticket]:
                 continue
             (aborted if ticket in self.failed else committed).append(ticket)
-            if ticket in self.supersedes and ticket not in self.failed:
-                superseded.append(self.supersedes[ticket])
             self.forget([ticket])
-        return committed, aborted, superseded
+        return committed, aborted
 
     def forget(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             del self.left[ticket], self.blocks[ticket]
             self.failed.discard(ticket)
-            self.supersedes.pop(ticket, None)
 
     def being_read(self, blocks: Iterable[int] | None) -> list[int]:
         read = {block for mine in self.blocks.values() for block in mine}
@@ -128,43 +120,37 @@ class Session(ABC):
     def num_in_flight(self) -> int:
         return len(self.in_flight.left)
 
-    def reserve(self, chain: Any, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> tuple[Chunks, int]:
-        rows, num_dropped = self.reserve_rows(chain, start, stop, tail_blocks)
+    def reserve_one(self, chain: Any, start: int, stop: int, table: Sequence[int]) -> tuple[Chunks, int]:
+        rows, num_dropped = self.reserve_rows(chain, start, stop)
         chunks: list[Chunk] = []
-        for ticket, frame, key, first, num in rows:
-            blocks = tuple(table[first : first + num])
-            assert len(blocks) == num, "a save of blocks that the request has not got"
-            if NULL_BLOCK in blocks:
+        for ticket, frame, key, unit in rows:
+            assert unit < len(table), "a save of blocks that the request has not got"
+            if table[unit] == NULL_BLOCK:
                 self.abort_tickets([ticket])
             else:
-                chunks.append(Chunk(frame, key, num, 0, blocks, ticket))
+                chunks.append(Chunk(frame, key, 1, 0, (table[unit],), ticket))
         self.in_flight.add(chunks)
         return Chunks(chunks), num_dropped
 
-    def reserve_all(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    def reserve(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
         reserved: list[Any] = []
         dropped: list[int] = []
-        for chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced in rows:
+        for chain, token_ids, num_tokens, start, stop, (table,) in rows:
             if chain.num_tokens < num_tokens:
                 chain.append_tokens(token_ids, chain.num_tokens, num_tokens)
             try:
-                chunks, num_dropped = self.reserve(chain, start, stop, tail_blocks, table)
+                chunks, num_dropped = self.reserve_one(chain, start, stop, table)
             except BaseException:
                 self.abort([ticket for chunks in reserved if chunks for ticket in chunks.tickets()])
                 raise
-            last = stop * self.blocks_per_chunk + tail_blocks - 1
-            if replaced and chunks and chunks[-1].key == chain.key(last):
-                self.in_flight.supersedes[chunks[-1].ticket] = chain.key(replaced - 1)
             reserved.append(chunks or None)
             dropped.append(num_dropped)
         return reserved, dropped
 
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ()) -> tuple[int, int]:
-        committed, aborted, superseded = self.in_flight.settle(saved, failed)
+        committed, aborted = self.in_flight.settle(saved, failed)
         if aborted:
             self.abort_tickets(aborted)
-        if superseded:
-            self.discard(superseded)
         return (self.commit_tickets(committed) if committed else 0), len(aborted)
 
     def abort(self, tickets: Sequence[int] | None = None) -> None:
@@ -180,10 +166,8 @@ class Session(ABC):
         self.forget_everything()
 
     @abstractmethod
-    def reserve_rows(
-        self, chain: Any, start: int, stop: int, tail_blocks: int = 0
-    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
-        """[(ticket, frame, key, first block, number of blocks)], and how many chunks could not be had."""
+    def reserve_rows(self, chain: Any, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+        """[(ticket, frame, key, unit)], and how many units got no frame."""
 
     @abstractmethod
     def commit_tickets(self, tickets: Sequence[int]) -> int: ...

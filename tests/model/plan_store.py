@@ -84,8 +84,6 @@ class Entry:
 
     key: bytes
     parent: bytes | None
-    first_block: int
-    num_blocks: int
     state: str
     frame: int | None = None
     disk: Any = None
@@ -115,22 +113,22 @@ class Lease:
             if broken:
                 continue
             if entry.state == "ready" and not pending:
-                ready += entry.num_blocks
+                ready += 1
             else:
-                pending += entry.num_blocks
+                pending += 1
         return ready, pending
 
-    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[Chunks, dict[str, int]]:
-        return chunks_to_load(self.rows(), table, begin, end)
+    def batch(self, tables: Sequence[Sequence[int]], begin: int, end: int) -> tuple[Chunks, dict[str, int]]:
+        return chunks_to_load(self.rows(), tables[0], begin, end)
 
-    def rows(self) -> list[tuple[int, bytes, int, int, str]]:
+    def rows(self) -> list[tuple[int, bytes, str]]:
         assert not self.released
-        rows: list[tuple[int, bytes, int, int, str]] = []
+        rows: list[tuple[int, bytes, str]] = []
         for entry, tier in zip(self._entries, self._tiers, strict=True):
             if entry.state != "ready":
                 break
             assert entry.frame is not None
-            rows.append((entry.frame, entry.key, entry.first_block, entry.num_blocks, tier))
+            rows.append((entry.frame, entry.key, tier))
         return rows
 
     def release(self) -> None:
@@ -152,14 +150,13 @@ class ModelStore(Session):
     """
 
     num_frames: int
-    blocks_per_chunk: int = 1
     with_disk: bool = False
     drop_next: int = 0
     is_save_late: bool = False
     num_ranks: int = 1
     arena: dict[int, Any] = field(default_factory=dict)
-    check_visible: Callable[[bytes, int, Any], None] | None = None
-    """Called with (key, num_blocks, content) of each chunk that becomes visible in host or on disk."""
+    check_visible: Callable[[bytes, Any], None] | None = None
+    """Called with (key, content) of each chunk that becomes visible in host or on disk."""
 
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -172,29 +169,14 @@ class ModelStore(Session):
         self._next_ticket = 0
         self._clock = 0
 
-    # -- what a chain's chunks are --------------------------------------------------------------------------------
-
-    def _chunk(self, chain: ModelChain, index: int) -> tuple[bytes, bytes | None, int, int]:
-        """(key, parent's key, first block, blocks) of full chunk ``index``."""
-        size = self.blocks_per_chunk
-        parent = chain.key(index * size - 1) if index else None
-        return chain.key((index + 1) * size - 1), parent, index * size, size
-
     def _present(self, chain: ModelChain, in_host: bool) -> list[Entry]:
-        """Full chunks from the start, then the longest tail behind them."""
+        """Leading chunks."""
         found: list[Entry] = []
-        while (len(found) + 1) * self.blocks_per_chunk <= chain.num_blocks:
-            entry = self.entries.get(self._chunk(chain, len(found))[0])
-            if not self._visible(entry, in_host):
+        for unit in range(chain.num_blocks):
+            entry = self.entries.get(chain.key(unit))
+            if entry is None or not self._visible(entry, in_host):
                 break
-            assert entry is not None
             found.append(entry)
-        full = len(found) * self.blocks_per_chunk
-        for tail in range(min(self.blocks_per_chunk - 1, chain.num_blocks - full), 0, -1):
-            entry = self.entries.get(chain.key(full + tail - 1))
-            if entry is not None and self._visible(entry, in_host):
-                assert (entry.first_block, entry.num_blocks) == (full, tail)
-                return [*found, entry]
         return found
 
     @staticmethod
@@ -204,13 +186,13 @@ class ModelStore(Session):
     # -- Session protocol -----------------------------------------------------------------------------------------
 
     def lookup(self, chain: ModelChain) -> tuple[int, int]:
-        host, both = (sum(e.num_blocks for e in self._present(chain, in_host)) for in_host in (True, False))
+        host, both = (len(self._present(chain, in_host)) for in_host in (True, False))
         return host, both
 
-    def acquire(self, chain: ModelChain) -> Lease:
+    def acquire(self, chain: ModelChain, num_units: int = 1 << 32) -> Lease:
         self._clock += 1
         entries: list[Entry] = []
-        for entry in self._present(chain, in_host=False):
+        for entry in self._present(chain, in_host=False)[:num_units]:
             entry.used = self._clock
             entry.pins += 1  # so that making room for the next one does not take this one's frame
             entries.append(entry)
@@ -227,31 +209,21 @@ class ModelStore(Session):
             entry.pins -= 1
         return lease
 
-    def reserve_rows(
-        self, chain: ModelChain, start: int, stop: int, tail_blocks: int = 0
-    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
-        assert 0 <= start <= stop
-        assert stop * self.blocks_per_chunk + tail_blocks <= chain.num_blocks, "reserved beyond the chain"
-        assert 0 <= tail_blocks < max(self.blocks_per_chunk, 1)
-        wanted = [self._chunk(chain, index) for index in range(start, stop)]
-        if tail_blocks:
-            first = stop * self.blocks_per_chunk
-            parent = chain.key(first - 1) if first else None
-            wanted.append((chain.key(first + tail_blocks - 1), parent, first, tail_blocks))
-        rows: list[tuple[int, int, bytes, int, int]] = []
-        for n, (key, parent, first, size) in enumerate(wanted):
+    def reserve_rows(self, chain: ModelChain, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+        assert 0 <= start <= stop <= chain.num_blocks, "reserved beyond the chain"
+        rows: list[tuple[int, int, bytes, int]] = []
+        for unit in range(start, stop):
+            key, parent = chain.key(unit), chain.key(unit - 1) if unit else None
             entry = self.entries.get(key)
             if entry is not None and entry.frame is not None:
                 continue
-            row = self._reserve_one(entry, key, parent, first, size)
+            row = self._reserve_one(entry, key, parent)
             if row is None:
-                return rows, len(wanted) - n
-            rows.append(row)
+                return rows, stop - unit
+            rows.append((*row, unit))
         return rows, 0
 
-    def _reserve_one(
-        self, old: Entry | None, key: bytes, parent: bytes | None, first: int, size: int
-    ) -> tuple[int, int, bytes, int, int] | None:
+    def _reserve_one(self, old: Entry | None, key: bytes, parent: bytes | None) -> tuple[int, int, bytes] | None:
         above = self.entries.get(parent) if parent is not None else None
         if parent is not None and (above is None or above.state not in ("ready", "reserved")):
             return None
@@ -266,7 +238,7 @@ class ModelStore(Session):
         if frame is None:
             return None
         self._clock += 1
-        entry = Entry(key, parent, first, size, "reserved", frame, used=self._clock)
+        entry = Entry(key, parent, "reserved", frame, used=self._clock)
         if old is not None:
             entry.disk = old.disk
             old.gone = True
@@ -275,7 +247,7 @@ class ModelStore(Session):
         self._next_ticket += 1
         self.tickets[ticket] = entry
         self.arena[frame] = None
-        return ticket, frame, key, first, size
+        return ticket, frame, key
 
     def commit_tickets(self, tickets: Sequence[int]) -> int:
         num_visible = 0
@@ -291,7 +263,7 @@ class ModelStore(Session):
             assert entry.frame is not None
             content = self.arena[entry.frame]
             if self.check_visible is not None:
-                self.check_visible(entry.key, entry.num_blocks, content)
+                self.check_visible(entry.key, content)
             if self.with_disk:
                 entry.disk = content
         return num_visible

@@ -14,17 +14,16 @@ Prefix = tuple[int, ...]
 class StoreModel:
     """Chunks by prefix: reserved (by a ticket), filled (committed behind a parent that is not visible yet) or visible."""
 
-    per_chunk: int
     state: dict[Prefix, str] = field(default_factory=dict)
     tickets: dict[int, Prefix] = field(default_factory=dict)
     """Tickets whose chunk is still the one they reserved."""
 
     def parent(self, prefix: Prefix) -> Prefix:
-        """The full chunk before the last one, () for the root."""
-        return prefix[: (len(prefix) - 1) // self.per_chunk * self.per_chunk]
+        """The chunk before the last one, () for the root."""
+        return prefix[:-1]
 
     def ends(self, prompt: Prefix) -> list[Prefix]:
-        """Every prefix that may be a chunk of ``prompt``: full ones and tails."""
+        """Every prefix that is a chunk of ``prompt``."""
         return [prompt[:end] for end in range(1, len(prompt) + 1)]
 
     def reserve(self, ticket: int, prefix: Prefix) -> None:
@@ -54,11 +53,10 @@ class StoreModel:
             self.forget(prefix)
 
     def forget(self, prefix: Prefix) -> int:
-        """Forgets a chunk and what hangs on it; a tail carries nothing. Returns how many chunks went."""
+        """Forgets a chunk and those behind it. Returns how many chunks went."""
         if prefix not in self.state:
             return 0
-        full = len(prefix) % self.per_chunk == 0
-        gone = [other for other in self.state if other == prefix or (full and other[: len(prefix)] == prefix)]
+        gone = [other for other in self.state if other[: len(prefix)] == prefix]
         for other in gone:
             del self.state[other]
         self.tickets = {ticket: kept for ticket, kept in self.tickets.items() if kept not in gone}
@@ -73,8 +71,4 @@ class StoreModel:
 
     def lookup(self, prompt: Prefix) -> int:
         """Blocks that a store which never evicts finds."""
-        found = 0
-        while found + self.per_chunk <= len(prompt) and self.visible(prompt[: found + self.per_chunk]):
-            found += self.per_chunk
-        tails = [k for k in range(1, self.per_chunk) if found + k <= len(prompt) and self.visible(prompt[: found + k])]
-        return found + max(tails, default=0)
+        return next((end for end in range(len(prompt)) if not self.visible(prompt[: end + 1])), len(prompt))

@@ -7,16 +7,16 @@ from sim_request import Request
 from kvloft.seam.plan import LoadPlan, StepPlan
 
 
-def check_visible(engine: Any, key: bytes, num_blocks: int, content: Any) -> None:
+def check_visible(engine: Any, key: bytes, content: Any) -> None:
     """I1, I2, I3, I7: what became visible is, on every rank, the KV of its key's prefix."""
     prefix = engine.book.prefix_of[key]
-    expected = engine.workers.expected(prefix)[-num_blocks * engine.setup.block_tokens :]
+    expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
     assert sorted(content) == list(range(engine.setup.num_ranks)), "I3: visible before every rank wrote it"
     for rank, (written, payload) in content.items():
         assert written == key
         assert payload == expected, f"I1: rank {rank} saved KV that is not its key's"
-    engine.num_saved_blocks += num_blocks
+    engine.num_saved_blocks += 1
 
 
 def check_plan(engine: Any, plan: StepPlan) -> None:
@@ -24,9 +24,9 @@ def check_plan(engine: Any, plan: StepPlan) -> None:
         request = engine.requests[save.req_id]
         for copy in save.chunks:
             entry = engine.store.tickets[copy.ticket]
-            assert (entry.frame, entry.key, entry.num_blocks) == (copy.frame, copy.key, copy.num_blocks)
-            owned = request.blocks[entry.first_block : entry.first_block + copy.num_blocks]
-            assert list(copy.blocks) == owned, "I6: saved from blocks that are not there"
+            assert (entry.frame, entry.key, 1) == (copy.frame, copy.key, copy.num_blocks)
+            unit = len(engine.book.prefix_of[entry.key]) // engine.setup.block_tokens - 1
+            assert list(copy.blocks) == request.blocks[unit : unit + 1], "I6: saved from blocks that are not there"
             assert 0 not in copy.blocks, "I6: the null block"
     for load in plan.loads:
         assert load.load_id not in engine.load_ids, "I10: one load planned twice"
@@ -98,7 +98,7 @@ def settle(engine: Any) -> None:
     assert not engine.store.tickets
     core = engine.core
     in_flight = engine.store.in_flight
-    unsettled = (in_flight.left, in_flight.blocks, in_flight.failed, in_flight.supersedes)
+    unsettled = (in_flight.left, in_flight.blocks, in_flight.failed)
     for left in (
         *unsettled,
         core._trackers,

@@ -16,6 +16,7 @@ from sim_paged import BlockPool, Work, Workers
 from sim_request import Request, Setup
 
 from kvloft.plan import SchedulerCore
+from kvloft.seam.batch import Tables
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import NewRequest, StepView
@@ -37,15 +38,13 @@ class SymbolicEngine:
     def __init__(self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None) -> None:
         self.setup = setup
         self.book = book or KeyBook(setup.block_tokens, setup.lookahead)
-        self.store = store or ModelStore(setup.num_frames, setup.blocks_per_chunk, setup.with_disk, num_ranks=setup.num_ranks)
+        self.store = store or ModelStore(setup.num_frames, setup.with_disk, num_ranks=setup.num_ranks)
         self.store.check_visible = partial(check_visible, self)
         self.now = 0.0
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            CacheShape(
-                (GroupShape(setup.block_tokens, setup.blocks_per_chunk),), num_ranks=setup.num_ranks, lookahead=setup.lookahead
-            ),
+            CacheShape((GroupShape(setup.block_tokens),), num_ranks=setup.num_ranks, lookahead=setup.lookahead),
             arena=ArenaSpec("", 1, setup.num_frames),
             wait_s=setup.wait_s,
             clock=lambda: self.now,
@@ -222,7 +221,7 @@ class SymbolicEngine:
         self.pool.touch(local)
         request.blocks += [*local, *self.pool.take(fresh)]
         request.load = (len(local) * size, external) if external else None
-        self.core.admit(request, external, list(request.blocks))  # type: ignore[arg-type]
+        self.core.admit(request, external, Tables([list(request.blocks)]))  # type: ignore[arg-type]
         self.num_loaded_tokens += external
         assert not external or sum(self.core.hit_tokens(request.req_id).values()) == external
         return True

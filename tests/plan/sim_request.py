@@ -13,7 +13,6 @@ class Setup:
     """What does not change in one engine's life."""
 
     block_tokens: int = 4
-    blocks_per_chunk: int = 1
     num_blocks: int = 40
     num_frames: int = 64
     with_disk: bool = False

@@ -1,11 +1,16 @@
 """What the trap tests share: one prompt, serving it to its end, and asking what is stored of it."""
 
+from collections.abc import Iterable
+from typing import cast
+
 import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request
 
+from kvloft.seam.batch import Tables
+from kvloft.seam.ids import BlockId
+
 PROMPT = [1, 0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 1, 2, 0, 0, 1, 2, 1]
-both_chunks = pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 both_modes = pytest.mark.parametrize("run_ahead", [False, True])
 
 
@@ -20,6 +25,11 @@ def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = No
         else:
             chain.append_tokens([content[1]])
     return engine.store.lookup(chain)[0] * engine.setup.block_tokens
+
+
+def tables(block_ids: Iterable[int]) -> Tables:
+    """The only group's block table."""
+    return Tables([cast(list[BlockId], list(block_ids))])
 
 
 def serve(engine: SymbolicEngine, request: Request, budget: int = 1000) -> Request:

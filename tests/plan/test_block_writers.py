@@ -28,10 +28,10 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     assert not any(known.are_its_own(same, [block]) for block in (2, 13, 14))
 
 
-def single(req_id: str, keys: str, table: list[int], num_local: int = 0, num_complete: int = 0) -> Any:
+def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
     """A request of one group, whose hit nobody has checked."""
     return SimpleNamespace(
-        req_id=req_id, chain=SimpleNamespace(key=keys.__getitem__), blocks=table, num_local_blocks=num_local, num_noted=0,
+        req_id=req_id, chain=SimpleNamespace(key=keys.__getitem__), blocks=Tables([table]), num_local_blocks=num_local, num_noted=0,
         num_complete=num_complete, lookahead=0, is_hit_unchecked=num_local > 0, save_blocked=False, kv_outdated=False,
         extend_chain=lambda _: 0,
     )  # fmt: skip

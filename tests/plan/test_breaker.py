@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, serve
+from sim_scenes import PROMPT, serve, tables
 
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ChunkKey, ReqId
@@ -31,7 +31,7 @@ def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
     """Begin to load the prompt."""
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
     assert engine.core.match(request, 0) == 16
-    engine.core.admit(request, 16, list(range(1, 6)))
+    engine.core.admit(request, 16, tables(list(range(1, 6))))
     engine.core._queued_loads.clear()  # no worker is here to run it
     return request.req_id, max(engine.core._loads)
 
@@ -128,7 +128,7 @@ def test_loads_with_nothing_to_copy_say_nothing_of_copies() -> None:
             assert load(engine, broken={0})
             continue
         request: Any = Request(f"lost{nth}", list(PROMPT), 2)
-        engine.core.fail_load(request, 16, list(range(1, 6)))
+        engine.core.fail_load(request, 16, tables(list(range(1, 6))))
         engine.core.absorb(StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads)),)))
     assert engine.core.counters["load_breaker_trips"] == 1
     assert offered(engine) == 0
@@ -139,7 +139,7 @@ def test_only_one_load_at_a_time_is_tried() -> None:
     engine.now += RETRY_S
     first: Any = Request("first", list(PROMPT), 2)
     assert engine.core.match(first, 0) == 16
-    engine.core.admit(first, 16, list(range(1, 6)))
+    engine.core.admit(first, 16, tables(list(range(1, 6))))
     assert offered(engine) == 0
 
 

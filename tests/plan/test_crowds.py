@@ -7,7 +7,7 @@ from plan_store import Lease
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, serve
+from sim_scenes import PROMPT, serve, tables
 
 from kvloft.plan.queue import LEASE_S, MIN_WAITING
 from kvloft.seam.ids import ReqId
@@ -169,7 +169,7 @@ def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Reques
         serve(engine, Request(f"before{i}", list(prompt), 1))
     assert not any(request.status != "finished" for request in engine.requests.values())
     engine.reset_prefix_cache(with_connector=False)
-    for entry in sorted(engine.store.entries.values(), key=lambda e: -e.first_block):
+    for entry in sorted(engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])):
         if entry.frame is not None:
             engine.store.evict(entry)
     return engine, [Request(f"r{i}", list(prompt), 1) for i, prompt in enumerate(prompts)]
@@ -348,8 +348,8 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monk
 
     monkeypatch.setattr("kvloft.plan.core.plan_load", fail)
     with pytest.raises(RuntimeError):
-        engine.core.admit(request, WHOLE, [1, 2, 3, 4])  # type: ignore[list-item]
-    engine.core.fail_load(request, WHOLE, [1, 2, 3, 4])  # type: ignore[list-item]
+        engine.core.admit(request, WHOLE, tables([1, 2, 3, 4]))
+    engine.core.fail_load(request, WHOLE, tables([1, 2, 3, 4]))
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
     assert (engine.core._queue.waiting.num_chunks, engine.core._queue.loading.num_chunks) == (0, 0)

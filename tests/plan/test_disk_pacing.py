@@ -160,11 +160,11 @@ class TimedStore(ModelStore):
 def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
     """Seconds for all prompts, of which only the disk has anything; ``num_warm`` unknown ones were computed before."""
     setup = Setup(with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64)
-    engine = SymbolicEngine(setup, TimedStore(4000, 1, with_disk=True, chunks_per_s=chunks_per_s))
+    engine = SymbolicEngine(setup, TimedStore(4000, with_disk=True, chunks_per_s=chunks_per_s))
     prompts = [[i // 3**d % 3 for d in range(8)] + [1] * (PROMPT_TOKENS - 7) for i in range(NUM_PROMPTS + num_warm)]
     for i, prompt in enumerate(prompts[num_warm:]):
         serve(engine, Request(f"before{i}", list(prompt), 1))
-    for entry in sorted(engine.store.entries.values(), key=lambda e: -e.first_block):
+    for entry in sorted(engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])):
         if entry.frame is not None:
             engine.store.evict(entry)
     assert isinstance(engine.store, TimedStore)

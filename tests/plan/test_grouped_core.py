@@ -9,11 +9,12 @@ from kvloft import _core
 from kvloft.plan import SchedulerCore
 from kvloft.plan.breaker import MAX_FAILED_LOADS
 from kvloft.plan.room import Room
-from kvloft.seam.batch import GroupBatches, Tables
+from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import BoundaryState, NewRequest, StepView
+from kvloft.store import groups_of
 
 BLOCK = 4
 FRAME = 8192
@@ -27,7 +28,7 @@ class Bench:
     """One engine with a store."""
 
     def __init__(self, shape: CacheShape = SHAPE, room: Room | None = None) -> None:
-        self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32))
+        self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape))
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
@@ -63,7 +64,7 @@ def request_of(req_id: str = "a", ids: list[int] = PROMPT) -> Request:
 
 def saved(plan: StepPlan) -> set[tuple[int, int]]:
     """(group, block) of all that is saved."""
-    batches = [each for save in plan.saves if isinstance(save.chunks, GroupBatches) for each in save.chunks.batches]
+    batches = [each for save in plan.saves for each in save.chunks.by_group()]
     return {(group, block) for group, batch in batches for block in batch.block_ids()}
 
 
@@ -85,8 +86,7 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
     bench.core.admit(other, 16, tables_of([0, 0, 53, 54, 55]))
     (load,) = bench.step(other, 0, tables_of([0, 0, 53, 54, 55])).loads
     assert not load.lost
-    assert isinstance(load.chunks, GroupBatches)
-    assert {group: batch.block_ids() for group, batch in load.chunks.batches} == {1: [11, 12, 13, 14], 0: [53, 54], 2: [34]}
+    assert {group: batch.block_ids() for group, batch in load.chunks.by_group()} == {1: [11, 12, 13, 14], 0: [53, 54], 2: [34]}
 
 
 def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> None:
@@ -108,7 +108,7 @@ def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> No
 def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> None:
     bench = Bench()
     plan = saving_step(bench, request_of())
-    state = next(batch for _, batch in plan.saves[-1].chunks.batches)  # type: ignore[union-attr]
+    state = plan.saves[-1].chunks
     tickets = [ticket for save in plan.saves[:-1] for ticket in save.chunks.tickets()]
     bench.core.absorb(StepReport(saved=tuple(tickets), failed=tuple(state.tickets())))
     assert bench.core.match(request_of("b"), 0) == 0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, serve
+from sim_scenes import PROMPT, serve, tables
 
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepPlan, StepReport
@@ -38,7 +38,7 @@ def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, 
     """A request of 12 tokens in pages of 2 that was admitted and has had its first step; its saves are under way."""
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)
-    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables(table))
     return engine, request, engine.core.plan_step(view_of_new(0, table, scheduled))
 
 
@@ -71,7 +71,7 @@ def test_a_block_that_comes_later_than_its_tokens_is_saved_when_it_comes() -> No
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
     """Its own count may by then be that of a load which has not begun."""
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
-    engine.core.admit(request, 0, [7, 8, 9, 10, 11, 12])  # type: ignore[list-item]
+    engine.core.admit(request, 0, tables([7, 8, 9, 10, 11, 12]))
     request.num_computed_tokens = 8
     assert not engine.core.plan_step(StepView()).saves
 
@@ -80,7 +80,7 @@ def test_a_request_computed_anew_after_a_reset_is_saved_though_its_first_block_i
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 12)
     engine.core.reset()
     assert not engine.core.plan_step(view_of_running(12, 1)).saves
-    engine.core.admit(request, 0, [1, 8, 9, 10, 11, 12])  # type: ignore[list-item]
+    engine.core.admit(request, 0, tables([1, 8, 9, 10, 11, 12]))
     view = view_of_new(0, [1, 8, 9, 10, 11, 12], 12, preempted=frozenset([A]))
     assert len(saved_blocks(engine.core.plan_step(view))) == 6
 
@@ -102,7 +102,7 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
 ) -> None:
     """The store fails just when it is asked what there is of chunks that found no frame."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
-    engine.core.admit(Request(A, PROMPT[:12], 9), 0, table)  # type: ignore[arg-type]
+    engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 
     def lookup(chain: Any) -> Any:
         assert len(engine.store.tickets) == num_frames - table.count(0), "as many as there are frames, but for null blocks"
@@ -118,9 +118,9 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
 
 def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last thing that planning does before the plan is the caller's."""
-    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2, num_frames=1))
+    engine = SymbolicEngine(Setup(block_tokens=2, num_frames=1))
     table = list(range(1, 7))
-    engine.core.admit(Request(A, PROMPT[:10], 9), 0, table)  # type: ignore[arg-type]
+    engine.core.admit(Request(A, PROMPT[:10], 9), 0, tables(table))
 
     def remember(*_: Any, **__: Any) -> None:
         assert engine.store.tickets
@@ -176,7 +176,7 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     engine.core.meet_store(None)
     assert engine.store.stats()["leases"] == 0, "an offer of the store before"
     assert engine.core.match(request, 0) == 16
-    engine.core.admit(request, 16, [1, 2, 3, 4, 5])  # type: ignore[arg-type]
+    engine.core.admit(request, 16, tables([1, 2, 3, 4, 5]))
     assert engine.core.has_queued_loads
     assert engine.core.plan_loads_only().loads
     assert not engine.core.has_queued_loads
@@ -184,23 +184,22 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
 
 
 def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tail would be replaced by the next one, but its chain has no key of it: that step could not be planned either."""
-    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2))
+    engine = SymbolicEngine(Setup(block_tokens=2))
     table, tokens = list(range(1, 402)), list(range(800))
     request = Request(A, tokens[:601], 9)
-    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables(table))
     settled(engine, engine.core.plan_step(view_of_new(0, table, 601)))
     request.token_ids += tokens[601:603]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(engine.store, "reserve_all", fail)
+        patch.setattr(engine.store, "reserve", fail)
         engine.core.plan_step(view_of_running(601, 2))
     engine.core.plan_loads_only()
     engine.core.plan_step(StepView(preempted=frozenset([A])))
     request.token_ids += tokens[603:]
     assert engine.core.match(request, 0) == 0
-    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables(table))
     plan = engine.core.plan_step(view_of_new(0, table, 702))
-    assert saved_blocks(plan)[0] == (1, 2)
+    assert saved_blocks(plan)[0] == (1,)
     engine.core.close()
 
 
@@ -225,7 +224,7 @@ def test_what_kv_events_are_told_is_left_until_the_plan_is_made() -> None:
     request = Request(A, PROMPT[:12], 9)
     num_tokens = engine.core.match(request, 0)
     assert num_tokens
-    engine.core.admit(request, num_tokens, [1, 2, 3, 4, 5, 6])  # type: ignore[arg-type]
+    engine.core.admit(request, num_tokens, tables([1, 2, 3, 4, 5, 6]))
     engine.core.plan_step(view_of_new(num_tokens, [1, 2, 3, 4, 5, 6], 12 - num_tokens))
     assert not told
     for note in engine.core.take_notes():

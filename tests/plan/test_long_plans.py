@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
+from sim_scenes import tables
 
 from kvloft.plan import loads, queue
 from kvloft.seam.ids import BlockId, ReqId
@@ -21,7 +22,7 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
     engine = SymbolicEngine(Setup(block_tokens=1, num_frames=64))
     engine.store.check_visible = lambda *_: None  # no KV is computed here
     request, table = Request("a", [i % 3 for i in range(9)], 2), list(map(BlockId, range(101, 110)))
-    engine.core.admit(request, 0, table)
+    engine.core.admit(request, 0, tables(table))
     plan = engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 8}))
     (save,) = plan.saves
     assert [chunk.blocks for chunk in save.chunks] == [(block,) for block in table[:8]]
@@ -33,16 +34,16 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
 # -- lookups -------------------------------------------------------------------------------------------------------
 
 
-def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int) -> tuple[int | None, int, int, bool]:
+def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
     """What is offered of a prompt of which so many tokens are stored; how many got keys for it, in how many lookups; whether its
     lease is kept when it is asked for again."""
-    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=blocks_per_chunk, num_frames=64))
+    engine = SymbolicEngine(Setup(block_tokens=2, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
     blocks = list(map(BlockId, range(1, stored // 2 + 1)))
     engine.store.check_visible = lambda *_: None  # no KV is computed here
     if blocks:
         other = Request("b", request.token_ids[:stored], 2)
-        engine.core.admit(other, 0, blocks)
+        engine.core.admit(other, 0, tables(blocks))
         view = StepView(new=[NewRequest(ReqId("b"), 0, blocks)], num_scheduled_tokens={ReqId("b"): stored})
         plan = engine.core.plan_step(view)
         engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
@@ -60,18 +61,14 @@ def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
 @given(
     num_tokens=st.integers(1, 90),
     stored=st.integers(0, 90),
-    blocks_per_chunk=st.sampled_from([1, 3]),
     first_look=st.integers(1, 20),
 )
-def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
-    num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
-) -> None:
+def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(num_tokens: int, stored: int, first_look: int) -> None:
     stored = min(stored, num_tokens)
-    found, num_keyed, _, is_kept = offered(num_tokens, stored, blocks_per_chunk, first_look)
+    found, num_keyed, _, is_kept = offered(num_tokens, stored, first_look)
     assert is_kept
-    assert found == offered(num_tokens, stored, blocks_per_chunk, 1 << 30)[0]
-    chunk_tokens = 2 * blocks_per_chunk
-    assert num_keyed <= max(first_look, 4 * (stored + chunk_tokens + 2)), "the keys of what is not stored were waited for"
+    assert found == offered(num_tokens, stored, 1 << 30)[0]
+    assert num_keyed <= max(first_look, 4 * (stored + 4)), "the keys of what is not stored were waited for"
 
 
 def test_a_prompt_not_seen_before_gets_keys_of_its_beginning_and_of_what_is_saved() -> None:
@@ -81,13 +78,13 @@ def test_a_prompt_not_seen_before_gets_keys_of_its_beginning_and_of_what_is_save
     tracker = engine.core._tracker(request)
     assert engine.core.match(request, 0) == 0
     assert tracker.chain.num_tokens == queue.FIRST_LOOK_TOKENS
-    engine.core.admit(request, 0, table[:240])
+    engine.core.admit(request, 0, tables(table[:240]))
     engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table[:240])], num_scheduled_tokens={ReqId("a"): 3840}))
     assert tracker.chain.num_tokens == 3840
 
 
 def test_a_long_prompt_that_is_found_is_looked_up_a_few_times() -> None:
-    found, num_keyed, num_lookups, is_kept = offered(90, 80, 1, 1)
+    found, num_keyed, num_lookups, is_kept = offered(90, 80, 1)
     assert (found, num_keyed) == (80, 90)
     assert num_lookups == 5, "1, 4, 16, 64 tokens, and all"
     assert is_kept
@@ -98,59 +95,28 @@ def test_a_long_prompt_that_is_found_is_looked_up_a_few_times() -> None:
 
 @given(
     num_blocks=st.integers(1, 40),
-    blocks_per_chunk=st.sampled_from([1, 1, 3]),
     null=st.sets(st.integers(0, 40), max_size=3),
     stored=st.integers(0, 40),
 )
 def test_every_missing_chunk_is_saved_from_its_own_blocks_but_for_those_with_a_null_block(
-    num_blocks: int, blocks_per_chunk: int, null: set[int], stored: int
+    num_blocks: int, null: set[int], stored: int
 ) -> None:
-    engine = SymbolicEngine(Setup(block_tokens=1, blocks_per_chunk=blocks_per_chunk, num_frames=128))
+    engine = SymbolicEngine(Setup(block_tokens=1, num_frames=128))
     engine.store.check_visible = lambda *_: None  # no KV is computed here
     request = Request("a", [i % 3 for i in range(num_blocks)], 2)
     stored = min(stored, num_blocks)
     if stored:
         table = list(map(BlockId, range(1, stored + 1)))
-        engine.core.admit(Request("b", request.token_ids[:stored], 2), 0, table)
+        engine.core.admit(Request("b", request.token_ids[:stored], 2), 0, tables(table))
         view = StepView(new=[NewRequest(ReqId("b"), 0, table)], num_scheduled_tokens={ReqId("b"): stored})
         plan = engine.core.plan_step(view)
         engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
     table = [BlockId(0 if i in null else 1000 + i) for i in range(num_blocks)]
-    engine.core.admit(request, 0, table)
+    engine.core.admit(request, 0, tables(table))
     plan = engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): num_blocks}))
-    ends = [*range(blocks_per_chunk, num_blocks + 1, blocks_per_chunk)]
-    if num_blocks % blocks_per_chunk and num_blocks >= request.num_prompt_tokens:
-        ends.append(num_blocks)
-    wanted, before = [], 0
-    for end in ends:
-        blocks, known = tuple(table[before:end]), end <= stored and (end - before == blocks_per_chunk or end == stored)
-        if 0 not in blocks and not known:
-            wanted.append(blocks)
-        before = end
+    wanted = [(block,) for unit, block in enumerate(table) if unit >= stored and block]
     assert [chunk.blocks for save in plan.saves for chunk in save.chunks] == wanted
     assert set(engine.store.tickets) == {chunk.ticket for save in plan.saves for chunk in save.chunks}, "I5"
-
-
-@pytest.mark.parametrize("tail_block", [109, 0])
-def test_a_tail_replaces_the_one_before_it_unless_it_is_not_saved(tail_block: int) -> None:
-    """Chunks of four blocks: the prompt has five, then two steps of decoding make a tail of two, and a full chunk with a tail."""
-    engine = SymbolicEngine(Setup(block_tokens=1, blocks_per_chunk=4, num_frames=64))
-    engine.store.check_visible = lambda *_: None  # no KV is computed here
-    request, table = Request("a", [0, 1, 2, 0, 1], 9), list(map(BlockId, range(101, 106)))
-    engine.core.admit(request, 0, table)
-    views = [StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 5}, total_scheduled_tokens=5)]
-    for computed, fresh in ((5, [106]), (6, [107, 108, tail_block])):
-        views.append(StepView(
-            running=[ReqId("a")], num_computed_tokens=[computed], grown=[(ReqId("a"), list(map(BlockId, fresh)))],
-            num_scheduled_tokens={ReqId("a"): len(fresh)}, total_scheduled_tokens=len(fresh),
-        ))  # fmt: skip
-    for view in views:
-        request.token_ids += [2] * (sum(view.num_scheduled_tokens.values()) if view.running else 0)
-        plan = engine.core.plan_step(view)
-        last = [chunk.blocks for save in plan.saves for chunk in save.chunks]
-    assert last == ([(105, 106, 107, 108), (109,)] if tail_block else [(105, 106, 107, 108)])
-    replaced = {plan.saves[0].chunks[-1].ticket: engine.core._trackers[ReqId("a")].chain.key(5)}
-    assert engine.store.in_flight.supersedes == (replaced if tail_block else {})
 
 
 # -- loads ---------------------------------------------------------------------------------------------------------
@@ -159,9 +125,9 @@ def test_a_tail_replaces_the_one_before_it_unless_it_is_not_saved(tail_block: in
 @given(num_leased=st.integers(0, 9), local=st.integers(0, 9), promised=st.integers(0, 9))
 def test_blocks_that_were_promised_and_are_not_leased_are_lost(num_leased: int, local: int, promised: int) -> None:
     table = list(map(BlockId, range(100, 120)))
-    rows = [(50 + i, bytes([i]) * 32, i, 1, "disk" if i % 2 else "host") for i in range(num_leased)]
-    lease = SimpleNamespace(batch=lambda table, begin, end: chunks_to_load(rows, table, begin, end))
-    tracker: Any = SimpleNamespace(lease=lease, blocks=table, local_tokens=2 * local, req_id=ReqId("a"))
+    rows = [(50 + i, bytes([i]) * 32, "disk" if i % 2 else "host") for i in range(num_leased)]
+    lease = SimpleNamespace(batch=lambda every, begin, end: chunks_to_load(rows, every[0], begin, end))
+    tracker: Any = SimpleNamespace(lease=lease, blocks=tables(table), local_tokens=2 * local, req_id=ReqId("a"))
     plan, kept, by_tier = loads.plan_load(tracker, 2, 2 * promised, 3)
     covered = max(local, min(num_leased, local + promised))
     assert [block for chunk in plan.chunks for block in chunk.blocks] == table[local:covered]

@@ -6,18 +6,17 @@ import pytest
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 
 from kvloft.seam.views import NewRequest, StepView
 
 BLOCK = 4
 
 
-@both_chunks
 @both_modes
 @pytest.mark.parametrize("num_outputs", [1, 2, 6, 7, 8, 9])
-def test_all_is_found_whose_next_token_was_known_while_it_ran(blocks_per_chunk: int, run_ahead: bool, num_outputs: int) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead, lookahead=1))
+def test_all_is_found_whose_next_token_was_known_while_it_ran(run_ahead: bool, num_outputs: int) -> None:
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead, lookahead=1))
     request = serve(engine, Request("a", list(PROMPT), num_outputs))
     assert stored(engine, request) == whole_blocks(request.num_tokens - 2)
     settle(engine)
@@ -97,19 +96,19 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
     """Beside a long request it was given blocks of before; the drafter then wrote to them for another next token."""
     engine: Any = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
 
-    def start(tables: dict[str, list[int]], prompts: dict[str, list[int]], local: int, scheduled: dict[str, int]) -> Any:
-        for name, table in tables.items():
+    def start(given: dict[str, list[int]], prompts: dict[str, list[int]], local: int, scheduled: dict[str, int]) -> Any:
+        for name, table in given.items():
             request: Any = Request(name, prompts[name], 9)
             engine.core.match(request, local)
-            engine.core.admit(request, 0, table)
-        new: Any = [NewRequest(name, local, table) for name, table in tables.items()]  # type: ignore[arg-type]
+            engine.core.admit(request, 0, tables(table))
+        new: Any = [NewRequest(name, local, table) for name, table in given.items()]  # type: ignore[arg-type]
         return engine.core.plan_step(StepView(new=new, num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
 
     same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
     assert start({"a": [1, 2, 3, 4]}, {"a": same}, 0, {"a": 8}).saves
     engine.core.finish("a")
-    tables, prompts = {"b": [1, 2, 3, 4], "long": list(range(10, 26))}, {"b": other, "long": list(range(50, 80))}
-    assert not start(tables, prompts, 0, {"b": 2, "long": 30}).saves
+    given, prompts = {"b": [1, 2, 3, 4], "long": list(range(10, 26))}, {"b": other, "long": list(range(50, 80))}
+    assert not start(given, prompts, 0, {"b": 2, "long": 30}).saves
     engine.core.finish("long")
     alone: Any = StepView(running=["b"], num_computed_tokens=[2], num_scheduled_tokens={"b": 6})  # type: ignore[list-item,dict-item]
     assert not engine.core.plan_step(alone).saves

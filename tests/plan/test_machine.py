@@ -52,7 +52,6 @@ def setups(draw: st.DrawFn) -> Setup:
     num_drafts = draw(st.sampled_from([0, 0, 2, 3]))
     return Setup(
         block_tokens=draw(st.sampled_from([2, 4])),
-        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])),
         num_blocks=draw(st.sampled_from([36, 44, 60])),
         num_frames=draw(st.sampled_from([3, 8, 24, 200])),
         with_disk=draw(st.booleans()),

@@ -3,14 +3,13 @@
 import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+from sim_scenes import PROMPT, both_modes, serve, stored, whole_blocks
 
 
-@both_chunks
 @both_modes
 @pytest.mark.parametrize("budget", [3, 1000])
-def test_a_prompt_is_saved_with_its_tail_and_nothing_behind_it(blocks_per_chunk: int, run_ahead: bool, budget: int) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead))
+def test_a_prompt_is_saved_and_nothing_behind_it(run_ahead: bool, budget: int) -> None:
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = serve(engine, Request("a", list(PROMPT), 20, saves="prompt"), budget)
     assert stored(engine, request) == whole_blocks(len(PROMPT))
     assert len(engine.store.entries) <= whole_blocks(len(PROMPT)) // 4

@@ -7,7 +7,7 @@ import pytest
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 
 from kvloft.plan.queue import LEASE_S
 from kvloft.seam.views import MediaItem, NewRequest, StepView
@@ -15,19 +15,17 @@ from kvloft.seam.views import MediaItem, NewRequest, StepView
 # -- what is saved -------------------------------------------------------------------------------------------------
 
 
-@both_chunks
 @both_modes
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("budget", [5, 1000])
 @pytest.mark.parametrize("num_outputs", [1, 2, 6, 7, 8, 9, 23])
 def test_prompt_and_output_are_found_again_but_never_the_last_token(
-    blocks_per_chunk: int, run_ahead: bool, num_drafts: int, budget: int, num_outputs: int
+    run_ahead: bool, num_drafts: int, budget: int, num_outputs: int
 ) -> None:
-    setup = Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead, num_drafts=num_drafts)
+    setup = Setup(run_ahead=run_ahead, num_drafts=num_drafts)
     engine = SymbolicEngine(setup)
     request = serve(engine, Request("a", list(PROMPT), num_outputs), budget)
     assert request.num_tokens == len(PROMPT) + num_outputs
-    # Where chunks are longer, the tail left after a full one may be shorter: drafts can pass a block's end unseen.
     assert stored(engine, request) == whole_blocks(request.num_tokens - 1)
     settle(engine)
 
@@ -41,9 +39,8 @@ def test_second_turn_loads_all_of_the_first(run_ahead: bool) -> None:
     assert second.num_tokens == first.num_tokens + 7
 
 
-@both_chunks
-def test_whole_prompt_may_be_offered(blocks_per_chunk: int) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, local_cache=False))
+def test_whole_prompt_may_be_offered() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
     assert engine.core.match(again, 0) == 16
@@ -51,9 +48,8 @@ def test_whole_prompt_may_be_offered(blocks_per_chunk: int) -> None:
     assert engine.num_loaded_tokens == 16
 
 
-@both_chunks
-def test_what_vllm_has_itself_is_not_loaded(blocks_per_chunk: int) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk))
+def test_what_vllm_has_itself_is_not_loaded() -> None:
+    engine = SymbolicEngine(Setup())
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
     assert [engine.core.match(again, local) for local in (0, 4, 8, 12, 16, 8, 0)] == [16, 12, 8, 4, 0, 8, 16]
@@ -61,26 +57,8 @@ def test_what_vllm_has_itself_is_not_loaded(blocks_per_chunk: int) -> None:
     settle(engine)
 
 
-def test_short_tail_is_found_and_the_prompt_ends_tail_stays() -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=4, local_cache=False))
-    prompt = PROMPT[:10]  # two blocks, half a chunk
-    first = serve(engine, Request("a", prompt, 20))
-    assert stored(engine, first) == whole_blocks(first.num_tokens - 1)
-    assert stored(engine, first, 10) == 8, "the tail at the prompt's end is for others"
-    assert stored(engine, first, 14) == 8, "tails made while decoding were superseded"
-    sizes = sorted(entry.num_blocks for entry in engine.store.entries.values())
-    assert sizes == [2, 3, 4], "prompt's tail, full chunk, last tail: nothing else is kept"
-
-
-def test_longer_chunk_is_not_loaded_for_a_shorter_prefix() -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=4, local_cache=False))
-    serve(engine, Request("a", PROMPT[:16], 1))
-    assert engine.core.match(Request("b", PROMPT[:15], 1), 0) == 0
-
-
-@both_chunks
-def test_nothing_is_copied_twice(blocks_per_chunk: int) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, local_cache=False))
+def test_nothing_is_copied_twice() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", PROMPT[:16], 1))
     before = engine.num_saved_blocks
     serve(engine, Request("b", PROMPT[:16], 1))
@@ -140,7 +118,7 @@ def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, R
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request("a", PROMPT[:num_tokens], 9)
     request.num_computed_tokens = num_computed
-    engine.core.admit(request, 0, list(range(1, num_tokens)))  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables(list(range(1, num_tokens))))
     return engine, request
 
 
@@ -171,7 +149,7 @@ def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: i
     assert engine.core.plan_step(first).saves
     request.token_ids = [*request.token_ids[:9], 1, 1, 2, 1]
     request.num_prompt_tokens = 13
-    engine.core.admit(request, 0, [1, 2, 3, 4, 5, 6])  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables([1, 2, 3, 4, 5, 6]))
     again = StepView(new=[NewRequest(req_id, 8, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
     assert bool(engine.core.plan_step(again).saves) == (not num_drafts)
 
@@ -204,10 +182,9 @@ def test_session_replaces_its_last_token(run_ahead: bool) -> None:
 # -- preemption ----------------------------------------------------------------------------------------------------
 
 
-@both_chunks
 @both_modes
-def test_preempted_request_loads_what_it_had_computed(blocks_per_chunk: int, run_ahead: bool) -> None:
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead, local_cache=False))
+def test_preempted_request_loads_what_it_had_computed(run_ahead: bool) -> None:
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead, local_cache=False))
     request = engine.add(Request("a", list(PROMPT), 9))
     engine.run(4)
     assert engine.reset_prefix_cache(with_connector=False)
@@ -271,7 +248,7 @@ def test_asking_without_taking_pins_once() -> None:
     assert {engine.core.match(asked, 0) for _ in range(50)} == {16}
     assert len(engine.store.open_leases) == 1
     assert not engine.core.has_work_in_flight
-    engine.core.admit(asked, 0, [1, 2, 3, 4, 5])  # type: ignore[list-item]
+    engine.core.admit(asked, 0, tables([1, 2, 3, 4, 5]))
     assert not engine.store.open_leases
 
 
@@ -305,9 +282,8 @@ def evict_all(engine: SymbolicEngine) -> None:
         engine.store.evict(leaves[0])
 
 
-@both_chunks
-def test_disk_chunks_are_waited_for_and_then_loaded(blocks_per_chunk: int) -> None:
-    engine = SymbolicEngine(Setup(local_cache=False, with_disk=True, blocks_per_chunk=blocks_per_chunk))
+def test_disk_chunks_are_waited_for_and_then_loaded() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False, with_disk=True))
     serve(engine, Request("a", PROMPT[:16], 2))
     evict_all(engine)
     again = Request("b", list(PROMPT), 2)

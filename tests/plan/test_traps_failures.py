@@ -6,7 +6,7 @@ import pytest
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
@@ -61,7 +61,7 @@ def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None
 def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_policy: bool) -> None:
     engine = SymbolicEngine(Setup(local_cache=False, fail_policy=fail_policy))
     serve(engine, Request("a", list(PROMPT), 2))
-    key = sorted(engine.store.entries.values(), key=lambda e: e.first_block)[2].key
+    key = sorted(engine.store.entries.values(), key=lambda e: len(engine.book.prefix_of[e.key]))[2].key
     engine.workers.corrupt.add(key)
     request = engine.add(Request("b", list(PROMPT), 3))
     engine.run(1)
@@ -89,7 +89,7 @@ def test_a_load_that_cannot_be_planned_is_heard_of_at_once_and_only_once() -> No
     serve(engine, Request("a", list(PROMPT), 2))
     request = Request("b", list(PROMPT), 2)
     assert engine.core.match(request, 4) == 12
-    engine.core.fail_load(request, 12, [9, 10, 11, 12])  # type: ignore[list-item]
+    engine.core.fail_load(request, 12, tables([9, 10, 11, 12]))
     plan = engine.core.plan_step(StepView())
     assert [(load.req_id, load.chunks, load.lost) for load in plan.loads] == [("b", (), (10, 11, 12))]
     assert engine.core.match(request, 4) == 0
@@ -114,7 +114,7 @@ def test_null_block_is_never_saved() -> None:
     engine = SymbolicEngine(Setup())
     request = Request("a", list(PROMPT), 2)
     table = [5, 0, 6, 7, 8]
-    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    engine.core.admit(request, 0, tables(table))
     view = StepView(new=[NewRequest(request.req_id, 0, table)], num_scheduled_tokens={request.req_id: 18})  # type: ignore[arg-type]
     plan = engine.core.plan_step(view)
     assert [copy.blocks for copy in plan.saves[0].chunks] == [(5,), (6,), (7,)]
@@ -176,14 +176,14 @@ def test_a_step_that_fails_half_way_gives_back_what_it_reserved(monkeypatch: pyt
     engine = SymbolicEngine(Setup())
     engine.add(Request("a", list(PROMPT), 4))
     engine.add(Request("b", [2, *PROMPT], 4))
-    reserve = engine.store.reserve
+    reserve_one = engine.store.reserve_one
 
     def failing(chain: Any, *args: Any) -> Any:
         if chain.positions[0][1] == 2:
             raise RuntimeError("store")
-        return reserve(chain, *args)
+        return reserve_one(chain, *args)
 
-    monkeypatch.setattr(engine.store, "reserve", failing)
+    monkeypatch.setattr(engine.store, "reserve_one", failing)
     with pytest.raises(RuntimeError, match="store"):
         engine.schedule()
     plan = engine.core.plan_loads_only()
@@ -202,7 +202,7 @@ def test_close_releases_every_pin_and_leaves_frames_that_workers_may_write_reser
     engine.core.match(Request("d", list(PROMPT), 2), 0)
     late = Request("e", list(PROMPT), 2)
     engine.core.match(late, 0)
-    engine.core.admit(late, 16, [11, 12, 13, 14, 15])  # type: ignore[list-item]
+    engine.core.admit(late, 16, tables([11, 12, 13, 14, 15]))
     assert engine.store.tickets
     assert len(engine.store.open_leases) == 3
     engine.core.close()
@@ -221,11 +221,10 @@ def test_a_closed_core_hears_late_reports_without_harm() -> None:
     assert not engine.core.has_work_in_flight
 
 
-@both_chunks
 @both_modes
-def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(blocks_per_chunk: int, run_ahead: bool) -> None:
+def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(run_ahead: bool) -> None:
     """The prompt ends here: no chunk completes later."""
-    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead))
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     engine.store.drop_next, engine.store.is_save_late = 1, True
     request = engine.add(Request("a", list(PROMPT), 2))
     engine.run()

@@ -24,7 +24,6 @@ FLAVOURS = ["plain"] * 5 + ["salt", "adapter", "rows", "item", "no load", "sessi
 def some_setup(rng: Random) -> Setup:
     return Setup(
         block_tokens=rng.choice([2, 4]),
-        blocks_per_chunk=rng.choice([1, 1, 2, 4]),
         num_blocks=rng.choice([32, 40, 60]),
         num_frames=rng.choice([3, 8, 24, 200, 200]),
         with_disk=rng.random() < 0.5,

@@ -52,7 +52,6 @@ class Shape:
     max_seqs: int = 6
     num_drafts: int = 0
     policy: str = "recompute"
-    blocks_per_chunk: int = 1
     host_frames: int = 40
     num_ranks: int = 1
     max_delay: int = 0
@@ -103,7 +102,7 @@ class Engine:
         connector = KVLoftConnector(self._config, KVConnectorRole.WORKER, self._kv_config)
         kv = torch.full((self.shape.num_blocks, BLOCK), -1, dtype=torch.int64)
         core = connector._worker.core
-        core._given_make_mover = lambda layout, frames: SlowMover(layout, frames, kv, self.trouble, self._owns)
+        core._given_make_mover = lambda layouts, frames: SlowMover(layouts[0], frames, kv, self.trouble, self._owns)
         connector.register_kv_caches({"layer": kv})
         return Worker(connector, kv, self.specs, num_drafts=self.shape.num_drafts, early_results=self.shape.early_results, seed=7)
 
@@ -301,7 +300,7 @@ def _config(model: Path, shape: Shape, disk: Path | None) -> Any:
 
     drafts = {"method": "ngram", "num_speculative_tokens": shape.num_drafts, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
-    extra |= {"chunk_tokens": shape.blocks_per_chunk * BLOCK} | ({"disk_path": str(disk), "disk_size": "4MiB"} if disk else {})
+    extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     CpuPlatform.check_and_update_config = classmethod(check)
     try:
         config = EngineArgs(

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ class Entry:
 
     key: bytes
     parent: bytes | None
-    first_block: int
-    num_blocks: int
     frame: int | None = None
     saved: bytes | None = None
     visible: bool = False
@@ -61,21 +60,21 @@ class ModelLease:
                 if not entry.reads_left:
                     self.store.finish_read(entry)
             if entry.frame is None or entry.reads_left or pending:
-                pending += entry.num_blocks
+                pending += 1
             else:
-                ready += entry.num_blocks
+                ready += 1
         return ready, pending
 
-    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[Any, dict[str, int]]:
-        chunks, by_tier = model.chunks_to_load(self.rows(), table, begin, end)
+    def batch(self, tables: Sequence[Sequence[int]], begin: int, end: int) -> tuple[Any, dict[str, int]]:
+        chunks, by_tier = model.chunks_to_load(self.rows(), tables[0], begin, end)
         return _core.ChunkBatch(*chunks.columns()), by_tier
 
-    def rows(self) -> list[tuple[int, bytes, int, int, str]]:
-        rows: list[tuple[int, bytes, int, int, str]] = []
+    def rows(self) -> list[tuple[int, bytes, str]]:
+        rows: list[tuple[int, bytes, str]] = []
         for entry, tier in self.entries:
             if entry.frame is None or entry.reads_left:
                 break
-            rows.append((entry.frame, entry.key, entry.first_block, entry.num_blocks, tier))
+            rows.append((entry.frame, entry.key, tier))
         return rows
 
     def release(self) -> None:
@@ -92,8 +91,8 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     frame_bytes: int
     host_bytes: int
     namespace: bytes = b""
-    blocks_per_chunk: int = 1
     num_ranks: int = 1
+    groups: Any = None
     eviction: str = "adaptive"
     disk_path: str | None = None
     disk_bytes: int = 0
@@ -128,27 +127,20 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
         host, total, in_host = 0, 0, True
         for entry in self._prefix(chain):
             in_host = in_host and entry.frame is not None and not entry.reads_left
-            host += entry.num_blocks if in_host else 0
-            total += entry.num_blocks
+            host += in_host
+            total += 1
         return host, total
 
     def _prefix(self, chain: Any) -> Iterator[Entry]:
-        step, at = self.blocks_per_chunk, 0
-        while at + step <= chain.num_blocks and (entry := self._visible(chain.key(at + step - 1), step)):
-            yield entry
-            at += step
-        for blocks in range(min(step - 1, chain.num_blocks - at), 0, -1):
-            if entry := self._visible(chain.key(at + blocks - 1), blocks):
-                yield entry
+        for unit in range(chain.num_blocks):
+            entry = self.entries.get(chain.key(unit))
+            if not entry or not entry.visible:
                 return
+            yield entry
 
-    def _visible(self, key: bytes, num_blocks: int) -> Entry | None:
-        entry = self.entries.get(key)
-        return entry if entry and entry.visible and entry.num_blocks == num_blocks else None
-
-    def acquire(self, chain: Any) -> ModelLease:
+    def acquire(self, chain: Any, num_units: int) -> ModelLease:
         rows: list[tuple[Entry, str]] = []
-        for entry in self._prefix(chain):
+        for entry in islice(self._prefix(chain), num_units):
             tier = "disk" if entry.frame is None or entry.reads_left else "host"
             entry.pins += 1
             if entry.frame is None:
@@ -162,29 +154,24 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, *asked: Any) -> tuple[Any, int]:
-        chunks, num_dropped = super().reserve(*asked)
-        return _core.ChunkBatch(*chunks.columns()), num_dropped
+    def reserve(self, rows: Any) -> tuple[list[Any], list[int]]:
+        reserved, dropped = super().reserve(rows)
+        return [chunks and _core.ChunkBatch(*chunks.columns()) for chunks in reserved], dropped
 
-    def reserve_rows(
-        self, chain: Any, start: int, stop: int, tail_blocks: int = 0
-    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+    def reserve_rows(self, chain: Any, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
         self._mischief()
-        step = self.blocks_per_chunk
-        wanted = [(c * step, step) for c in range(start, stop)] + ([(stop * step, tail_blocks)] if tail_blocks else [])
-        rows: list[tuple[int, int, bytes, int, int]] = []
-        for i, (first, count) in enumerate(wanted):
-            key = chain.key(first + count - 1)
-            parent = chain.key(first - 1) if first else None
+        rows: list[tuple[int, int, bytes, int]] = []
+        for unit in range(start, stop):
+            key, parent = chain.key(unit), chain.key(unit - 1) if unit else None
             if key in self.entries:
                 continue
             frame = self._take_frame() if parent is None or parent in self.entries else None
             if frame is None:
-                return rows, len(wanted) - i
-            entry = self.entries[key] = Entry(key, parent, first, count, frame)
+                return rows, stop - unit
+            entry = self.entries[key] = Entry(key, parent, frame)
             self._next_ticket += 1
             self.tickets[self._next_ticket] = entry
-            rows.append((self._next_ticket, frame, key, first, count))
+            rows.append((self._next_ticket, frame, key, unit))
         return rows, 0
 
     def commit_tickets(self, tickets: Sequence[int]) -> int:

@@ -108,7 +108,7 @@ def shape_of(name: str, seed: int) -> Shape:
     pick = random.Random(seed)
     return replace(
         SHAPES[name], max_delay=pick.choice([0, 3]), save_failure=0.02, load_failure=pick.choice([0.0, 0.1]),
-        blocks_per_chunk=pick.choice([1, 1, 2, 4]), host_frames=pick.choice([8, 40]),
+        host_frames=pick.choice([8, 40]),
         num_drafts=0 if "async" in name else pick.choice([0, 3]), policy=pick.choice(["recompute", "fail"]),
         num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5, num_ranks=pick.choice([1, 1, 2]),
     )  # fmt: skip

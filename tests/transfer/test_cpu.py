@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from batches import batch_of, batch_of_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_kv import ORDERS, Sizes, block_bytes, carve, random_bytes, snapshot, storage_bytes, untouched
@@ -33,9 +34,7 @@ class Bench:
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
         self.shape = CacheShape((GroupShape(16, BLOCKS_PER_CHUNK),), part_bytes=part_bytes_for(payload), num_ranks=num_ranks)
         frame_bytes = self.shape.frame_bytes
-        self.store = _core.Session(
-            frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32), blocks_per_chunk=BLOCKS_PER_CHUNK
-        )
+        self.store = _core.Session(frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32))
         self.spec = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
         self.mover, self.frames = self.rank(rank)
         self.frames.bytes.fill_(0xEE)
@@ -43,7 +42,7 @@ class Bench:
     def rank(self, rank: int, layout: PagedLayout | None = None) -> tuple[CpuMover, FrameWindow]:
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
         frames = FrameWindow(self.spec, self.shape, shard=rank, payload_bytes=payload)
-        return CpuMover(layout or self.layout, frames), frames
+        return CpuMover([layout or self.layout], frames), frames
 
     def expected(self, blocks: tuple[int, ...]) -> bytes:
         return b"".join(block_bytes(self.caches, self.num_blocks, block) for block in blocks)
@@ -59,15 +58,19 @@ def copy_of(frame: int, blocks: tuple[int, ...], *, num_blocks: int | None = Non
     return ChunkCopy(frame, KEY, total, first, tuple(BlockId(b) for b in blocks), Ticket(ticket))
 
 
+def loads_of(*copies: ChunkCopy) -> _core.ChunkBatch:
+    return batch_of(copy._replace(ticket=Ticket(-1)) for copy in copies)
+
+
 def save(mover: CpuMover, *copies: ChunkCopy) -> tuple[list[int], list[int]]:
-    mover.submit_saves([SavePlan(ReqId("r"), copies)])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of([copy])) for copy in copies])
     done = mover.poll()
     return list(done.saved), list(done.failed)
 
 
 def load(mover: CpuMover, *copies: ChunkCopy, lost: tuple[int, ...] = ()) -> tuple[list[str], set[int]]:
     """(problems, bad blocks)"""
-    mover.submit_loads([LoadPlan(ReqId("r"), 3, copies, tuple(BlockId(b) for b in lost))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 3, loads_of(*copies), tuple(BlockId(b) for b in lost))])
     done = mover.poll()
     (result,) = done.loads
     assert (result.req_id, result.load_id) == ("r", 3)
@@ -98,7 +101,7 @@ def bench() -> Iterator[Bench]:
     blocks=st.permutations(range(5)),
     num_blocks=st.integers(1, BLOCKS_PER_CHUNK),
     first=st.integers(0, BLOCKS_PER_CHUNK - 1),
-    num_loaded=st.integers(0, BLOCKS_PER_CHUNK),
+    num_loaded=st.integers(1, BLOCKS_PER_CHUNK),
 )
 def test_what_is_gathered_is_scattered_and_nothing_else_changes(
     order: str, sizes: Sizes, offset: int, blocks: list[int], num_blocks: int, first: int, num_loaded: int
@@ -271,8 +274,10 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
     bench.mover.submit_saves([])
     bench.mover.submit_loads([])
     assert not bench.mover.poll().loads
-    bench.mover.submit_saves([SavePlan(ReqId("r"), (copy_of(0, (1, 2), ticket=1), copy_of(1, (3,), ticket=2)))])
-    bench.mover.submit_loads([LoadPlan(ReqId("r"), 9, (copy_of(0, (4,), num_blocks=2, first=1),))])
+    bench.mover.submit_saves(
+        [SavePlan(ReqId("r"), batch_of([copy])) for copy in (copy_of(0, (1, 2), ticket=1), copy_of(1, (3,), ticket=2))]
+    )
+    bench.mover.submit_loads([LoadPlan(ReqId("r"), 9, loads_of(copy_of(0, (4,), num_blocks=2, first=1)))])
     done = bench.mover.drain()
     assert (done.saved, [r.load_id for r in done.loads]) == ([1, 2], [9])
     assert done.num_bytes_saved == 3 * bench.layout.block_bytes
@@ -289,10 +294,10 @@ def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
 
 def test_a_stage_without_a_layer_of_a_group_seals_its_part_and_finds_it_again(bench: Bench) -> None:
     frames = FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=0)
-    mover = CpuMover(without_pages(bench.layout), frames)
-    mover.submit_saves([SavePlan(ReqId("r"), (copy_of(0, (1, 2), ticket=1),))])
-    mover.submit_loads([LoadPlan(ReqId("r"), 9, (copy_of(0, (4,), num_blocks=2, first=1),))])
-    mover.submit_loads([LoadPlan(ReqId("r"), 10, (copy_of(1, (4,), num_blocks=1),))])
+    mover = CpuMover([without_pages(bench.layout)], frames)
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of([copy_of(0, (1, 2), ticket=1)]))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 9, loads_of(copy_of(0, (4,), num_blocks=2, first=1)))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 10, loads_of(copy_of(1, (4,), num_blocks=1)))])
     done = mover.poll()
     assert (done.saved, [bool(load.bad_keys) for load in done.loads]) == ([1], [False, True])
 
@@ -302,3 +307,28 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
         FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
     with pytest.raises(LayoutError, match="cannot hold"):
         FrameWindow(bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1)
+
+
+def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
+    """Their layers share block ids, and a load is reported once, with what was wrong in any group."""
+    benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
+    one, other = benches
+    mover = CpuMover([one.layout, other.layout], one.frames)
+    one.fill(1)
+    other.fill(2)
+    three, two = (1, 2, 3), (4, 2, 6)
+    chunks = batch_of_groups([(0, [copy_of(0, three, ticket=1)]), (1, [copy_of(1, two, ticket=2)])])
+    mover.submit_saves([SavePlan(ReqId("r"), chunks)])
+    assert mover.poll().saved == [1, 2]
+    wanted = [one.expected(three), other.expected(two)]
+    one.fill(3)
+    other.fill(4)
+    loads = batch_of_groups([(0, [copy_of(0, three, ticket=-1)]), (1, [copy_of(1, two, ticket=-1)])])
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, loads)])
+    assert [result.bad_keys for result in mover.poll().loads] == [()]
+    assert [one.expected(three), other.expected(two)] == wanted
+    one.frames.part(1)[0] ^= 1
+    mover.submit_loads([LoadPlan(ReqId("r"), 2, loads)])
+    done = mover.poll()
+    assert [[key for key, _ in result.bad_keys] for result in done.loads] == [[KEY]]
+    assert done.bad_blocks == set(two)

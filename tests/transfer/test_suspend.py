@@ -52,7 +52,7 @@ def test_copies_in_flight_end_first(store: _core.Session) -> None:
             log.append("closed")
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     run(worker, store, 1)
     worker.suspend()
     assert log == ["drained"], "a mover with its pinned memory is kept"
@@ -82,13 +82,13 @@ def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(st
             closed.append("mine")
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     run(worker, store, 1)
     worker.suspend()
     if how == "shutdown":
         worker.shutdown()
     elif how == "register":
-        worker.register(CACHES, 7, "test")
+        worker.register([CACHES], 7, "test")
     else:
         worker.stop("other weights")
         worker.resume()
@@ -101,7 +101,7 @@ def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pin
     """The first saves after it wakes may take every frame that the scheduler half was told of, and those not pinned would fail."""
     mover = IdleMover()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     told = []
 
     def hear() -> None:
@@ -138,7 +138,7 @@ def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(stor
     mover = IdleMover()
     mover.usable_frames = 1
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store)._replace(saves=(), loads=()))
     assert (report := worker.take_report()) is not None and report.usable_frames == (0, 1)
     worker.stop("other weights")

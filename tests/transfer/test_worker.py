@@ -35,7 +35,7 @@ def store() -> _core.Session:
 
 def worker_for(caches: dict[str, torch.Tensor] = CACHES) -> WorkerCore:
     worker = WorkerCore(SHAPE, rank=0)
-    worker.register(caches, 7, "test")
+    worker.register([caches], 7, "test")
     return worker
 
 
@@ -159,7 +159,7 @@ def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error
         raise error
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=make)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     with pytest.raises(error):
         worker.begin(plan_of(store))
     for run in (worker.run_saves, worker.run_loads):
@@ -180,7 +180,7 @@ def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Session)
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     for num_before in range(3):
-        worker.register(CACHES, 7, "test")
+        worker.register([CACHES], 7, "test")
         assert len(set(closed)) == num_before
         worker.begin(plan_of(store))
 
@@ -207,7 +207,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
         return IdleMover()
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=make)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store))
     worker.run_saves()
     worker.run_loads()
@@ -223,7 +223,7 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
             heard.append(has_loads)
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening())
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store))
     worker.begin(plan_of(store)._replace(loads=()))
     assert heard == [True, False]
@@ -235,7 +235,7 @@ def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> No
 
     mover = Pinning()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store)._replace(saves=(), loads=()))
     told = []
     for mover.usable_frames in (0, 0, 5, 5, None, None):
@@ -262,7 +262,7 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
         return Pinning()
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=make)
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     other = _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
     for session in (store, store, other, other):
         worker.begin(plan_of(session)._replace(arena=arena_of(session), loads=(), saves=()))
@@ -299,7 +299,7 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) 
     report = worker.take_report()
     assert report is not None
     assert report.saved == (11,), "what was in flight is reported as usual"
-    worker.register(CACHES, 7, "test")
+    worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store, 2))
     worker.run_saves()
     worker.run_loads()

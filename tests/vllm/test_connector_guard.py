@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvloft.seam.batch import Tables
 from kvloft.seam.plan import StepPlan
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
@@ -57,7 +58,7 @@ def test_a_failure_of_kv_events_costs_no_plan_and_no_other_requests_events(
     half.core.take_notes = lambda: [fail, lambda: told.append("a"), fail, lambda: told.append("b")]
     assert connector.build_connector_meta(None).plan == StepPlan(3)
     assert told == ["a", "b"] and half.hook_errors == 2
-    assert [record.message.partition(",")[0] for record in caplog.records] == ["kvloft: error in _note_for_events"]
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["kvloft: error in _note_for_events"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -74,7 +75,7 @@ def test_a_request_whose_load_cannot_be_planned_is_told_so(error: type[BaseExcep
     told: list[int] = []
     half = object.__new__(SchedulerHalf)
     half._adapters = None  # type: ignore[assignment]
-    half._new_tables = None
+    half._new_tables = Tables
     half.core = SimpleNamespace(admit=fail, fail_load=lambda _, num_tokens, __: told.append(num_tokens))  # type: ignore[assignment]
     request: Any = SimpleNamespace(request_id="r")
     with pytest.raises(error):

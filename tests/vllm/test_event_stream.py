@@ -216,7 +216,7 @@ def test_a_routers_index_is_what_the_store_answers(kind: str, folder: Path, monk
     monkeypatch.setattr(announce, "SLICE", 5)
     Totals.begin()
     subscribe = partial(Stream, folder, count(), random.Random(7))
-    sizes: dict[str, Any] = {"per_chunk": 3, "capacity": 3, "slots": 40, "subscribe": subscribe}
+    sizes: dict[str, Any] = {"capacity": 3, "slots": 40, "subscribe": subscribe}
     world = World(17, folder, **sizes) if kind == "its own" else SharedWorld(17, folder, host=Served, **sizes)
     try:
         for nth in range(1, NUM_STEPS + 1):

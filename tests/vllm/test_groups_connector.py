@@ -14,8 +14,8 @@ def _release(vllm_release: tuple[int, int]) -> None:
         pytest.skip("before 0.32 vLLM asks connectors for no results of several groups")
 
 
-@pytest.mark.parametrize("is_grouped", [True, False])
-def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(is_grouped: bool) -> None:
+@pytest.mark.parametrize("fails_requests", [True, False])
+def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(fails_requests: bool) -> None:
     """An id says which tokens are missing only with one group; then vLLM computes from there on, else all again."""
     bad = {5, 6}
 
@@ -27,12 +27,12 @@ def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(is_group
     connector: Any = object.__new__(KVLoftGroupsConnector)
     core = SimpleNamespace(failed_loads={"b"})
     connector._worker = SimpleNamespace(
-        is_grouped=is_grouped, core=core, take_finished=lambda: {"a", "b"}, take_bad_blocks=take_bad_blocks
+        fails_requests=fails_requests, core=core, take_finished=lambda: {"a", "b"}, take_bad_blocks=take_bad_blocks
     )
     results = connector.get_transfer_results(set())
     assert results.finished_recving == {"a", "b"}
-    assert set(getattr(results, "failed_recving", ()) or ()) == ({"b"} if is_grouped else set())
-    assert connector.get_block_ids_with_load_errors() == (set() if is_grouped else {5, 6})
+    assert set(getattr(results, "failed_recving", ()) or ()) == ({"b"} if fails_requests else set())
+    assert connector.get_block_ids_with_load_errors() == (set() if fails_requests else {5, 6})
 
 
 def test_bad_blocks_of_a_load_that_goes_on_are_not_told_of_several_groups() -> None:
@@ -46,7 +46,7 @@ def test_bad_blocks_of_a_load_that_goes_on_are_not_told_of_several_groups() -> N
         return taken
 
     core = SimpleNamespace(failed_loads=set())
-    connector._worker = SimpleNamespace(is_grouped=True, core=core, take_finished=set, take_bad_blocks=take_bad_blocks)
+    connector._worker = SimpleNamespace(fails_requests=True, core=core, take_finished=set, take_bad_blocks=take_bad_blocks)
     results = connector.get_transfer_results(set())
     assert not results.finished_recving
     assert connector.get_block_ids_with_load_errors() == set()

@@ -15,13 +15,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvloft.config import Config
-from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
 from kvloft.vllm.shape import (
     cache_shape,
-    choose_blocks,
     draft_limit,
     group_shape,
     has_draft_kv,
@@ -30,8 +28,8 @@ from kvloft.vllm.shape import (
 )
 
 
-def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
-    return CacheShape((GroupShape(block_tokens, blocks_per_chunk),), part_bytes=frame_bytes)
+def shape_of(block_tokens: int, blocks_per_unit: int, frame_bytes: int) -> CacheShape:
+    return CacheShape((GroupShape(block_tokens, blocks_per_unit),), part_bytes=frame_bytes)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +62,10 @@ def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
 def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[str, ...]) -> None:
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
-    shape = cache_shape(engine, ranks, Config())
+    shape = cache_shape(engine, ranks)
     assert shape.part_bytes == part_bytes_for(max(map(len, layers)) * spec.page_size_bytes)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], "two ranks of a stage share the one KV head"
-    own = [cache_shape(engine, [rank], Config()) for rank in ranks]
+    own = [cache_shape(engine, [rank]) for rank in ranks]
     assert {each.groups for each in own} == {shape.groups}, "all choose chunks alike, whatever their layers"
     assert max(each.part_bytes for each in own) == shape.part_bytes
 
@@ -76,7 +74,7 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = FullAttentionSpec(**kv), SlidingWindowSpec(sliding_window=33, **kv)
     ranks = [stage((window, "ab"), (full, "")), stage((window, "c"), (full, "def"))]
-    shape = cache_shape(pipeline(2, 1), ranks, Config())
+    shape = cache_shape(pipeline(2, 1), ranks)
     assert [group.kind for group in shape.groups] == ["window", "full"]
     assert shape.part_bytes == part_bytes_for(3 * full.page_size_bytes)
 
@@ -86,9 +84,7 @@ def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
     specs: Any = {"a": FullAttentionSpec(head_size=32, **kv), "b": FullAttentionSpec(head_size=128, **kv)}
     ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
-    assert cache_shape(pipeline(1, 1), ranks, Config(chunk_tokens=16)).part_bytes == part_bytes_for(
-        sum(spec.page_size_bytes for spec in specs.values())
-    )
+    assert cache_shape(pipeline(1, 1), ranks).part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
@@ -116,13 +112,6 @@ def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, li
     model = SimpleNamespace(max_model_len=64)
     assert draft_limit(SimpleNamespace(speculative_config=speculative, model_config=model)) == limit
     assert draft_limit(SimpleNamespace(speculative_config=None)) is None
-
-
-def test_chunks_are_whole_blocks_or_refused() -> None:
-    assert choose_blocks(Config(chunk_tokens=64), 32, 4096) == 2
-    for tokens in (16, 48, 65):
-        with pytest.raises(ConfigError, match=f"chunk_tokens={tokens}"):
-            choose_blocks(Config(chunk_tokens=tokens), 32, 4096)
 
 
 def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
@@ -175,7 +164,6 @@ def test_groups_reach_as_far_as_vllm_keeps_their_blocks() -> None:
     assert group_shape(FullAttentionSpec(block_size=16, **kv)) == GroupShape(16)
     window = group_shape(SlidingWindowSpec(block_size=16, sliding_window=33, **kv))
     assert window == GroupShape(16, kind="window", reach=32)
-    assert window.first_chunk(4) == 2
     local = group_shape(ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **kv))
     assert local == GroupShape(16, kind="local", reach=64)
 
@@ -187,12 +175,10 @@ def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, 
     one = specs["0"] if len(set(sizes)) == 1 else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(specs))
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
-    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config())
+    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
     assert shape.groups == (GroupShape(16, kind="window", reach=32),)
-    assert (shape.is_grouped, shape.main) == (True, 0)
+    assert (shape.is_divisible, shape.is_dense, shape.main) == (False, False, 0)
     assert shape.part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
-    with pytest.raises(ConfigError, match=r"leave it at 'auto'$"):
-        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))
 
 
 def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
@@ -200,11 +186,9 @@ def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     full, window = FullAttentionSpec(block_size=16, **kv), SlidingWindowSpec(block_size=16, sliding_window=32, **kv)
     groups = [SimpleNamespace(kv_cache_spec=window, layer_names=["a"]), SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"])]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config())
-    assert (shape.main, shape.main_group, shape.num_shards) == (1, GroupShape(16), 2)
+    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
+    assert (shape.main, shape.groups[1], shape.num_shards) == (1, GroupShape(16), 2)
     assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
-    with pytest.raises(ConfigError, match="chunk_tokens=32 is not possible"):
-        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))
 
 
 @pytest.mark.parametrize(
@@ -228,11 +212,8 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
         SimpleNamespace(kv_cache_spec=windows, layer_names=["b", "c"]),
     ]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    for chunk_tokens in ("auto", unit):
-        shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=chunk_tokens))  # type: ignore[arg-type]
-        assert (shape.unit, {group.chunk_tokens for group in shape.groups}) == (GroupShape(unit), {unit})
-        assert tuple(group.blocks_per_chunk for group in shape.groups) == counts
-        assert tuple(group.kept_blocks for group in shape.groups) == kept
-        assert shape.part_bytes == part_bytes_for(max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes))
-    with pytest.raises(ConfigError, match=f"chunks have {unit} tokens"):
-        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=2 * unit))
+    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
+    assert (shape.unit_tokens, {group.unit_tokens for group in shape.groups}) == (unit, {unit})
+    assert tuple(group.blocks_per_unit for group in shape.groups) == counts
+    assert tuple(group.kept_blocks for group in shape.groups) == kept
+    assert shape.part_bytes == part_bytes_for(max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes))

@@ -16,7 +16,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import EmbedRows
 from kvloft.vllm import views
 from kvloft.vllm.identity.adapters import AdapterNames
-from kvloft.vllm.views import VllmRequest, tables_of, view_grouped_step, view_step
+from kvloft.vllm.views import VllmRequest, tables_of, view_step
 
 
 def request(**changes: Any) -> Request:
@@ -143,7 +143,7 @@ def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> N
     step.kv_connector_block_state = SimpleNamespace(
         resolve_block_ids=tables.get, boundary_state_offloads={"a": [(1, 6, 48)], "z": [(1, 9, 16)]}
     )
-    view = view_grouped_step(step, partial(Tables, main=1))
+    view = view_step(step, partial(Tables, main=1))
     assert {req_id: list(blocks) for req_id, blocks in view.grown} == {"a": [4, 5, 6], "n": [1, 2, 3], "b": [7, 8]}
     assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
     assert view.states == [("a", 1, 6, 48)], "a preempted request's blocks are another's by now"
@@ -159,4 +159,4 @@ def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
     assert (len(tables), tables[:1], tables[1:], tables[0:0]) == (1, [11, 12, 13, 14], [15], [])
     assert [tables.of(group, slice(0, 1)) for group in range(3)] == [[0, 4], [11, 12, 13, 14], [7]]
     assert [tables.size_of(group) for group in range(3)] == [2, 4, 1]
-    assert tables_of(CacheShape((GroupShape(16), GroupShape(16, kind="state"))))([[1], [2]]).per_chunk is None
+    assert tables_of(CacheShape((GroupShape(16), GroupShape(16, kind="state"))))([[1], [2]]).per_unit is None

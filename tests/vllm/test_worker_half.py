@@ -201,6 +201,6 @@ def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stop
 
 def test_a_layer_of_several_groups_that_vllm_did_not_register_is_refused() -> None:
     half = half_of()
-    half.is_grouped, half._group_layers = True, [["a", "b"], ["c"]]
+    half._group_layers = [["a", "b"], ["c"]]
     with pytest.raises(LayoutError, match="layer 'b' of a KV cache group has no KV tensor"):
         half.register({"a": torch.zeros(1), "c": torch.zeros(1), "else": torch.zeros(1)})

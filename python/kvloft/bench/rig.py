@@ -208,7 +208,5 @@ class Rig:
 def _batch(frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()) -> _core.ChunkBatch:
     """Chunks of one block each."""
     keys = b"".join(frame.to_bytes(32, "little") for frame in frames)
-    columns = [np.array(column, kind).tobytes() for column, kind in (
-        (frames, "<u4"), ([1] * len(frames), "<u4"), (blocks, "<i4"), (tickets, "<u8")
-    )]  # fmt: skip
-    return _core.ChunkBatch(columns[0], keys, *columns[1:])
+    part = (0, np.array(frames, "<u4").tobytes(), keys, np.array(blocks, "<i4").tobytes())
+    return _core.ChunkBatch([part], np.array(tickets, "<u8").tobytes())

@@ -17,10 +17,7 @@ from kvloft.machine import refuse_here, warnings
 
 MAX_SHOWN: Final = 200
 """Characters of a wrong --extra in an error."""
-NOT_CHECKED: Final = (
-    "Not checked here, only at engine start: whether chunk_tokens is a multiple of the model's block size, whether disk_path is "
-    "in use, and whether kvloft supports the model."
-)
+NOT_CHECKED: Final = "Not checked here, only at engine start: whether disk_path is in use, and whether kvloft supports the model."
 
 
 def add_parser(subparsers: Any) -> None:

@@ -2,7 +2,7 @@
 
 The store says where keys are now (`Session.changes`); what of them was told is kept here, with the blocks that each chunk stands
 for, in the engine's own hashes. So what comes out is the difference: however many changes were missed, the next answers mend it.
-Chunks share blocks (tails, chunks that part in the middle); a block is told once, and is gone with the last chunk that has it.
+Chunks of different prefixes can share blocks; a block is stored once, and removed with the last chunk that has it.
 It must not know vLLM, nor what an event looks like.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from kvloft.plan.groups import SaveRow
+from kvloft.plan.saves import SaveRow
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
@@ -94,7 +94,7 @@ class Announcer:
     def __init__(
         self, store: Session, shape: CacheShape, describe: Describe, *, is_shared: bool = False, max_chunks: int = MAX_CHUNKS
     ) -> None:
-        self._store, self._per_chunk, self._describe, self._max_chunks = store, shape.unit.blocks_per_chunk, describe, max_chunks
+        self._store, self._describe, self._max_chunks = store, describe, max_chunks
         self._is_shared = is_shared
         groups = [_group(shape, nth) for nth in range(len(shape.groups))]
         self._main = groups[shape.main]
@@ -118,10 +118,8 @@ class Announcer:
 
     def note(self, live: LiveRequest, row: SaveRow) -> None:
         """``live`` has the chunks of ``row``: they are in the store, or may come to it."""
-        chain, _, _, start, stop, tail_blocks, _, _ = row
-        size = self._per_chunk
-        ends = [size * (nth + 1) for nth in range(start, stop)] + [size * stop + tail_blocks] * bool(tail_blocks)
-        self._note(live, chain, self._others, [((end - 1) // size * size, end) for end in ends], start * size)
+        chain, _, _, start, stop, _ = row
+        self._note(live, chain, self._others, [(unit, unit + 1) for unit in range(start, stop)], start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
         """The same of the states behind its first ``num_blocks`` blocks, if they have keys."""
@@ -269,6 +267,5 @@ class Announcer:
 
 def _group(shape: CacheShape, nth: int) -> _Group:
     group = shape.groups[nth]
-    # Keys of the only group that keeps all are of its own blocks, of several groups they are of a chunk of each.
-    per_unit, kept = (group.blocks_per_chunk, group.kept_blocks) if shape.is_grouped else (1, 1)
-    return _Group(nth, shape.number_of(nth), group.block_tokens, per_unit, per_unit - kept)
+    num_given_up = group.blocks_per_unit - group.kept_blocks
+    return _Group(nth, shape.number_of(nth), group.block_tokens, group.blocks_per_unit, num_given_up)

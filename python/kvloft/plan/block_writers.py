@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
-from kvloft.plan.groups import SaveRow
+from kvloft.plan.saves import SaveRow
 from kvloft.plan.tracker import Tracker
-from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import SavePlan
 from kvloft.seam.views import StepView
@@ -141,7 +140,7 @@ class BlockWriters:
 
         With a lookahead, another next token's block is as good: `are_its_own` keeps that from being saved under this one's key.
         """
-        table, size = _main_table(tracker)
+        table, size = tracker.blocks.main_table, tracker.blocks.main_size
         num_local = tracker.num_local_blocks * size
         written = list(map(self._keys.get, table[:num_local]))
         if tracker.lookahead:
@@ -172,13 +171,4 @@ class BlockWriters:
 def _tables(tracker: Tracker) -> Iterator[tuple[Sequence[BlockId], int]]:
     """Each group's table, and how many of its blocks have one key."""
     blocks = tracker.blocks
-    if not isinstance(blocks, Tables):
-        yield blocks, 1
-    else:
-        yield from ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))
-
-
-def _main_table(tracker: Tracker) -> tuple[Sequence[BlockId], int]:
-    """The table that full attention uses, and how many of its blocks have one key."""
-    blocks = tracker.blocks
-    return (blocks.tables[blocks.main], blocks.size_of(blocks.main)) if isinstance(blocks, Tables) else (blocks, 1)
+    return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

@@ -16,12 +16,11 @@ from kvloft.plan.agenda import Agenda
 from kvloft.plan.announce import Announcer
 from kvloft.plan.block_writers import BlockWriters
 from kvloft.plan.breaker import RETRY_S, Breaker
-from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
 from kvloft.plan.room import Room
-from kvloft.plan.saves import complete_blocks, due_chunks, its_id, longest, new_save, note_dropped, rewritten
+from kvloft.plan.saves import SaveRow, complete_blocks, due_chunks, its_id, longest, new_save, note_dropped, rewritten
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -62,15 +61,13 @@ class SchedulerCore:
         room: Room | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
-        self._group, self._num_ranks, self._lookahead = shape.unit, shape.num_ranks, shape.lookahead
-        self._groups = GroupedChunks(store, shape) if shape.is_grouped else None
-        self._is_dense = self._groups is None or self._groups.is_dense
-        self._writers = BlockWriters(self._group.block_tokens, sees_grants=not shape.is_grouped)
+        self._shape, self._unit_tokens = shape, shape.unit_tokens
+        self._writers = BlockWriters(self._unit_tokens, sees_grants=shape.is_divisible)
         self._has_drafter = bool(shape.lookahead) or draft_limit is not None
         self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
-            store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
-            shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead, room=room,
+            store, shape, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
+            shares_blocks=shares_blocks and shape.is_divisible, room=room,
         )  # fmt: skip
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
@@ -87,7 +84,7 @@ class SchedulerCore:
         self._loads: dict[int, Loading] = {}
         self._unsent: list[SavePlan] = []
         self._tables: Callable[[ReqId], Tables | None] | None = None
-        """Of this step, with several groups."""
+        """Of this step: see `StepView.tables`."""
         self._notes: list[Callable[[], None]] = []
         """See `take_notes`."""
         self._usable_frames: dict[int, int] = {}
@@ -108,26 +105,26 @@ class SchedulerCore:
             return 0
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask again and again.
-            return None if self._groups is not None and tracker.gives_way_once() else 0
+            return None if not self._shape.is_divisible and tracker.gives_way_once() else 0
         if self._breaker.has_tripped and (self._loads or not self._breaker.lets_pass(self._clock())):
             return 0  # one load at a time is tried
         return self._queue.match(tracker, local_tokens, may_wait=may_wait)
 
-    def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId] | Tables) -> None:
+    def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
         """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
         tracker = self._tracker(live)
         # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
         # A table of windows begins with null blocks then: that it begins alike says nothing.
         keeps_kv = bool(tracker.blocks) and (
-            list(tracker.blocks[:1]) == list(block_ids[:1]) if self._is_dense else live.num_computed_tokens > 0
+            list(tracker.blocks[:1]) == list(tables[:1]) if self._shape.is_dense else live.num_computed_tokens > 0
         )
         if live.req_id in self._scheduled:  # a reset preempted it since, and vLLM may have kept its blocks
             self._writers.record(tracker)
         tracker.start_over(keeps_kv=keeps_kv)
         tracker.next_save = NOT_LOOKED
-        tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
-        tracker.num_local_blocks = tracker.local_tokens // self._group.block_tokens
-        tracker.is_hit_unchecked = tracker.num_local_blocks > 0 and self._is_dense
+        tracker.blocks = tables.copy()
+        tracker.num_local_blocks = tracker.local_tokens // self._unit_tokens
+        tracker.is_hit_unchecked = tracker.num_local_blocks > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
         if num_tokens <= 0:
@@ -136,7 +133,7 @@ class SchedulerCore:
             self._queue.line.enter(live.req_id, tracker.num_prompt_tokens - tracker.local_tokens)
             return
         self._queue.hold(tracker, num_tokens)
-        plan, lease, by_tier = plan_load(tracker, self._group.block_tokens, num_tokens, next(self._load_ids))
+        plan, lease, by_tier = plan_load(tracker, self._unit_tokens, num_tokens, next(self._load_ids))
         if lease is not None:
             self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)
         tracker.loaded_tokens = by_tier
@@ -148,17 +145,17 @@ class SchedulerCore:
             tracker.fail_load()
             self.counters["load_lost_blocks"] += len(plan.lost)
 
-    def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId] | Tables) -> None:
+    def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
-        begin, block_tokens = 0, self._group.block_tokens
+        begin, unit_tokens = 0, self._unit_tokens
         if (tracker := self._trackers.get(live.req_id)) is not None:
-            begin = tracker.local_tokens // block_tokens
+            begin = tracker.local_tokens // unit_tokens
             tracker.fail_load()
-        lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
+        lost = tuple(tables[begin : begin + num_tokens // unit_tokens])
         self._queue_load(LoadPlan(live.req_id, next(self._load_ids), lost=lost), None)
 
     def _queue_load(self, plan: LoadPlan, lease: Lease | None) -> None:
-        self._loads[plan.load_id] = Loading(lease, self._num_ranks, is_tried=bool(plan.chunks))
+        self._loads[plan.load_id] = Loading(lease, self._shape.num_ranks, is_tried=bool(plan.chunks))
         self._queued_loads.append(plan)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
@@ -182,7 +179,7 @@ class SchedulerCore:
                 self._queue.line.leave(req_id)
         self._note_prompts(view)
         self._writers.drop_given(view, self._trackers, self._admitted)
-        fenced = rewritten(view, self._store, self._group.block_tokens)
+        fenced = rewritten(view, self._store, self._unit_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         return self._finish_plan(tuple(saves), fenced)
 
@@ -234,14 +231,14 @@ class SchedulerCore:
                 known.save_blocked = True
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
-                if self._groups is None:
-                    tracker.blocks = list(new.block_ids)
+                if view.tables is None:
+                    tracker.blocks = Tables([list(new.block_ids)])
                 else:
                     self._take_tables(tracker)
                 self._look(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), *due)
-        for req_id, blocks in view.grown if self._groups is None else ():
+        for req_id, blocks in view.grown if view.tables is None else ():
             if (tracker := trackers.get(req_id)) is not None:
-                tracker.blocks += blocks
+                tracker.blocks.grow(blocks)
         self._look_at_running(view, *due)
         self._writers.leave_out_strange_hits(due, trackers, self._admitted, scheduled)
         if due[0]:
@@ -266,8 +263,8 @@ class SchedulerCore:
             agenda.line_up(running, self._next_saves(running))
         one_each = view.total_scheduled_tokens == len(scheduled)
         drafts, trackers = view.num_draft_tokens, self._trackers
-        is_plain = self._groups is None and not self._has_drafter and not self._breaker.has_tripped
-        group, due_again = self._group, []
+        is_plain = view.tables is None and not self._has_drafter and not self._breaker.has_tripped
+        unit_tokens, due_again = self._unit_tokens, []
         positions = agenda.due(computed, None if one_each else map(scheduled.__getitem__, running))
         for i in positions:
             tracker = trackers[req_id := running[i]]
@@ -276,7 +273,7 @@ class SchedulerCore:
                 frontier -= drafts.get(req_id, 0)
             if not is_plain:
                 self._look(tracker, frontier, due, rows)
-            elif row := due_chunks(tracker, group, frontier):
+            elif row := due_chunks(tracker, unit_tokens, frontier):
                 due.append(tracker)
                 rows.append(row)
             due_again.append(tracker.next_save)
@@ -295,24 +292,24 @@ class SchedulerCore:
 
     def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Add what is complete at ``frontier`` to ``due`` and ``rows``, and note at which one to look again."""
-        if self._groups is not None and not self._take_tables(tracker):
+        if self._tables is not None and not self._take_tables(tracker):
             tracker.next_save = frontier + 1
             return
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
             num_tokens = len(tracker.confirmed_tokens())
-            tracker.num_complete = complete_blocks(tracker, num_tokens, frontier, self._group.block_tokens)
-            tracker.next_save = frontier + self._group.block_tokens
-        elif (row := due_chunks(tracker, self._group, frontier)) is not None:
+            tracker.num_complete = complete_blocks(tracker, num_tokens, frontier, self._unit_tokens)
+            tracker.next_save = frontier + self._unit_tokens
+        elif (row := due_chunks(tracker, self._unit_tokens, frontier)) is not None:
             due.append(tracker)
             rows.append(row)
         if self._has_drafter:
             self._writers.record(tracker)
             # What is not saved now may be by a later request, in whose prompt it is.
-            tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
+            tracker.next_save = min(tracker.next_save, frontier + self._unit_tokens)
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
-        reserved, dropped = (self._groups or self._store).reserve_all(rows)
+        reserved, dropped = self._store.reserve(rows)
         # First of all, so that they are given back whatever happens (I5).
         is_some = map(is_not, reserved, repeat(None))
         saves += map(new_save, compress(zip(map(its_id, due), reserved, strict=True), is_some))
@@ -329,7 +326,7 @@ class SchedulerCore:
         """Count chunks without a frame: tried again in the next step if the server was late, else with the next chunk."""
         self.counters["save_dropped_chunks"] += sum(dropped)
         for tracker, row in compress(zip(due, rows, strict=True), dropped):
-            note_dropped(tracker, row, self._groups or self._store, self._group, is_late=self._store.is_save_late)
+            note_dropped(tracker, row, self._store, is_late=self._store.is_save_late)
         if self._store.is_save_late:
             self._agenda.line_up(self._agenda.running, self._next_saves(self._agenda.running))
 
@@ -343,18 +340,18 @@ class SchedulerCore:
     def _save_states(self, states: Iterable[BoundaryState], saves: list[SavePlan]) -> None:
         """A state is offered once, with its tokens known, for vLLM hashes them first; what has no frame now is not kept."""
         due = [(tracker, state) for state in states if (tracker := self._has_state(state)) is not None]
-        if self._groups is None or not due:
+        if not due:
             return
-        block_tokens = self._group.block_tokens
-        rows = [(tracker.chain, state.group, state.num_tokens // block_tokens, state.block) for tracker, state in due]
-        reserved = zip(due, self._groups.reserve_states(rows), strict=True)
+        unit_tokens = self._unit_tokens
+        rows = [(tracker.chain, state.group, state.num_tokens // unit_tokens - 1, state.block) for tracker, state in due]
+        reserved = zip(due, self._store.reserve_states(rows), strict=True)
         saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), chunks in reserved if chunks]
         for tracker, state in due:
             self._note_states(tracker.live, tracker, state.num_tokens)
 
     def _note_states(self, live: LiveRequest, tracker: Tracker, num_tokens: int) -> None:
         if self._announcer is not None:
-            self._notes.append(partial(self._announcer.note_states, live, tracker.chain, num_tokens // self._group.block_tokens))
+            self._notes.append(partial(self._announcer.note_states, live, tracker.chain, num_tokens // self._unit_tokens))
 
     def _has_state(self, state: BoundaryState) -> Tracker | None:
         """Whose state it is, if it is to be saved.
@@ -362,8 +359,8 @@ class SchedulerCore:
         Under async scheduling vLLM offers what results of the step before confirmed, but gives up first what accepted drafts left
         behind: then the block may hold anything when this step is done, even where the same request got it again.
         """
-        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
-        if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._unit_tokens
+        if tracker is None or state.num_tokens % self._unit_tokens or state.num_tokens > tracker.save_limit:
             return None
         if not self._take_tables(tracker) or tracker.blocks.tables[state.group][num_blocks - 1 : num_blocks] != [state.block]:
             return None
@@ -485,5 +482,5 @@ class SchedulerCore:
         if tracker is None:
             saves = live.saves
             prompt_only = self._save_prompts_only if saves is None else saves == "prompt"
-            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, self._lookahead, prompt_only)
+            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, self._shape.lookahead, prompt_only)
         return tracker

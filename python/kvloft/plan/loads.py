@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvloft.plan.pins import Lease
 from kvloft.plan.tracker import Tracker
-from kvloft.seam.batch import ChunkBatch, GroupBatches
+from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 
@@ -40,18 +40,18 @@ class Loading:
             self.lease.release()
 
 
-def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:
+def plan_load(tracker: Tracker, unit_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:
     """Turn the standing offer into copies for blocks [local, local + num_tokens).
 
     Returns the plan, the lease that must outlive it, and tokens by tier. What the lease no longer covers is ``lost``.
     """
-    begin = tracker.local_tokens // block_tokens
-    end = (tracker.local_tokens + num_tokens) // block_tokens
-    chunks: ChunkBatch | GroupBatches | tuple[()] = ()
+    begin = tracker.local_tokens // unit_tokens
+    end = (tracker.local_tokens + num_tokens) // unit_tokens
+    chunks: ChunkBatch | tuple[()] = ()
     by_tier: dict[str, int] = {}
     if (lease := tracker.lease) is not None:
-        chunks, by_tier = lease.batch(tracker.blocks, begin, end)
+        chunks, by_tier = lease.batch(tracker.blocks.tables, begin, end)
         tracker.lease = None
     lost = tuple(filter(None, tracker.blocks[begin + sum(by_tier.values()) : end]))  # the null block is promised to none
-    by_tier = {tier: num_blocks * block_tokens for tier, num_blocks in by_tier.items()}
+    by_tier = {tier: num_units * unit_tokens for tier, num_units in by_tier.items()}
     return LoadPlan(tracker.req_id, load_id, chunks, lost), lease, by_tier

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvloft.plan.disk_pacing import DiskPacing, PromptLine
-from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.pins import Lease, Pins
 from kvloft.plan.room import Need, Room
 from kvloft.plan.tracker import Flight, Tracker
 from kvloft.seam.ids import ReqId
-from kvloft.seam.shape import GroupShape
+from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
@@ -40,7 +39,7 @@ class Queue:
     """Requests that vLLM has not admitted, and what those pin and bring whose loads are in flight."""
 
     store: Session
-    group: GroupShape
+    shape: CacheShape
     clock: Callable[[], float]
     wait_s: float
     num_frames: int
@@ -48,12 +47,9 @@ class Queue:
     shares_blocks: bool
     """vLLM shares blocks among requests; where it does not, none waits for another's load."""
     max_running: int | None
-    groups: GroupedChunks | None = None
-    """What the store has of several KV cache groups; None with one."""
-    lookahead: int = 0
-    """Of the shape: with a drafter's, vLLM gives up the last block of what its own cache has."""
     room: Room | None = None
-    """What several groups have in the pool; None with one."""
+    """The pool's blocks, where vLLM does not keep those free that a load needs."""
+    unit_tokens: int = field(init=False)
     num_running: int = 0
     step: int = 0
     pacing: DiskPacing = field(default_factory=DiskPacing)
@@ -81,8 +77,9 @@ class Queue:
     _next_expiry_s: float = float("-inf")
 
     def __post_init__(self) -> None:
-        self.waiting = Pins(self.num_frames, self.group.blocks_per_chunk)
-        self.loading = Pins(self.num_frames, self.group.blocks_per_chunk)
+        self.unit_tokens = self.shape.unit_tokens
+        self.waiting = Pins(self.num_frames)
+        self.loading = Pins(self.num_frames)
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -142,47 +139,46 @@ class Queue:
         return tracker.req_id not in self._told
 
     def _match(self, tracker: Tracker, num_tokens: int, now: float, *, may_wait: bool) -> int | None:
-        block_tokens, local_tokens = self.group.block_tokens, tracker.local_tokens
+        unit_tokens, local_tokens = self.unit_tokens, tracker.local_tokens
         is_crowded = self._is_crowded(tracker)
         if tracker.lease is None:
-            host_blocks, stored_blocks = self._look_up(tracker)
-            if stored_blocks * block_tokens <= local_tokens:
+            host_units, stored_units = self._look_up(tracker)
+            if stored_units * unit_tokens <= local_tokens:
                 return 0
             if may_wait and self._is_coming(tracker, num_tokens, now):
                 return None
             must_wait = may_wait and self._seats_are_taken(now)
-            tracker.num_on_disk = self._num_chunks(stored_blocks - max(host_blocks, local_tokens // block_tokens))
+            tracker.num_on_disk = self._num_chunks(stored_units - max(host_units, local_tokens // unit_tokens))
             pays = not is_crowded and tracker.num_on_disk > 0 and self._turn_pays(tracker, now)
             can_probe = may_wait and not is_crowded and self.pacing.is_disk_idle
-            may_read = self._has_turn(tracker, stored_blocks) if pays else can_probe
-            if must_wait or (stored_blocks > host_blocks and not may_read):
+            may_read = self._has_turn(tracker, stored_units) if pays else can_probe
+            if must_wait or (stored_units > host_units and not may_read):
                 if must_wait or (may_wait and pays and now >= self._no_turns_until_s and self.wait_s > 0):
                     self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
                     return None
-                if host_blocks * block_tokens <= local_tokens:
+                if host_units * unit_tokens <= local_tokens:
                     return 0
                 tracker.waited_out = tracker.waited_out or pays
-            chain, groups = tracker.chain, self.groups
-            acquired = self.store.acquire(chain) if groups is None else groups.acquire(chain, stored_blocks)
-            tracker.lease = Lease(tracker, acquired, self.waiting, num_tokens, stored_blocks)
+            acquired = self.store.acquire(tracker.chain, stored_units)
+            tracker.lease = Lease(tracker, acquired, self.waiting, num_tokens, stored_units)
             tracker.reads_end = self.pacing.observe_reads_wanted(tracker.num_on_disk)
-        ready_blocks, pending_blocks = tracker.lease.poll()
-        if pending_blocks:
+        ready_units, pending_units = tracker.lease.poll()
+        if pending_units:
             self._first = self._first or tracker
-            pays = not is_crowded and self._disk_pays(tracker, ready_blocks, pending_blocks, now)
+            pays = not is_crowded and self._disk_pays(tracker, ready_units, pending_units, now)
             if may_wait and pays and self._has_time(tracker, now):
                 return None
             if may_wait and pays:
                 self._no_turns_until_s = now + self.wait_s
-        offered = ready_blocks * block_tokens - local_tokens
+        offered = ready_units * unit_tokens - local_tokens
         if offered <= 0:
-            if not pending_blocks:
+            if not pending_units:
                 tracker.drop_lease()
             return 0
         if may_wait and (self._is_coming(tracker, num_tokens, now) or self._seats_are_taken(now)):
             self._first = self._first or tracker
             return None
-        if self._lacks_room(tracker, num_tokens, ready_blocks * block_tokens):
+        if self._lacks_room(tracker, num_tokens, ready_units * unit_tokens):
             # Whose load hangs keeps its blocks, and then it is better to compute.
             if may_wait and now - self._room_changed_s < self.wait_s:
                 self._first = self._first or tracker
@@ -192,28 +188,30 @@ class Queue:
         return offered
 
     def _look_up(self, tracker: Tracker) -> tuple[int, int]:
-        """Blocks of the request's prefix in host, and in any tier. Keys are made as far as they are found, and somewhat further."""
+        """Return the deepest hits in host memory and in any tier, in units. Keys are made little further than they are found."""
         limit = FIRST_LOOK_TOKENS
         while True:
             known = tracker.extend_chain(limit)
-            host_blocks, stored_blocks = (self.groups or self.store).lookup(tracker.chain)
-            # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
-            if stored_blocks + self.group.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
-                if self.groups is not None:
-                    return self.groups.deepest(tracker.chain, (host_blocks, stored_blocks), self._most(known))
-                return host_blocks, stored_blocks
+            host_units, stored_units = self.store.lookup(tracker.chain)
+            # What ends before the chain does ends there with a longer chain, too.
+            if stored_units < tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
+                break
             limit *= LOOK_FURTHER
+        if self.shape.is_divisible:
+            return host_units, stored_units
+        most = self._most(known)
+        return self.store.deepest_hit(tracker.chain, min(host_units, most), min(stored_units, most))
 
     def _most(self, num_tokens: int) -> int:
-        """Blocks of the deepest hit: with several groups vLLM cannot go back a token to have one to compute."""
-        return (num_tokens - 1) // self.group.block_tokens
+        """Units of the deepest hit: with windows and states vLLM cannot go back a token to have one to compute."""
+        return (num_tokens - 1) // self.unit_tokens
 
     def _is_coming(self, tracker: Tracker, num_tokens: int, now: float) -> bool:
         """Whether another request's load brings the first block that this one lacks, and vLLM will share it."""
-        chain, block = tracker.chain, tracker.local_tokens // self.group.block_tokens
-        last = block + (self.lookahead > 0)
+        chain, block = tracker.chain, tracker.local_tokens // self.unit_tokens
+        last = block + (self.shape.lookahead > 0)
         # vLLM computes the last token itself, so its own hits end before it.
-        if not self.shares_blocks or (last + 1) * self.group.block_tokens >= num_tokens or last >= chain.num_blocks:
+        if not self.shares_blocks or (last + 1) * self.unit_tokens >= num_tokens or last >= chain.num_blocks:
             return False
         for flight in self.flights.values():  # keys cover all that comes before a block
             if flight.begin <= block and last < flight.end and flight.chain.key(last) == chain.key(last):
@@ -229,18 +227,17 @@ class Queue:
 
     # -- disk -----------------------------------------------------------------------------------------------------
 
-    def _num_chunks(self, num_blocks: int) -> int:
-        """Chunks that hold so many blocks: with several groups at most, for windows need fewer."""
-        num_groups = 1 if self.groups is None else self.groups.num_groups
-        return -(-max(0, num_blocks) // self.group.blocks_per_chunk) * num_groups
+    def _num_chunks(self, num_units: int) -> int:
+        """Chunks of so many units, at most: windows need fewer."""
+        return max(0, num_units) * len(self.shape.groups)
 
     def _turn_pays(self, tracker: Tracker, now: float) -> bool:
         """Whether it pays to wait for chunks whose reads have not been started, behind all that have."""
         return self._pays(tracker, tracker.num_on_disk, None, now)
 
-    def _disk_pays(self, tracker: Tracker, ready_blocks: int, pending_blocks: int, now: float) -> bool:
+    def _disk_pays(self, tracker: Tracker, ready_units: int, pending_units: int, now: float) -> bool:
         """Whether it pays to wait for the rest of a lease."""
-        missing = pending_blocks + min(0, ready_blocks - tracker.local_tokens // self.group.block_tokens)
+        missing = pending_units + min(0, ready_units - tracker.local_tokens // self.unit_tokens)
         return missing > 0 and self._pays(tracker, self._num_chunks(missing), tracker.reads_end, now)
 
     def _pays(self, tracker: Tracker, num_chunks: int, reads_end: int | None, now: float) -> bool:
@@ -252,8 +249,7 @@ class Queue:
         num_ahead = pacing.num_pending
         if reads_end is not None:
             num_ahead = max(0, min(num_ahead, reads_end - pacing.num_done) - num_chunks)
-        num_groups = 1 if self.groups is None else self.groups.num_groups
-        num_tokens = num_chunks // num_groups * self.group.chunk_tokens
+        num_tokens = num_chunks // len(self.shape.groups) * self.unit_tokens
         line_s = max(0.0, tracker.turn_at_s - now)
         return pacing.pays(now, num_ahead=num_ahead, num_chunks=num_chunks, num_tokens=num_tokens, line_s=line_s)
 
@@ -269,12 +265,12 @@ class Queue:
         self._seats_were_taken = self.num_running + num_loading >= self.max_running + max(1, self.max_running // 8)
         return self._seats_were_taken
 
-    def _has_turn(self, tracker: Tracker, stored_blocks: int) -> bool:
+    def _has_turn(self, tracker: Tracker, stored_units: int) -> bool:
         """Whether it may pin what it needs from disk. The first that asks always may, or all would wait for each other."""
         if self._without_turn not in (None, tracker.req_id):
             return False
         is_first = self._first in (None, tracker)
-        if not is_first and self.waiting.num_with(self.waiting.strides(tracker.chain, stored_blocks)) > self._max_pinned:
+        if not is_first and self.waiting.num_with(self.waiting.strides(tracker.chain, stored_units)) > self._max_pinned:
             return False
         self._without_turn = None
         return True
@@ -303,8 +299,8 @@ class Queue:
         """What was offered is being loaded, and pinned until that ends. Unless it ``is_whole``, none waits for it."""
         lease.count_in(self.loading)
         if is_whole:
-            begin = tracker.local_tokens // self.group.block_tokens
-            end = begin + num_tokens // self.group.block_tokens
+            begin = tracker.local_tokens // self.unit_tokens
+            end = begin + num_tokens // self.unit_tokens
             self.flights[tracker.req_id] = Flight(tracker.req_id, tracker.chain, begin, end, self.clock())
 
     def hold(self, tracker: Tracker, num_tokens: int) -> None:

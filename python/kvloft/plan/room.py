@@ -41,7 +41,7 @@ class Room:
     _pins: Pins = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pins = Pins(self.num_blocks, 1)
+        self._pins = Pins(self.num_blocks)
 
     def need(self, chain: KeyChain, num_tokens: int, local_tokens: int, loaded_tokens: int) -> Need:
         """Of a request with so many tokens: the first ``local_tokens`` vLLM has, and a load brings those to ``loaded_tokens``."""
@@ -59,9 +59,9 @@ class Room:
                     own += min(whole, 3) + self.num_drafts
         if not (full := [group for group in self.groups if group.kind == "full"]):
             return Need(own, [])
-        strides = self._pins.strides(chain, local_tokens // full[0].chunk_tokens)
-        per_chunk = sum(group.blocks_per_chunk for group in full)
-        return Need(own, [(key, num_chunks * per_chunk) for key, num_chunks in strides])
+        strides = self._pins.strides(chain, local_tokens // full[0].unit_tokens)
+        per_unit = sum(group.blocks_per_unit for group in full)
+        return Need(own, [(key, num_units * per_unit) for key, num_units in strides])
 
     def has(self, need: Need) -> bool:
         """Whether it fits beside all others; alone anything does, or vLLM says so."""

@@ -8,29 +8,30 @@ request's next chunk completes, or in the next step if only the server's answer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import add, attrgetter
 
-from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import Chunks, SavePlan
-from kvloft.seam.shape import GroupShape
-from kvloft.seam.store import Session
+from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import StepView
+
+SaveRow = tuple[KeyChain, Sequence[int], int, int, int, Sequence[Sequence[BlockId]]]
+"""What to save of a request, as `Session.reserve` takes it: chain, token ids, tokens that the chain is to have, units, tables."""
 
 new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
 """`SavePlan` of a pair: three times as fast as its own constructor."""
 its_id: Callable[[Tracker], ReqId] = attrgetter("req_id")
 
 
-def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | None:
-    """What of ``tracker`` is complete at the end of this step and not saved: a row for ``reserve_all``, which counts as saved
+def due_chunks(tracker: Tracker, unit_tokens: int, frontier: int) -> SaveRow | None:
+    """What of ``tracker`` is complete at the end of this step and not saved: a row for `Session.reserve`, which counts as saved
     from here on; or None.
 
-    ``group`` is the full one. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Leaves the
-    frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known in ``next_save``.
+    ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Leaves the
+    frontier at which the next chunk will be complete and known in ``next_save``.
     """
     token_ids = tracker.confirmed_tokens()
     if tracker.save_blocked or tracker.kv_outdated:
@@ -39,39 +40,27 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
     # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
     goes_on = frontier < tracker.save_limit
     limit = frontier if goes_on else tracker.save_limit
-    block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks
+    tables = tracker.blocks
     num_tokens, wanted, lag = len(token_ids), limit + tracker.lookahead, 0
     if num_tokens < wanted:
         lag = wanted - num_tokens
-        num_blocks = (limit - lag) // block_tokens
+        num_units = (limit - lag) // unit_tokens
     else:
         num_tokens = wanted
-        num_blocks = limit // block_tokens
-    if len(blocks) < num_blocks:
-        num_blocks = len(blocks)
+        num_units = limit // unit_tokens
+    if (num_held := len(tables.main_table) // tables.main_size) < num_units:
+        num_units = num_held
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
-    tracker.next_save = (num_blocks + 1) * block_tokens + lag
-    tracker.num_complete = num_blocks
+    tracker.next_save = (num_units + 1) * unit_tokens + lag
+    tracker.num_complete = num_units
     if not goes_on:  # a later request may save the rest, in whose prompt it is
-        tracker.num_complete = complete_blocks(tracker, len(token_ids), frontier, block_tokens)
-        tracker.next_save = frontier + block_tokens
-    start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
-    replaced = 0
-    if tail_blocks:
-        # Tails are saved at the prompt's end, then block by block: each replaces the one before it, but for the prompt's, which
-        # stays for other requests.
-        last, prompt_blocks = tracker.tail_blocks, tracker.num_prompt_tokens // block_tokens
-        if num_blocks <= last or num_blocks < prompt_blocks:
-            tail_blocks = 0
-        elif last > prompt_blocks:
-            replaced = last
-    if num_full > start:
-        tracker.saved_chunks = num_full
-    elif not tail_blocks:
+        tracker.num_complete = complete_blocks(tracker, len(token_ids), frontier, unit_tokens)
+        tracker.next_save = frontier + unit_tokens
+    start = tracker.saved_chunks
+    if num_units <= start:
         return None
-    if tail_blocks:
-        tracker.tail_blocks = num_blocks
-    return (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
+    tracker.saved_chunks = num_units
+    return (tracker.chain, token_ids, num_tokens, start, num_units, tables.tables)
 
 
 def complete_blocks(tracker: Tracker, num_tokens: int, frontier: int, block_tokens: int) -> int:
@@ -80,16 +69,15 @@ def complete_blocks(tracker: Tracker, num_tokens: int, frontier: int, block_toke
     return min(num_known // block_tokens, len(tracker.blocks))
 
 
-def note_dropped(tracker: Tracker, row: SaveRow, store: Session | GroupedChunks, group: GroupShape, *, is_late: bool) -> None:
+def note_dropped(tracker: Tracker, row: SaveRow, store: Session, *, is_late: bool) -> None:
     """Some of the row's chunks found no frame. Save from what is stored when the next chunk completes, for the host part may
     have shrunk; if only the server's answer ``is_late``, the same row in the next step.
     """
-    tracker.tail_blocks = 0
     if is_late:
         tracker.saved_chunks, tracker.next_save = row[3], 0
     else:
         host_blocks, _ = store.lookup(tracker.chain)
-        tracker.saved_chunks = min(tracker.saved_chunks, host_blocks // group.blocks_per_chunk)
+        tracker.saved_chunks = min(tracker.saved_chunks, host_blocks)
 
 
 def longest(view: StepView) -> int:

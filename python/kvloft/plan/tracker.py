@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvloft.plan.pins import Lease
+from kvloft.seam.batch import NO_TABLES, Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
@@ -45,8 +46,7 @@ class Tracker:
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """Tokens that are saved at most."""
-    blocks: Any = field(default_factory=list)
-    """Its block table (list[BlockId]), or with several groups its `Tables`; empty while it has none."""
+    blocks: Tables = NO_TABLES
     had_drafts: bool = False
     """Some step verified draft tokens of this request."""
     num_confirmed: int = 0
@@ -55,8 +55,6 @@ class Tracker:
     """Frontier at which its next save can be planned."""
     saved_chunks: int = 0
     """Leading chunks that are stored, being saved, or were found stored already."""
-    tail_blocks: int = 0
-    """Of the prefix that ends with the tail saved last."""
     save_blocked: bool = False
     """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
     kv_outdated: bool = False
@@ -144,7 +142,7 @@ class Tracker:
     def start_over(self, *, keeps_kv: bool = False) -> None:
         """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""
         self.kv_outdated = self.kv_outdated and keeps_kv
-        self.blocks = []
+        self.blocks = NO_TABLES
         self.saved_chunks = self.num_complete = self.num_noted = 0
         self.save_blocked = False
         self.waiting_since = self.turn_at_s = None
@@ -152,7 +150,7 @@ class Tracker:
 
     def forget_saves(self) -> None:
         """Nothing that was saved of it is known to be there."""
-        self.saved_chunks = self.tail_blocks = 0
+        self.saved_chunks = 0
 
     def fail_load(self) -> None:
         """A load of it brought less than was promised."""

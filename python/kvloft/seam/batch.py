@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvloft.seam.ids import BlockId, ChunkKey, Ticket
@@ -12,12 +11,6 @@ if TYPE_CHECKING:
     from kvloft._core import ChunkBatch as ChunkBatch
 else:  # the extension is not loaded for a type
     ChunkBatch = Any
-
-Columns = tuple[bytes, bytes, bytes, bytes, bytes]
-"""Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32) and tickets (u64; none for loads), little endian.
-
-Each chunk has as many ``blocks`` as its frame holds; those that are not copied, before or behind the others, are -1.
-"""
 
 
 class ChunkCopy(NamedTuple):
@@ -35,54 +28,42 @@ class ChunkCopy(NamedTuple):
     ticket: Ticket = Ticket(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBatches:
-    """Chunks of several KV cache groups: (which group, its chunks), each group once; a value, as a `ChunkBatch` is."""
-
-    batches: tuple[tuple[int, ChunkBatch], ...] = ()
-
-    @classmethod
-    def of(cls, found: Mapping[int, Sequence[ChunkBatch]]) -> GroupBatches:
-        """Out of one or more batches of each group."""
-        return cls(tuple((group, chunks[0].concat(chunks) if len(chunks) > 1 else chunks[0]) for group, chunks in found.items()))
-
-    def tickets(self) -> list[Ticket]:
-        return [ticket for _, batch in self.batches for ticket in batch.tickets()]
-
-    def block_ids(self) -> list[BlockId]:
-        """Blocks that are copied, of all chunks."""
-        return [block for _, batch in self.batches for block in batch.block_ids()]
-
-    def __len__(self) -> int:
-        return sum(len(batch) for _, batch in self.batches)
-
-    def __iter__(self) -> Iterator[ChunkCopy]:
-        return (copy for _, batch in self.batches for copy in batch)
-
-
 class Tables:
-    """A request's block tables, one a group; its length and its slices are those of group ``main``, in chunks.
+    """A request's block tables, one per KV cache group. Its length is in units; a slice of units gives blocks of group ``main``.
 
-    ``per_chunk``: blocks of each group in a chunk; None: one.
+    ``per_unit``: blocks of each group per unit; None: one.
     """
 
-    __slots__ = ("main", "per_chunk", "tables")
+    __slots__ = ("main", "main_size", "main_table", "per_unit", "tables")
 
-    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int, per_chunk: Sequence[int] | None = None) -> None:
-        self.tables, self.main, self.per_chunk = tables, main, per_chunk
+    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int = 0, per_unit: Sequence[int] | None = None) -> None:
+        self.tables, self.main, self.per_unit = tables, main, per_unit
+        self.main_table, self.main_size = tables[main], per_unit[main] if per_unit else 1
 
     def __len__(self) -> int:
-        return len(self.tables[self.main]) // self.size_of(self.main)
+        return len(self.main_table) // self.main_size
 
-    def __getitem__(self, chunks: slice) -> Sequence[BlockId]:
-        return self.of(self.main, chunks)
+    def __getitem__(self, units: slice) -> Sequence[BlockId]:
+        return self.of(self.main, units)
 
     def size_of(self, group: int) -> int:
-        """Blocks of a group in a chunk."""
-        return self.per_chunk[group] if self.per_chunk else 1
+        """Blocks of a group per unit."""
+        return self.per_unit[group] if self.per_unit else 1
 
-    def of(self, group: int, chunks: slice) -> Sequence[BlockId]:
-        """The blocks of a group in ``chunks``, of which neither end is negative."""
+    def of(self, group: int, units: slice) -> Sequence[BlockId]:
+        """The blocks of a group in ``units``, of which neither end is negative."""
         size = self.size_of(group)
-        start, stop = chunks.start, chunks.stop
+        start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
+
+    def copy(self) -> Tables:
+        """The same tables as lists of their own, which `grow` may add to."""
+        return Tables([list(table) for table in self.tables], self.main, self.per_unit)
+
+    def grow(self, blocks: Sequence[BlockId]) -> None:
+        """Add blocks to the only group's table."""
+        self.main_table += blocks  # type: ignore[operator]
+
+
+NO_TABLES = Tables(((),))
+"""Of a request without blocks."""

@@ -9,7 +9,7 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 Chunks = Any
-"""A `kvloft.seam.batch.ChunkBatch`; with several KV cache groups `GroupBatches`, of which each group's mover gets its own batch."""
+"""A `kvloft.seam.batch.ChunkBatch`, or () for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,36 +19,24 @@ class GroupShape:
     """
 
     block_tokens: int
-    blocks_per_chunk: int = 1
+    blocks_per_unit: int = 1
     kind: Literal["full", "window", "local", "state"] = "full"
     reach: int = 0
 
     @property
-    def chunk_tokens(self) -> int:
-        return self.block_tokens * self.blocks_per_chunk
+    def unit_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_unit
 
     @property
     def kept_blocks(self) -> int:
-        """How many of a chunk's blocks are kept, the last ones: no prefix needs more, and vLLM may have given up those before."""
-        reached = max(1, -(-self.reach // self.block_tokens))
-        return min(self.blocks_per_chunk, reached) if self.kind == "window" else self.blocks_per_chunk
-
-    def first_chunk(self, boundary: int) -> int:
-        """The first chunk that a prefix of ``boundary`` chunks needs; all from there to the boundary are needed."""
-        return self.first_block(boundary) // self.blocks_per_chunk
-
-    def first_block(self, boundary: int) -> int:
-        """The same in blocks: it may be in the midst of a chunk."""
-        num_tokens = boundary * self.chunk_tokens
+        """Blocks of a unit that a chunk keeps, the last ones: no prefix needs more, and vLLM may have freed those before."""
         match self.kind:
-            case "full":
-                return 0
+            case "full" | "local":
+                return self.blocks_per_unit
             case "window":
-                return max(0, num_tokens - self.reach) // self.block_tokens
-            case "local":
-                return num_tokens // self.reach * self.reach // self.block_tokens
+                return min(self.blocks_per_unit, max(1, -(-self.reach // self.block_tokens)))
             case "state":
-                return max(0, boundary * self.blocks_per_chunk - 1)
+                return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +64,24 @@ class CacheShape:
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
-    @property
-    def main_group(self) -> GroupShape:
-        """That group."""
-        return self.groups[self.main]
-
     def number_of(self, group: int) -> int | None:
         """The number in the keys of what ``groups[group]`` keeps; None: they are the prefix's own."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
-    def unit(self) -> GroupShape:
-        """What a request is counted in: blocks from one key to the next. Where ``is_grouped`` one is a chunk of each group."""
-        main = self.main_group
-        return replace(main, block_tokens=main.chunk_tokens, blocks_per_chunk=1) if self.is_grouped else main
+    def unit_tokens(self) -> int:
+        """Tokens from one cache key to the next: whole blocks of every group."""
+        return self.groups[0].unit_tokens
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether a prefix needs more than all its blocks of one table: several groups, or one that keeps only a part."""
-        return len(self.groups) > 1 or self.groups[0].kind != "full"
+    def is_divisible(self) -> bool:
+        """True if any part of a stored prefix is a hit: with one group of full attention. Else a hit is whole or nothing."""
+        return len(self.groups) == 1 and self.groups[0].kind == "full"
+
+    @property
+    def is_dense(self) -> bool:
+        """True if some group keeps every block of a prefix, so that no hit goes beyond a missing chunk."""
+        return any(group.kind == "full" for group in self.groups)
 
     @property
     def num_shards(self) -> int:

@@ -117,5 +117,6 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Only with several groups: a request's block tables as they are now, null blocks where a group gave one up."""
+    """Where vLLM frees blocks of running requests: a request's block tables as they are now, with null blocks for those that a
+    group gave up. None: tables grow by ``grown`` and are kept."""
     states: Sequence[BoundaryState] = ()

@@ -23,16 +23,10 @@ class CpuMover:
 
     usable_frames = None
 
-    def __init__(self, layout: PagedLayout, frames: FrameWindow) -> None:
-        self._layout = layout
+    def __init__(self, layouts: Sequence[PagedLayout], frames: FrameWindow) -> None:
+        """``layouts``: of each KV cache group, over the same frames."""
         self._part = PrivatePart(frames)
-        self._planes = [
-            torch.empty(0, dtype=torch.uint8, device=plane.storage.device).set_(
-                plane.storage, plane.offset, (plane.num_blocks, plane.page_bytes), (plane.block_stride, 1)
-            )
-            for plane in layout.planes
-        ]
-        """[num_blocks, page_bytes] each."""
+        self._groups = [(layout, _planes_of(layout)) for layout in layouts]
         self._done = Finished()
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
@@ -40,15 +34,14 @@ class CpuMover:
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         begin = time.perf_counter()
-        for plan in plans:
-            for copy in plan.chunks:
-                try:
-                    self._gather(copy)
-                except (RuntimeError, ValueError, IndexError):
-                    self._done.failed.append(copy.ticket)
-                else:
-                    self._done.saved.append(copy.ticket)
-                    self._done.num_bytes_saved += copy.num_blocks * self._layout.block_bytes
+        for group, copy in (each for plan in plans for each in _copies(plan)):
+            try:
+                self._gather(group, copy)
+            except (RuntimeError, ValueError, IndexError):
+                self._done.failed.append(copy.ticket)
+            else:
+                self._done.saved.append(copy.ticket)
+                self._done.num_bytes_saved += copy.num_blocks * self._groups[group][0].block_bytes
         self._done.seconds_saving += time.perf_counter() - begin
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
@@ -56,16 +49,8 @@ class CpuMover:
         for plan in plans:
             bad: list[tuple[ChunkKey, str]] = []
             self._done.bad_blocks.update(plan.lost)
-            for copy in plan.chunks:
-                try:
-                    problem = self._part.fetch(copy, self._layout.digest, self._layout.page_bytes)
-                    if problem is None:
-                        self._scatter(copy)
-                except (RuntimeError, ValueError, IndexError) as error:
-                    problem = f"copy: {error}"
-                if problem is None:
-                    self._done.num_bytes_loaded += len(copy.blocks) * self._layout.block_bytes
-                else:
+            for group, copy in _copies(plan):
+                if (problem := self._load(group, copy)) is not None:
                     bad.append((copy.key, problem))
                     self._done.bad_blocks.update(copy.blocks)
             self._done.loads.append(LoadResult(plan.req_id, plan.load_id, tuple(bad)))
@@ -81,18 +66,47 @@ class CpuMover:
     def close(self) -> None:
         """Nothing was taken."""
 
-    def _gather(self, copy: ChunkCopy) -> None:
-        for saved, page in self._pages(copy, first=0):
-            saved.copy_(page)
-        self._part.store(copy, self._layout.digest, self._layout.page_bytes)
+    def _load(self, group: int, copy: ChunkCopy) -> str | None:
+        """Check and scatter one chunk; returns why it failed, or None."""
+        layout, _ = self._groups[group]
+        try:
+            problem = self._part.fetch(copy, layout.digest, layout.page_bytes)
+            if problem is None:
+                self._scatter(group, copy)
+                self._done.num_bytes_loaded += len(copy.blocks) * layout.block_bytes
+        except (RuntimeError, ValueError, IndexError) as error:
+            problem = f"copy: {error}"
+        return problem
 
-    def _scatter(self, copy: ChunkCopy) -> None:
-        for saved, page in self._pages(copy, first=copy.first_block):
+    def _gather(self, group: int, copy: ChunkCopy) -> None:
+        for saved, page in self._pages(group, copy, first=0):
+            saved.copy_(page)
+        layout, _ = self._groups[group]
+        self._part.store(copy, layout.digest, layout.page_bytes)
+
+    def _scatter(self, group: int, copy: ChunkCopy) -> None:
+        for saved, page in self._pages(group, copy, first=copy.first_block):
             page.copy_(saved)
 
-    def _pages(self, copy: ChunkCopy, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each page of the copy's blocks, the first of which is number ``first`` of its chunk: in the part, and in paged KV."""
-        block_bytes = self._layout.block_bytes
-        payload = self._part.bytes[first * block_bytes : (first + len(copy.blocks)) * block_bytes]
-        saved = payload.split(list(self._layout.page_bytes * len(copy.blocks)))
-        return zip(saved, (plane[block] for block in copy.blocks for plane in self._planes), strict=True)
+        layout, planes = self._groups[group]
+        payload = self._part.bytes[first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes]
+        saved = payload.split(list(layout.page_bytes * len(copy.blocks)))
+        return zip(saved, (plane[block] for block in copy.blocks for plane in planes), strict=True)
+
+
+def _copies(plan: SavePlan | LoadPlan) -> Iterator[tuple[int, ChunkCopy]]:
+    """Every chunk with its KV cache group."""
+    groups = plan.chunks.by_group() if plan.chunks else ()
+    return ((group, copy) for group, batch in groups for copy in batch)
+
+
+def _planes_of(layout: PagedLayout) -> list[torch.Tensor]:
+    """Return the planes as uint8 [num_blocks, page_bytes] each."""
+    return [
+        torch.empty(0, dtype=torch.uint8, device=plane.storage.device).set_(
+            plane.storage, plane.offset, (plane.num_blocks, plane.page_bytes), (plane.block_stride, 1)
+        )
+        for plane in layout.planes
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
@@ -17,7 +18,7 @@ from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
 from kvloft.transfer.lifeline import Lifeline
 from kvloft.transfer.mover import Finished, Mover
-from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover, for_each
+from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 
 logger = logging.getLogger(__name__)
 
@@ -59,27 +60,19 @@ class WorkerCore:
         """Requests that `take_finished_loads` named last, and whose load brought less than was promised."""
         self._totals = Finished()
 
-    def register(
-        self, kv_caches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
-    ) -> PagedLayout:
-        """Learn where the pages are, of each group where there are several; returns the first layout that has some.
+    def register(self, groups: Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str) -> PagedLayout:
+        """Learn where the pages of each KV cache group are; returns the first layout that has some.
 
         A pipeline stage may have no layer of a group: its part of that group's frames is a trailer alone. Raises LayoutError for
         layouts, UnsupportedError for GPUs that cannot be served.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
-        groups = [kv_caches] if isinstance(kv_caches, Mapping) else kv_caches
         some = next(filter(None, groups), {})
         first = read_layout(some, num_blocks, fingerprint)
         layouts = [read_layout(group, num_blocks, fingerprint) if group else without_pages(first) for group in groups]
         kept, given = [group.kept_blocks for group in self._shape.groups], self._given_make_mover
-        is_grouped = self._shape.is_grouped
-        self._make = (
-            for_each(given, layouts, is_grouped=is_grouped)
-            if given
-            else choose_mover(layouts, kept, self._settings, is_grouped=is_grouped)
-        )
+        self._make = partial(given, layouts) if given else choose_mover(layouts, kept, self._settings)
         self._payload_bytes = max(layout.block_bytes * num_blocks for layout, num_blocks in zip(layouts, kept, strict=True))
         return first
 

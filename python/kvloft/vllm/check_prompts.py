@@ -9,11 +9,10 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvloft.vllm.shape import MAX_AUTO_CHUNK_TOKENS
-
 MAX_PROMPT_TOKENS = 10_000
 PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
 """Lengths of prompts, in units of the granularity of vLLM's own hits."""
+LONG_PROMPT_TOKENS = 1024
 NUM_FORKED = 2
 NUM_TRIES = 4
 """Maximum number of prompts per length until rounding cannot change the answer."""
@@ -47,7 +46,7 @@ def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
     facts = engine.facts()
     unit, room = facts["hit_tokens"], min(MAX_PROMPT_TOKENS, facts["max_model_len"] - num_output_tokens - 1)
     reach = max(group["reach"] for group in facts["groups"])
-    wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, MAX_AUTO_CHUNK_TOKENS + unit * 2.6]
+    wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, LONG_PROMPT_TOKENS + unit * 2.6]
     lengths = sorted({min(room, round(length)) for length in wanted})
     prompts: dict[str, Chosen] = {}
     for length in lengths:

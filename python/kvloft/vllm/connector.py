@@ -91,7 +91,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
         ranks = configs_of_ranks(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else [kv_cache_config]
-        shape = cache_shape(vllm_config, ranks, config)
+        shape = cache_shape(vllm_config, ranks)
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
             listen(ADD_REQUEST, self.meet_scheduler)
@@ -269,7 +269,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
         With one group they do, and vLLM computes from the first bad block on, not all again.
         """
-        if not self._worker.is_grouped:
+        if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
         done, failed = self._take_finished()
         return base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)

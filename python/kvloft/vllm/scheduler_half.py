@@ -40,7 +40,7 @@ from kvloft.vllm.shape import draft_limit, room_of
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.telling import Teller
-from kvloft.vllm.views import VllmRequest, tables_of, view_grouped_step, view_step
+from kvloft.vllm.views import VllmRequest, tables_of, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,9 +88,9 @@ def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_
 
     ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not open yet.
     """
-    counts = sorted({group.blocks_per_chunk for group in shape.groups})
+    counts = sorted({group.blocks_per_unit for group in shape.groups})
     blocks = _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
-    chunk = f"{_count(shape.main_group.chunk_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
+    chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
     if config.server is not None:
         return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
@@ -112,9 +112,10 @@ class SchedulerHalf:
         """``ranks``: the KV cache config of every rank, as far as it is known; the first is this process's."""
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._block_tokens, self._lookahead = shape.unit.block_tokens, shape.lookahead
-        self._new_tables = tables_of(shape) if shape.is_grouped else None
-        """With several KV cache groups, or one that keeps a part: makes `Tables` of vLLM's."""
+        self._unit_tokens, self._lookahead = shape.unit_tokens, shape.lookahead
+        self._new_tables = tables_of(shape)
+        self._are_resolved = not shape.is_divisible
+        """vLLM frees blocks of running requests, so that block tables are read afresh."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -188,7 +189,7 @@ class SchedulerHalf:
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self._block_tokens, lookahead=self._lookahead)
+        return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=self._lookahead)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -227,17 +228,16 @@ class SchedulerHalf:
 
     def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
         """A load that cannot be planned is reported as failed, because its request waits for a result."""
-        block_ids: Any = tables[0] if self._new_tables is None else self._new_tables(tables)
+        own = self._new_tables(tables)
         try:
-            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
+            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, own)
         except BaseException:  # a panic in Rust is no Exception
             if num_external_tokens:
-                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
+                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, own)
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        new_tables = self._new_tables
-        return self.core.plan_step(view_step(output) if new_tables is None else view_grouped_step(output, new_tables))
+        return self.core.plan_step(view_step(output, self._new_tables if self._are_resolved else None))
 
     def reset(self) -> None:
         """Empty the cache, unless vLLM resets it for a pause that keeps the weights.

@@ -1,6 +1,6 @@
 """vLLM's KV cache configuration as a CacheShape: the one place that looks into its groups.
 
-It decides chunk sizes and which ranks hold the same bytes, nothing later than start.
+It decides the unit and which ranks hold the same bytes, nothing later than start.
 """
 
 from __future__ import annotations
@@ -12,59 +12,33 @@ from typing import Any, Literal
 
 from vllm.distributed.utils import get_pp_indices
 
-from kvloft.config import Config
-from kvloft.errors import ConfigError
 from kvloft.plan.room import Room
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 
-GOOD_CHUNK_BYTES = 128 << 10
-"""A block of at least this size, over all layers of a rank, is a chunk by itself: it moves and stores well."""
-MAX_AUTO_CHUNK_TOKENS = 1024
 
+def cache_shape(vllm_config: Any, ranks: Sequence[Any]) -> CacheShape:
+    """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a worker's own.
 
-def cache_shape(vllm_config: Any, ranks: Sequence[Any], config: Config) -> CacheShape:
-    """The shape that both halves share, out of the KV cache configs of ``ranks``: of all, or of a worker its own.
-
-    A part of a frame is as large as the largest rank needs, so a worker, which knows only its own layers, comes to smaller ones
-    where stages differ: how large they are it learns with the arena. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's
-    block size.
+    A shard has the size that the largest rank needs. A worker sees only its own layers, so with pipeline stages its shape may be
+    smaller; the arena has the real size.
     """
-    groups = in_chunks([group_shape(spec) for spec in group_specs(ranks[0])])
-    if (grouped := CacheShape(groups)).is_grouped:
-        return _grouped_shape(vllm_config, ranks, config, grouped)
-    largest = max(map(largest_block_bytes, ranks))
-    block_tokens = groups[0].block_tokens
-    has_stages = getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
-    # A rank knows the size of its own stage's blocks only, and all must choose alike.
-    blocks_per_chunk = choose_blocks(config, block_tokens, GOOD_CHUNK_BYTES if has_stages else largest)
-    return CacheShape(
-        (GroupShape(block_tokens, blocks_per_chunk),),
-        part_bytes=part_bytes_for(largest * blocks_per_chunk),
+    shape = CacheShape(in_units([group_shape(spec) for spec in group_specs(ranks[0])]))
+    kept = [group.kept_blocks for group in shape.groups]
+    payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
+    return replace(
+        shape,
+        part_bytes=part_bytes_for(payload),
         num_ranks=vllm_config.parallel_config.world_size,
-        num_replicas=num_replicas(vllm_config),
+        num_replicas=num_replicas(vllm_config) if shape.is_divisible else 1,
         lookahead=lookahead(vllm_config),
     )
 
 
-def in_chunks(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """``groups`` with chunks of as few tokens as are whole blocks of each: there vLLM's own hits end."""
+def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
+    """Return ``groups`` with the smallest unit that is whole blocks of each: vLLM's own hits end at its multiples."""
     tokens = lcm(*(group.block_tokens for group in groups))
-    return tuple(replace(group, blocks_per_chunk=tokens // group.block_tokens) for group in groups)
-
-
-def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape: CacheShape) -> CacheShape:
-    """``shape`` with its sizes."""
-    if config.chunk_tokens not in ("auto", tokens := shape.unit.block_tokens):
-        way_out = ", or set kv_groups to 'one'" if len(shape.groups) > 1 else ""
-        raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} is not possible with several KV cache groups or windows in every layer, whose "
-            f"chunks have {tokens} tokens; leave it at 'auto'{way_out}"
-        )
-    kept = [group.kept_blocks for group in shape.groups]
-    payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
-    num_ranks = vllm_config.parallel_config.world_size
-    return replace(shape, part_bytes=part_bytes_for(payload), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+    return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -91,7 +65,7 @@ def draft_limit(vllm_config: Any) -> int | None:
 
 def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:
     """What requests with loads may take of the pool, but for the null block; None with one group of full attention."""
-    if not shape.is_grouped:
+    if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
     num_drafts = int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
@@ -166,29 +140,6 @@ def group_block_bytes(kv_cache_config: Any) -> list[int]:
     """Bytes of one block of each group, on the rank whose config it is."""
     bytes_of = page_bytes(kv_cache_config)
     return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
-
-
-def largest_block_bytes(kv_cache_config: Any) -> int:
-    """Of the group that keeps most."""
-    return max(group_block_bytes(kv_cache_config))
-
-
-def choose_blocks(config: Config, block_tokens: int, block_bytes: int) -> int:
-    """Blocks a chunk has: as configured, else the fewest (a power of two) that make a chunk worth moving.
-
-    Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
-    """
-    if config.chunk_tokens == "auto":
-        blocks = 1
-        while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
-            blocks *= 2
-        return blocks
-    if config.chunk_tokens % block_tokens:
-        raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
-            f"use {block_tokens}, {2 * block_tokens}, ... or leave it at 'auto'"
-        )
-    return config.chunk_tokens // block_tokens
 
 
 def num_replicas(vllm_config: Any) -> int:

@@ -116,39 +116,16 @@ NewTables = Callable[[Any], Tables]
 
 def tables_of(shape: CacheShape) -> NewTables:
     """What makes `Tables` of vLLM's tables, one a group of ``shape``."""
-    per_chunk = [group.blocks_per_chunk for group in shape.groups]
-    return partial(Tables, main=shape.main, per_chunk=per_chunk if max(per_chunk) > 1 else None)
+    per_unit = [group.blocks_per_unit for group in shape.groups]
+    return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
 
-def view_grouped_step(output: SchedulerOutput, new_tables: NewTables) -> StepView:
-    """The same with several groups: tables as vLLM has them now, and all blocks that a request got, as if it had grown by them."""
-    flat = view_step(output, flatten)
-    state = output.kv_connector_block_state
-    assert state is not None, "offered to every connector by the releases whose groups are served"
-    grown = [*flat.grown, *((new.req_id, new.block_ids) for new in flat.new)]
-    offered = state.boundary_state_offloads.items()
+def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> StepView:
+    """Return one SchedulerOutput in either shape: a resumed request comes as a new one, its block table whole.
 
-    def tables(req_id: ReqId) -> Tables | None:
-        found = state.resolve_block_ids(req_id)
-        return new_tables(found) if found else None
-
-    return flat._replace(
-        new=[replace(new, block_ids=()) for new in flat.new], grown=grown, tables=tables,
-        states=[BoundaryState(ReqId(req_id), *row) for req_id, rows in offered if req_id not in flat.preempted for row in rows],
-    )  # fmt: skip
-
-
-def flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Every block of all groups' tables."""
-    return [block for table in tables for block in table]
-
-
-first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""The one group's table."""
-
-
-def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]] = first_of) -> StepView:
-    """One SchedulerOutput, in either shape: a resumed request comes as a new one, its block table whole."""
+    With ``new_tables``, block tables are read as vLLM has them now, and ``grown`` has all blocks that requests were given.
+    """
+    blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
     new = [
         NewRequest(ReqId(request.req_id), request.num_computed_tokens, cast(Sequence[BlockId], blocks_of(request.block_ids)))
@@ -157,7 +134,7 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
     # Most get no block in a step: those are passed over without a line of Python each.
     added = cached.new_block_ids
-    if blocks_of is first_of:
+    if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
     else:
         grown = [(req_id, blocks_of(tables)) for req_id, tables in zip(req_ids, added, strict=True) if tables]
@@ -170,7 +147,7 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
         grown = [row for row in grown if row[0] not in resumed]
         req_ids, computed = [req_ids[i] for i in kept], [computed[i] for i in kept]
     drafts = output.scheduled_spec_decode_tokens
-    return StepView(
+    view = StepView(
         new=new,
         running=cast(Sequence[ReqId], req_ids),
         num_computed_tokens=computed,
@@ -180,6 +157,33 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
         num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()} if drafts else {},
         preempted=cast(Any, frozenset(getattr(output, "preempted_req_ids", None) or ())),
     )
+    return view if new_tables is None else _resolve(view, output, new_tables)
+
+
+def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
+    """Return ``view`` with block tables as vLLM has them now, and the states that it offers."""
+    state = output.kv_connector_block_state
+    assert state is not None, "offered to every connector by the releases whose groups are supported"
+    grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
+    offered = state.boundary_state_offloads.items()
+
+    def tables(req_id: ReqId) -> Tables | None:
+        found = state.resolve_block_ids(req_id)
+        return new_tables(found) if found else None
+
+    return view._replace(
+        new=[replace(new, block_ids=()) for new in view.new], grown=grown, tables=tables,
+        states=[BoundaryState(ReqId(req_id), *row) for req_id, rows in offered if req_id not in view.preempted for row in rows],
+    )  # fmt: skip
+
+
+def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return every block of all groups' tables."""
+    return [block for table in tables for block in table]
+
+
+_first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
+"""The one group's table."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:

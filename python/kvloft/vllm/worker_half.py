@@ -36,8 +36,9 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
-        self.is_grouped = shape.is_grouped
-        self._group_layers = group_layers(kv_cache_config) if self.is_grouped else []
+        self.fails_requests = not shape.is_divisible
+        """Failed loads are reported by request: ids of blocks do not say which group's they are."""
+        self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
         moves_states = any(group.kind == "state" for group in shape.groups)  # into new blocks, before any hook, too
@@ -55,8 +56,8 @@ class WorkerHalf:
         self.hook_errors = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if not self.is_grouped:
-            self.core.register(kv_caches, self._num_blocks, self._fingerprint)
+        if not self._group_layers:
+            self.core.register([kv_caches], self._num_blocks, self._fingerprint)
         else:
             missing = [name for names in self._group_layers for name in names if name not in kv_caches]
             if missing:  # its KV would neither be saved nor loaded, and every check would agree

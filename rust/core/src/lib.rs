@@ -5,11 +5,11 @@
 //! Engines ask a store through a `session`; an `engine` counts its ranks' reports and has chunks in `batch`es.
 //! Nothing here knows Python, CUDA, vLLM, the clock or the environment.
 
-pub mod batch;
+pub mod chunk_batch;
 pub mod engine;
 pub mod error;
 pub mod evict;
-pub(crate) mod flights;
+pub(crate) mod in_flight;
 pub(crate) mod index;
 pub mod io;
 pub mod key;

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -15,8 +16,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 use crate::store::{
-    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
-    StoreConfig, ToSave, WriteLease,
+    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, Store, StoreConfig,
+    ToSave, WriteLease,
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
 
@@ -35,7 +36,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn renew(&self) -> bool {
         false
     }
-    /// How much of the prefix is stored. No side effect (I9).
+    /// Returns how many leading units of the prefix are stored. No side effect (I9).
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
         self.lookup_many(&[prefix]).pop().unwrap_or_default()
     }
@@ -55,8 +56,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn release(&self, lease: LeaseId);
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let (reserved, got) = self.reserve_many(&[(prefix, range).into()])?;
+    fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
+        let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
         Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
     }
     /// The same for many, in one question: chunks of the first, then of the next, and how many are whose. Nothing if one prefix

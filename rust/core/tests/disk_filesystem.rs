@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, PartSpec};
-use kvloft_core::store::{DiskSettings, SaveRange, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{DiskSettings, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
@@ -133,11 +133,7 @@ fn frame(i: u32) -> PageBuffer {
 }
 
 fn write(tier: &DiskTier, slot: SlotId, i: u32) -> kvloft_core::Result<()> {
-    tier.write(
-        slot,
-        &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 },
-        &frame(i),
-    )
+    tier.write(slot, &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }, &frame(i))
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
@@ -318,7 +314,6 @@ fn open_store(mounted: &Mounted) -> Store {
     let config = StoreConfig {
         frame_bytes: FRAME as u64,
         host_bytes: 16 * FRAME as u64,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [7; 32],
@@ -352,7 +347,7 @@ fn arena_of(store: &Store) -> Arena {
 fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
     let arena = arena_of(store);
     for first in range {
-        let reserved = store.reserve(&prompt(first), SaveRange { start: 0, stop: 1, tail_blocks: 0 }).unwrap();
+        let reserved = store.reserve(&prompt(first), 0..1).unwrap();
         let reservation = reserved.leases[0].reservation();
         arena.seal(reservation.frame, 0, FRAME, &spec(reservation.key)).unwrap();
         assert_eq!(store.commit(reserved.leases), 1);
@@ -362,7 +357,7 @@ fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
 
 fn is_loaded(store: &Store, first: u32) -> bool {
     let (lease, begun) = (store.acquire(&prompt(first)), Instant::now());
-    while lease.poll().pending_blocks > 0 && begun.elapsed() < HUNG {
+    while lease.poll().pending_units > 0 && begun.elapsed() < HUNG {
         std::thread::yield_now();
     }
     let (frames, arena) = (lease.frames(), arena_of(store));
@@ -387,7 +382,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     drop(store);
     let store = open_store(&mounted);
     let first_stored = 800 - u32::try_from(num_stored).unwrap();
-    assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_blocks == 0));
+    assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_units == 0));
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
     // Another life, which found the chunks on a full file system.
     save_prompts(&store, 800..900);

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::root_key;
-use kvloft_core::store::{DiskSettings, SaveRange, Store, StoreConfig};
+use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
@@ -44,7 +44,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
-    DiskMeta { key: key(life, n), parent, num_blocks: 1, depth, saved_s: 0 }
+    DiskMeta { key: key(life, n), parent, depth, saved_s: 0 }
 }
 
 fn fill(frame: &mut [u8], key: &ChunkKey) {
@@ -88,7 +88,6 @@ fn store_config(dir: &Path) -> StoreConfig {
     StoreConfig {
         frame_bytes,
         host_bytes,
-        blocks_per_chunk: 1,
         eviction: Eviction::default(),
         available_bytes: None,
         namespace,
@@ -109,7 +108,7 @@ fn save(dir: &Path, life: u64) {
         let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
         let tokens = (0..8).map(|at| n * 8 + at + u32::try_from(life).unwrap() * 1_000_000);
         chain.append_tokens(&tokens.collect::<Vec<_>>()).unwrap();
-        let reserved = store.reserve(&chain, SaveRange { start: 0, stop: 8, tail_blocks: 0 }).unwrap();
+        let reserved = store.reserve(&chain, 0..8).unwrap();
         for lease in &reserved.leases {
             fill(&mut frame, &lease.reservation().key);
             arena.write_all_at(&frame, u64::from(lease.reservation().frame.0) * FRAME as u64).unwrap();

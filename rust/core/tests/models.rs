@@ -17,7 +17,7 @@ use kvloft_core::{ChunkKey, ErrorKind, Result};
 use shuttle::scheduler::RandomScheduler;
 use shuttle::thread;
 use std::time::{Duration, Instant};
-use store_common::{arena_of, chain, config, disk_settings, range, save, stat};
+use store_common::{arena_of, chain, config, disk_settings, save, stat};
 
 /// A tier whose calls let others go first.
 #[derive(Debug)]
@@ -74,9 +74,9 @@ fn call(store: &Store, first: u32) {
     let arena = arena_of(store);
     for nth in 0..2 {
         let chain = chain(&[first, nth, 2]);
-        save(store, &arena, &chain, range(0, 3, 0));
+        save(store, &arena, &chain, 0..3);
         let lease = store.acquire(&chain);
-        while lease.poll().pending_blocks > 0 {
+        while lease.poll().pending_units > 0 {
             thread::yield_now();
         }
         assert!(lease.frames().len() <= 3);
@@ -86,7 +86,7 @@ fn call(store: &Store, first: u32) {
 fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
     let last = Arc::new(last);
     let model = move || {
-        let settings = StoreConfig { disk: Some(disk_settings(6, 2)), ..config(4, 1, Eviction::Lru) };
+        let settings = StoreConfig { disk: Some(disk_settings(6, 2)), ..config(4, Eviction::Lru) };
         let (disk, start) = (Arc::new(Yielding(MemoryTier::new(6))), Instant::now());
         let opener: Opener = Box::new(move || Ok((Arc::clone(&disk) as Arc<dyn LocalTier>, Vec::new())));
         let store = Arc::new(Store::with_tier(&settings, Some(opener), Box::new(move || start.elapsed())).unwrap());
@@ -147,8 +147,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
                 let slot = tier.reserve()?;
-                let meta =
-                    DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 };
+                let meta = DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
                 let written = tier.write(slot, &meta, &[n; 4096]);
                 assert!(written.is_ok() || written.is_err_and(|error| error.kind() == ErrorKind::Closed));
                 Some(slot)

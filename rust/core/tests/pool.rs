@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{DiskSettings, ReadLease, SaveRange, Store, StoreConfig, Way, WriteLease};
+use kvloft_core::store::{DiskSettings, ReadLease, Store, StoreConfig, Way, WriteLease};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -26,7 +26,6 @@ fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
     StoreConfig {
         frame_bytes: FRAMES[nth],
         host_bytes: 0,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [u8::try_from(nth).unwrap(); 32],
@@ -90,8 +89,7 @@ impl World {
     }
 
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
-        let all = SaveRange { start: 0, stop: u32::try_from(chain.keys().len()).unwrap(), tail_blocks: 0 };
-        let got = self.stores[nth].reserve(chain, all).unwrap();
+        let got = self.stores[nth].reserve(chain, 0..chain.num_blocks()).unwrap();
         for lease in got.leases {
             let row = *lease.reservation();
             let (start, len) = self.at(nth, row.frame.0);
@@ -253,9 +251,8 @@ fn is_given_back(mut world: World, nth: usize) {
         assert!(store.num_slabs().0 <= 2, "{:?} slabs of a store that was cleared", store.num_slabs());
     }
     world.stores.clear();
-    let all = SaveRange { start: 0, stop: 98, tail_blocks: 0 };
     let store = world.open(nth);
-    let got = store.reserve(&chain(nth, 0, 98), all).unwrap();
+    let got = store.reserve(&chain(nth, 0, 98), 0..98).unwrap();
     assert_eq!(got.leases.len() as u64, 98.min(HOST / world.frames[nth]), "alone it has every frame");
     assert_eq!(store.num_slabs().0, world.pool.num_slabs());
 }
@@ -342,19 +339,18 @@ fn a_store_is_asked_again_only_while_another_wants() {
     })
     .unwrap();
     let stores = [0, 1].map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap());
-    let all = SaveRange { start: 0, stop: 60, tail_blocks: 0 };
-    let got = stores[0].reserve(&chain(0, 0, 60), all).unwrap();
+    let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
     stores[0].commit(got.leases);
     assert_eq!(news.load(Ordering::SeqCst), 0);
     assert_eq!(stores[0].give_way(), Way::Unasked);
-    assert_eq!(stores[1].reserve(&chain(1, 0, 60), all).unwrap().num_dropped, 60);
+    assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
     assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 1);
     stores[1].set_active(false);
     assert!(!pool.is_wanted());
     assert_eq!(stores[0].give_way(), Way::Unasked);
     stores[1].set_active(true);
     assert!(!pool.is_wanted(), "what its engines wanted before they left is not what the next ones want");
-    assert_eq!(stores[1].reserve(&chain(1, 0, 60), all).unwrap().num_dropped, 60);
+    assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
     assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "and when they do, it is heard");
 }
 
@@ -414,12 +410,10 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
     let stores: Vec<_> = (0..9_u8)
         .map(|nth| Store::open_in(&StoreConfig { namespace: [nth; 32], ..config(0, None) }, &pool, None).unwrap())
         .collect();
-    let all = SaveRange { start: 0, stop: 60, tail_blocks: 0 };
-    let got = stores[0].reserve(&chain(0, 0, 60), all).unwrap();
+    let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
     stores[0].commit(got.leases);
-    let one = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
     for _ in 0..100 {
-        let got = stores[1].reserve(&chain(0, 1, 1), one).unwrap();
+        let got = stores[1].reserve(&chain(0, 1, 1), 0..1).unwrap();
         if got.num_dropped == 0 {
             return;
         }
@@ -433,17 +427,16 @@ fn a_long_chain_that_is_pinned_is_looked_at_once_in_a_round() {
     let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
     let of = |nth: u8| StoreConfig { frame_bytes: PAGE, namespace: [nth; 32], ..config(0, None) };
     let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());
-    let (long, all) = (chain(0, 0, 4096), SaveRange { start: 0, stop: 4096, tail_blocks: 0 });
-    let got = stores[0].reserve(&long, all).unwrap();
+    let long = chain(0, 0, 4096);
+    let got = stores[0].reserve(&long, 0..4096).unwrap();
     assert_eq!(stores[0].commit(got.leases), 4096);
     let lease = stores[0].acquire(&long);
-    let one = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-    assert_eq!(stores[1].reserve(&chain(1, 0, 1), one).unwrap().num_dropped, 1);
+    assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 1);
     for _ in 0..3 {
         let num_calls = (0..1000).take_while(|_| stores[0].give_way() == Way::Working).count();
         assert!((4..100).contains(&num_calls), "{num_calls} calls of 256 chunks each for 4096");
     }
     drop(lease);
     (0..100).for_each(|_| _ = stores[0].give_way());
-    assert_eq!(stores[1].reserve(&chain(1, 0, 1), one).unwrap().num_dropped, 0);
+    assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 0);
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{ReadLease, SaveRange, Store, StoreConfig, Way};
+use kvloft_core::store::{ReadLease, Store, StoreConfig, Way};
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
@@ -18,7 +18,6 @@ fn open(pool: &Arc<Pool>, nth: usize) -> Store {
     let config = StoreConfig {
         frame_bytes: FRAMES[nth],
         host_bytes: 0,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [u8::try_from(nth).unwrap(); 32],
@@ -48,7 +47,7 @@ fn save(store: &Store, prompt: u32) -> u32 {
 }
 
 fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
-    let got = store.reserve(&chain(prompt), SaveRange { start: 0, stop, tail_blocks: 0 }).unwrap();
+    let got = store.reserve(&chain(prompt), 0..stop).unwrap();
     store.commit(got.leases);
     store.check().unwrap();
     got.num_dropped
@@ -65,7 +64,7 @@ fn num(store: &Store) -> u32 {
 }
 
 fn is_there(store: &Store, prompt: u32) -> bool {
-    store.lookup(&chain(prompt)).host_blocks == 4
+    store.lookup(&chain(prompt)).host_units == 4
 }
 
 /// Frames of the first slabs.
@@ -203,5 +202,5 @@ fn many_chunks_where_saves_cannot_go_do_not_keep_them_out() {
     (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last
     store.limit_frames(limit(2, 2));
     (100..120).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
-    assert!((16..96).all(|prompt| store.lookup(&chain(prompt)).host_blocks == 1));
+    assert!((16..96).all(|prompt| store.lookup(&chain(prompt)).host_units == 1));
 }

@@ -13,14 +13,14 @@ use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Prefix, Progress, ReadLease, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
-use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
+use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
 const THREADS: u32 = 2;
 
 fn settings(num_frames: u32, disk: &MemoryDisk) -> StoreConfig {
     let disk = disk_settings(u64::from(disk.capacity), THREADS);
-    StoreConfig { disk: Some(disk), ..config(num_frames, 1, Eviction::Lru) }
+    StoreConfig { disk: Some(disk), ..config(num_frames, Eviction::Lru) }
 }
 
 fn until(what: &str, holds: impl Fn() -> bool) {
@@ -32,12 +32,12 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn settled(lease: &ReadLease) -> Progress {
-    until("a lease settles", || lease.poll().pending_blocks == 0);
+    until("a lease settles", || lease.poll().pending_units == 0);
     lease.poll()
 }
 
 fn save_all(store: &Store, chain: &KeyChain) -> u32 {
-    save(store, &arena_of(store), chain, range(0, chain.num_blocks(), 0))
+    save(store, &arena_of(store), chain, 0..chain.num_blocks())
 }
 
 /// Chains of `len` blocks from token `first` on, which share nothing.
@@ -66,16 +66,16 @@ fn a_hung_disk_takes_a_frame_a_thread_and_reads_for_no_lease() {
     let (store, cold, hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
     let leases: Vec<_> = cold.iter().map(|prompt| store.acquire(prompt)).collect();
-    assert!(leases.iter().all(|lease| lease.poll().pending_blocks == 8));
+    assert!(leases.iter().all(|lease| lease.poll().pending_units == 8));
     until("all threads read", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     assert_eq!(stat(&store, "frames_reserved"), u64::from(THREADS), "queued reads have no frame");
-    assert_eq!(store.lookup(&hot).host_blocks, 16 - THREADS, "what is in host stays");
+    assert_eq!(store.lookup(&hot).host_units, 16 - THREADS, "what is in host stays");
     drop(leases);
     assert_eq!((stat(&store, "reads_pending"), stat(&store, "pins")), (0, 0));
     drop(gate);
     until("the reads end", || stat(&store, "frames_reserved") == 0);
     let kept = store.acquire(&cold[9]);
-    assert_eq!(settled(&kept).ready_blocks, 8);
+    assert_eq!(settled(&kept).ready_units, 8);
     assert_eq!(disk.num_reads.load(Ordering::SeqCst), u64::from(THREADS) + 8, "a read ran for no lease");
     store.check().unwrap();
 }
@@ -87,11 +87,11 @@ fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
     let gate = disk.read_gate.lock().unwrap();
     let half = Prefix::new(cold[0].root(), &cold[0].keys()[..5]);
     let (first, second) = (store.acquire(&cold[0]), store.acquire(half));
-    assert_eq!((first.poll().pending_blocks, second.poll().pending_blocks), (8, 5));
+    assert_eq!((first.poll().pending_units, second.poll().pending_units), (8, 5));
     first.release();
-    assert_eq!(second.poll().pending_blocks, 5);
+    assert_eq!(second.poll().pending_units, 5);
     drop(gate);
-    assert_eq!(settled(&second).ready_blocks, 5);
+    assert_eq!(settled(&second).ready_units, 5);
     assert_eq!(disk.num_reads.load(Ordering::SeqCst), 5);
 }
 
@@ -107,22 +107,22 @@ fn a_tier_that_hangs_is_left_alone_and_asked_again() {
     assert_eq!(lease.poll(), Progress::default(), "a lease does not wait for a tier that hangs");
     assert_eq!((stat(&store, "disk_broken"), stat(&store, "disk_trips")), (1, 2));
     let found = store.lookup(&cold[0]);
-    assert_eq!((found.stored_blocks, store.lookup(&hot).host_blocks), (0, 16 - THREADS));
+    assert_eq!((found.stored_units, store.lookup(&hot).host_units), (0, 16 - THREADS));
     assert_eq!(store.acquire(&cold[1]).poll(), Progress::default());
     assert!(!store.take_events().is_empty());
     assert!(store.take_events().is_empty(), "each event once");
     disk.wait(2); // a probe is due, but every thread hangs
     let probe = store.acquire(&cold[0]);
     assert_eq!(
-        (store.lookup(&cold[0]).stored_blocks, probe.poll()),
+        (store.lookup(&cold[0]).stored_units, probe.poll()),
         (0, Progress::default()),
         "no thread is left to read"
     );
     drop(gate);
     until("the hung reads end", || stat(&store, "frames_reserved") == 0);
     disk.wait(2);
-    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
-    assert_eq!(settled(&store.acquire(&cold[1])).ready_blocks, 8);
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
+    assert_eq!(settled(&store.acquire(&cold[1])).ready_units, 8);
     store.check().unwrap();
 }
 
@@ -152,7 +152,7 @@ fn refused_writes_leave_what_is_on_disk_alone() {
         assert!(stat(&store, "disk_write_errors") >= 1);
         assert_eq!(stat(&store, "disk_used"), left as u64);
         let read = store.acquire(&chains(1, 8, 0)[0]);
-        assert!(settled(&read).ready_blocks >= 4, "reads go on");
+        assert!(settled(&read).ready_units >= 4, "reads go on");
         drop(read);
         for fault in [&disk.fail_writes, &disk.fail_frees] {
             fault.store(false, Ordering::SeqCst);
@@ -176,9 +176,9 @@ fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
     disk.fail_reads.store(false, Ordering::SeqCst);
     assert!(stat(&store, "disk_read_errors") >= 2, "it is tried twice");
     assert_eq!(store.acquire(&cold[0]).poll(), Progress::default(), "and not again at once");
-    assert_eq!(settled(&store.acquire(&cold[1])).ready_blocks, 8, "others are read");
+    assert_eq!(settled(&store.acquire(&cold[1])).ready_units, 8, "others are read");
     disk.wait(61);
-    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
     assert_eq!(stat(&store, "discards"), 0);
 }
 
@@ -233,16 +233,16 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("cannot be opened")));
     assert_eq!(save_all(&store, &hot), 16, "host memory serves");
-    assert_eq!(store.lookup(&cold[0]).stored_blocks, 0);
+    assert_eq!(store.lookup(&cold[0]).stored_units, 0);
     store.discard(&cold[1].keys()[..1]);
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
     until("it is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     assert_eq!(disk.violations(), [""; 0]);
-    assert_eq!(store.lookup(&cold[1]).stored_blocks, 0, "it was discarded before the tier was there");
+    assert_eq!(store.lookup(&cold[1]).stored_units, 0, "it was discarded before the tier was there");
     assert_eq!((stat(&store, "disk_used"), stat(&store, "disk_writes")), (88, 0), "hot chunks are there already");
-    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
     store.check().unwrap();
 }
 
@@ -297,7 +297,7 @@ fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
     let seconds = Arc::new(AtomicU64::new(0));
     let clock = Arc::clone(&seconds);
     let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
-    let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, 1, Eviction::Lru) };
+    let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, Eviction::Lru) };
     let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
@@ -314,7 +314,7 @@ fn a_forged_record_is_a_miss() {
     let (root, keys) = (wanted.root(), wanted.keys());
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        meta: DiskMeta { key, parent, num_blocks: 1, depth, saved_s: 0 },
+        meta: DiskMeta { key, parent, depth, saved_s: 0 },
         sequence: u64::from(slot),
     };
     let forgeries = [
@@ -340,15 +340,15 @@ fn a_forged_record_is_a_miss() {
         let lease = store.acquire(&wanted);
         let progress = settled(&lease);
         let frames = lease.frames();
-        assert_eq!(frames.iter().map(|frame| frame.num_blocks).sum::<u32>(), progress.ready_blocks);
+        assert_eq!(frames.len(), progress.ready_units as usize);
         for (frame, key) in frames.iter().zip(keys) {
-            assert_eq!((frame.key, frame.num_blocks), (*key, 1), "a frame for the wrong block");
+            assert_eq!(frame.key, *key, "a frame for the wrong unit");
         }
-        assert!(progress.ready_blocks <= 3);
+        assert!(progress.ready_units <= 3);
         drop(lease);
-        assert_eq!(save_all(&store, &wanted), 4 - progress.ready_blocks, "what is forged is replaced");
+        assert_eq!(save_all(&store, &wanted), 4 - progress.ready_units, "what is forged is replaced");
         assert!(disk.flush(&store));
-        assert_eq!(store.lookup(&wanted).host_blocks, 4);
+        assert_eq!(store.lookup(&wanted).host_units, 4);
         store.check().unwrap();
     }
 }
@@ -356,7 +356,7 @@ fn a_forged_record_is_a_miss() {
 #[test]
 fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
     const LEAVES: u32 = 3000;
-    let store = Store::open(&config(LEAVES + 1, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(LEAVES + 1, Eviction::Lru)).unwrap();
     let leaves: Vec<_> = (0..LEAVES).map(|leaf| chain(&[1, 10 + leaf])).collect();
     for leaf in &leaves {
         assert!(save_all(&store, leaf) >= 1);
@@ -366,11 +366,11 @@ fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
     assert!(store.discard(&[hub]) < 600, "one call does a slice");
     assert!(stat(&store, "entries") > 1000);
     for leaf in &leaves[..50] {
-        assert_eq!(store.lookup(leaf).host_blocks, 0);
+        assert_eq!(store.lookup(leaf).host_units, 0);
     }
     assert_eq!(save_all(&store, &leaves[5]), 2, "it can be saved again at once");
-    assert_eq!(store.lookup(&leaves[5]).host_blocks, 2);
-    assert_eq!(store.lookup(&leaves[6]).host_blocks, 1, "what hung on the one before is not found under the new one");
+    assert_eq!(store.lookup(&leaves[5]).host_units, 2);
+    assert_eq!(store.lookup(&leaves[6]).host_units, 1, "what hung on the one before is not found under the new one");
     assert_eq!(kept.frames().len(), 2);
     assert!(store.flush(LONG));
     store.check().unwrap();
@@ -382,7 +382,7 @@ fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
 
 #[test]
 fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let prompts = chains(3, 4, 0);
     for prompt in &prompts[..2] {
         assert_eq!(save_all(&store, prompt), 4);
@@ -391,11 +391,11 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     store.limit_frames(4);
     assert_eq!(save_all(&store, &prompts[2]), 4);
     assert_eq!(stat(&store, "host_evictions"), 4, "none goes whose frame would not do");
-    assert_eq!(store.lookup(&prompts[1]).host_blocks, 4);
+    assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     let _pinned = store.acquire(&prompts[2]);
     assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no frame that would do can be had");
     assert_eq!(stat(&store, "host_evictions"), 4);
-    assert_eq!(store.lookup(&prompts[1]).host_blocks, 4);
+    assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     store.limit_frames(8);
     assert_eq!(save_all(&store, &chains(1, 4, 9500)[0]), 4, "those that were spared can go again");
     store.check().unwrap();
@@ -403,7 +403,7 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
 
 #[test]
 fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
-    let store = Store::open(&config(400, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(400, Eviction::Lru)).unwrap();
     let prompts = chains(100, 4, 0);
     for prompt in &prompts {
         assert_eq!(save_all(&store, prompt), 4);
@@ -420,7 +420,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
     }
     assert_eq!(num_saved, 400);
     assert_eq!(pinned.frames().len(), 4);
-    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_blocks == 4), "they are in no one's way");
+    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4), "they are in no one's way");
     store.limit_frames(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
     assert_eq!(stat(&store, "host_evictions"), 400);
@@ -434,7 +434,7 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
         store.limit_frames(num_frames);
         let leases: Vec<_> = cold[..2].iter().map(|prompt| store.acquire(prompt)).collect();
         for lease in &leases {
-            assert_eq!(settled(lease), Progress { ready_blocks: 8, pending_blocks: 0 }, "{num_frames} frames");
+            assert_eq!(settled(lease), Progress { ready_units: 8, pending_units: 0 }, "{num_frames} frames");
         }
         store.check().unwrap();
         drop(leases);
@@ -450,9 +450,9 @@ fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     let (store, cold, hot) = cold_prompts(&disk);
     store.limit_frames(0);
     assert_eq!(save_all(&store, &chains(1, 4, 5000)[0]), 0);
-    assert_eq!(store.lookup(&hot).host_blocks, 16);
+    assert_eq!(store.lookup(&hot).host_units, 16);
     settled(&store.acquire(&cold[0]));
-    assert_eq!(store.lookup(&cold[0]).host_blocks, 8);
+    assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
 /// The same behind an anchor: what is known before it is not looked at again while the lie is being forgotten.
@@ -462,7 +462,7 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let keys = wanted.keys();
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        meta: DiskMeta { key, parent, num_blocks: 1, depth, saved_s: 0 },
+        meta: DiskMeta { key, parent, depth, saved_s: 0 },
         sequence: u64::from(slot),
     };
     let mut found: Vec<_> = (0..4_u32)
@@ -481,9 +481,9 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     disk.put(&found, FRAME);
     let store = disk.open(&settings(8, &disk), &found);
     let whole = Prefix::from(&wanted);
-    assert_eq!(store.lookup(Prefix { keys: &keys[..4], ..whole }).stored_blocks, 4);
+    assert_eq!(store.lookup(Prefix { keys: &keys[..4], ..whole }).stored_units, 4);
     let begun = Prefix { first: 2, keys: &keys[2..], ..whole };
-    assert_eq!(store.lookup(begun).stored_blocks, 4);
-    assert_eq!(store.lookup(&wanted).stored_blocks, 4, "the store goes on");
+    assert_eq!(store.lookup(begun).stored_units, 4);
+    assert_eq!(store.lookup(&wanted).stored_units, 4, "the store goes on");
     store.check().unwrap();
 }

@@ -13,15 +13,15 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Changes, Listener, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease};
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat};
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat};
 
 const NOWHERE: Tiers = Tiers { host: false, disk: false, coming: false };
 const HOST: Tiers = Tiers { host: true, ..NOWHERE };
 const COMING: Tiers = Tiers { coming: true, ..NOWHERE };
 
-fn open(num_frames: u32, per_chunk: u32, disk: &Arc<MemoryDisk>) -> Store {
+fn open(num_frames: u32, disk: &Arc<MemoryDisk>) -> Store {
     let settings = disk_settings(u64::from(disk.capacity), 2);
-    let config = StoreConfig { disk: Some(settings), ..config(num_frames, per_chunk, Eviction::Lru) };
+    let config = StoreConfig { disk: Some(settings), ..config(num_frames, Eviction::Lru) };
     disk.open(&config, &disk.entries())
 }
 
@@ -56,19 +56,15 @@ impl Hearer {
         self.known.get(&key).is_some_and(|tiers| tiers.host || on_disk_too && tiers.disk)
     }
 
-    /// Blocks of a prefix: full chunks from the start, then the longest tail behind them.
-    fn blocks(&self, keys: &[ChunkKey], per_chunk: usize, on_disk_too: bool) -> u32 {
-        let ends = (1..=keys.len() / per_chunk).map(|chunk| chunk * per_chunk);
-        let full = ends.take_while(|end| self.has(keys[end - 1], on_disk_too)).last().unwrap_or(0);
-        let tails = (full + 1..full + per_chunk).rev();
-        let end = tails.into_iter().find(|&end| keys.get(end - 1).is_some_and(|key| self.has(*key, on_disk_too)));
-        u32::try_from(end.unwrap_or(full)).unwrap()
+    /// Leading units of a prefix.
+    fn units(&self, keys: &[ChunkKey], on_disk_too: bool) -> u32 {
+        u32::try_from(keys.iter().take_while(|key| self.has(**key, on_disk_too)).count()).unwrap()
     }
 }
 
 #[derive(Debug, Clone)]
 enum Step {
-    Save { prompt: usize, len: u32, tail: u32, later: bool },
+    Save { prompt: usize, len: u32, later: bool },
     Settle { lease: usize, commit: bool },
     Acquire { prompt: usize },
     Release { lease: usize },
@@ -83,8 +79,8 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        9 => (0..64usize, 1..6u32, 0..3u32, prop::bool::weighted(0.2))
-            .prop_map(|(prompt, len, tail, later)| Step::Save { prompt, len, tail, later }),
+        9 => (0..64usize, 1..10u32, prop::bool::weighted(0.2))
+            .prop_map(|(prompt, len, later)| Step::Save { prompt, len, later }),
         2 => (0..64usize, any::<bool>()).prop_map(|(lease, commit)| Step::Settle { lease, commit }),
         5 => (0..64usize).prop_map(|prompt| Step::Acquire { prompt }),
         4 => (0..64usize).prop_map(|lease| Step::Release { lease }),
@@ -103,7 +99,6 @@ struct Run {
     store: Store,
     arena: Arena,
     disk: Arc<MemoryDisk>,
-    per_chunk: u32,
     universe: Vec<ChunkKey>,
     hearers: Vec<Hearer>,
     writes: Vec<WriteLease>,
@@ -111,22 +106,20 @@ struct Run {
 }
 
 impl Run {
-    fn new(num_frames: u32, num_slots: u32, per_chunk: u32, capacity: usize) -> Self {
+    fn new(num_frames: u32, num_slots: u32, capacity: usize) -> Self {
         let disk = MemoryDisk::new(num_slots);
-        let store = open(num_frames, per_chunk, &disk);
+        let store = open(num_frames, &disk);
         let keys: HashSet<_> = (0..64).flat_map(|prompt| prompt_chain(prompt).keys().to_vec()).collect();
         let (universe, arena) = (keys.into_iter().collect::<Vec<_>>(), arena_of(&store));
         let hearers = vec![Hearer::join(&store, &universe, capacity)];
-        Self { store, arena, disk, per_chunk, universe, hearers, writes: Vec::new(), reads: Vec::new() }
+        Self { store, arena, disk, universe, hearers, writes: Vec::new(), reads: Vec::new() }
     }
 
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Save { prompt, len, tail, later } => {
+            Step::Save { prompt, len, later } => {
                 let chain = prompt_chain(prompt);
-                let num_full = len.min(chain.num_blocks() / self.per_chunk);
-                let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - num_full * self.per_chunk);
-                let reserved = self.store.reserve(&chain, range(0, num_full, tail)).unwrap();
+                let reserved = self.store.reserve(&chain, 0..len.min(chain.num_blocks())).unwrap();
                 reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
                 self.writes.extend(reserved.leases);
                 if !later {
@@ -201,8 +194,8 @@ impl Run {
             }
             for (prompt, found) in found.iter().enumerate() {
                 let chain = prompt_chain(prompt);
-                let blocks = |too| hearer.blocks(chain.keys(), self.per_chunk as usize, too);
-                let replayed = Lookup { host_blocks: blocks(false), stored_blocks: blocks(true) };
+                let units = |too| hearer.units(chain.keys(), too);
+                let replayed = Lookup { host_units: units(false), stored_units: units(true) };
                 assert_eq!(*found, replayed, "prompt {prompt}");
             }
         }
@@ -214,10 +207,10 @@ proptest! {
 
     #[test]
     fn what_is_replayed_is_what_lookups_find(
-        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 3..12u32, num_slots in 2..20u32,
+        steps in prop::collection::vec(step(), 1..60), num_frames in 3..12u32, num_slots in 2..20u32,
         capacity in prop_oneof![1..12usize, Just(4096)],
     ) {
-        let mut run = Run::new(num_frames, num_slots, per_chunk, capacity);
+        let mut run = Run::new(num_frames, num_slots, capacity);
         for step in &steps {
             run.take(step);
         }
@@ -227,13 +220,13 @@ proptest! {
 
 #[test]
 fn a_key_says_where_its_chunk_is_when_it_is_taken() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
-    assert_eq!(save(&store, &arena, &chain, range(0, 1, 0)), 1);
+    assert_eq!(save(&store, &arena, &chain, 0..1), 1);
     let listener = store.watch(100);
     assert!(listener.changes(&[], 100).rows.is_empty(), "what came before is not told");
     assert_eq!(listener.changes(&chain.keys()[..2], 0).rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
-    save(&store, &arena, &chain, range(0, 3, 0));
+    save(&store, &arena, &chain, 0..3);
     store.discard(&[chain.keys()[2]]);
     let Changes { rows, lost } = listener.changes(&[], 2);
     assert_eq!(rows, [(chain.keys()[1], HOST), (chain.keys()[2], NOWHERE)]);
@@ -242,10 +235,10 @@ fn a_key_says_where_its_chunk_is_when_it_is_taken() {
 
 #[test]
 fn a_save_that_brings_nothing_is_told() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, listener) = (prompt_chain(0), store.watch(100));
     let key = chain.keys()[0];
-    let reserved = store.reserve(&chain, range(0, 1, 0)).unwrap();
+    let reserved = store.reserve(&chain, 0..1).unwrap();
     assert_eq!(listener.changes(&[key], 100).rows, [(key, COMING)]);
     drop(reserved);
     assert!(listener.changes(&[], 100).rows.contains(&(key, NOWHERE)));
@@ -253,19 +246,19 @@ fn a_save_that_brings_nothing_is_told() {
 
 #[test]
 fn keys_that_are_not_taken_cost_no_memory_and_their_loss_is_told_once() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     let listener = store.watch(4);
     for _ in 0..10 {
-        save(&store, &arena, &chain, range(0, 3, 0));
+        save(&store, &arena, &chain, 0..3);
         store.discard(chain.keys());
     }
-    save(&store, &arena, &chain, range(0, 1, 0));
+    save(&store, &arena, &chain, 0..1);
     let Changes { rows, lost } = listener.changes(&chain.keys()[..2], 100);
     assert!(lost);
     assert_eq!(rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
     assert!(!listener.changes(&[], 100).lost);
-    save(&store, &arena, &chain, range(0, 2, 0));
+    save(&store, &arena, &chain, 0..2);
     assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
 }
 
@@ -273,14 +266,14 @@ fn keys_that_are_not_taken_cost_no_memory_and_their_loss_is_told_once() {
 #[test]
 fn a_chunk_that_stays_on_disk_after_all_is_told() {
     let disk = MemoryDisk::new(1);
-    let store = open(8, 1, &disk);
+    let store = open(8, &disk);
     let (old, new, arena) = (chain(&[1]), chain(&[2]), arena_of(&store));
     let listener = store.watch(100);
-    save(&store, &arena, &old, range(0, 1, 0));
+    save(&store, &arena, &old, 0..1);
     assert!(disk.flush(&store));
     disk.fail_frees.store(true, Ordering::SeqCst);
     let gate = disk.free_gate.lock().unwrap();
-    save(&store, &arena, &new, range(0, 1, 0));
+    save(&store, &arena, &new, 0..1);
     let old_is = |expected: Tiers| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !listener.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
@@ -296,7 +289,7 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
 /// Each hears everything, in its own time; only those that took too little lack something.
 #[test]
 fn each_listener_has_a_place_of_its_own() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (one, other, arena) = (chain(&[1, 2, 3]), chain(&[4, 5, 6]), arena_of(&store));
     let (quick, slow, idle) = (store.watch(4), store.watch(3), store.watch(4));
     let keys = |listener: &Listener, limit| {
@@ -304,34 +297,34 @@ fn each_listener_has_a_place_of_its_own() {
         assert!(!lost);
         rows.into_iter().map(|(key, _)| key).collect::<Vec<_>>()
     };
-    save(&store, &arena, &one, range(0, 3, 0));
+    save(&store, &arena, &one, 0..3);
     assert_eq!(keys(&quick, 100), one.keys());
     assert_eq!(keys(&slow, 2), one.keys()[..2]);
     let late = store.watch(4);
-    save(&store, &arena, &other, range(0, 3, 0));
+    save(&store, &arena, &other, 0..3);
     assert_eq!((keys(&quick, 100), keys(&late, 100)), (other.keys().to_vec(), other.keys().to_vec()));
     assert_eq!(keys(&slow, 100), [&one.keys()[2..], other.keys()].concat());
     assert_eq!(idle.changes(&[], 100), Changes { rows: Vec::new(), lost: true });
     drop((quick, late));
     store.clear();
     assert!(slow.changes(&[], 100).lost && idle.changes(&[], 100).lost, "a clear is told to all");
-    save(&store, &arena, &one, range(0, 1, 0));
+    save(&store, &arena, &one, 0..1);
     assert_eq!((keys(&slow, 100), keys(&idle, 100)), (one.keys()[..1].to_vec(), one.keys()[..1].to_vec()));
 }
 
 /// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at once.
 #[test]
 fn what_is_forgotten_slice_by_slice_is_told_at_once() {
-    let store = Store::open(&config(2000, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(2000, Eviction::Lru)).unwrap();
     let tokens: Vec<u32> = (0..2000).collect();
     let (long, arena) = (chain(&tokens), arena_of(&store));
-    save(&store, &arena, &long, range(0, 2000, 0));
+    save(&store, &arena, &long, 0..2000);
     let listener = store.watch(10_000);
     store.discard(&long.keys()[..1]);
     let Changes { rows, lost } = listener.changes(&[], 10_000);
     assert!(rows.contains(&(long.keys()[0], NOWHERE)) && rows.len() < 1000 && !lost);
     while !listener.changes(&[], 10_000).rows.is_empty() {}
-    save(&store, &arena, &long, range(0, 2000, 0));
+    save(&store, &arena, &long, 0..2000);
     listener.changes(&[], 10_000);
     store.clear();
     assert!(listener.changes(&[], 10_000).lost);

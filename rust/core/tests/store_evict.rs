@@ -16,7 +16,7 @@ use kvloft_core::pool::Pool;
 use kvloft_core::store::{DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed};
 use kvloft_core::tier::disk::{DiskRoot, Erased, inspect};
 use proptest::prelude::*;
-use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, save, verify};
+use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, save, verify};
 
 const LONG: Duration = Duration::from_secs(60);
 const SALTS: [&str; 2] = ["tenant a", "tenant b"];
@@ -149,7 +149,7 @@ struct World {
 
 impl World {
     fn config() -> StoreConfig {
-        StoreConfig { disk: Some(disk_settings(1024, 1)), ..config(1024, 1, Eviction::Lru) }
+        StoreConfig { disk: Some(disk_settings(1024, 1)), ..config(1024, Eviction::Lru) }
     }
 
     fn new() -> Self {
@@ -166,7 +166,7 @@ impl World {
         match *step {
             Step::Save { root, prompt } => {
                 let chain = chain_of(root, prompt);
-                save(self.store(), &self.arena, &chain, range(0, chain.num_blocks(), 0));
+                save(self.store(), &self.arena, &chain, 0..chain.num_blocks());
                 self.model.save(root, chain.keys(), false);
             }
             Step::Attach { root, prompt } => self.attach(root, prompt),
@@ -189,7 +189,7 @@ impl World {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
         let prefix = Prefix::new(group_root, &keys);
-        let asked = ToSave { prefix, range: range(0, chain.num_blocks(), 0), is_attached: true };
+        let asked = ToSave { prefix, units: 0..chain.num_blocks(), is_attached: true };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         for lease in &leases {
             fill(&self.arena, lease.reservation());
@@ -201,7 +201,7 @@ impl World {
     fn hold(&mut self, chain: &KeyChain) {
         let lease = self.store().acquire(chain);
         let deadline = soon();
-        while lease.poll().pending_blocks > 0 {
+        while lease.poll().pending_units > 0 {
             assert!(Instant::now() < deadline, "it is never read");
             std::thread::yield_now();
         }
@@ -224,11 +224,11 @@ impl World {
         for root in 0..ROOTS.len() {
             for chain in (0..NUM_PROMPTS).map(|prompt| chain_of(root, prompt)) {
                 let found = self.store().lookup(&chain);
-                assert_eq!((found.host_blocks, found.stored_blocks), self.model.lookup(chain.keys()));
+                assert_eq!((found.host_units, found.stored_units), self.model.lookup(chain.keys()));
                 let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
                 for key in &keys {
                     let found = self.store().lookup(Prefix::new(group_root, std::slice::from_ref(key)));
-                    assert_eq!((found.host_blocks, found.stored_blocks), self.model.lookup(&[*key]), "attached");
+                    assert_eq!((found.host_units, found.stored_units), self.model.lookup(&[*key]), "attached");
                 }
             }
         }
@@ -258,7 +258,7 @@ proptest! {
 /// More first chunks than a slice of the walk, and a prefix that is longer than what one call evicts.
 #[test]
 fn many_chunks_go_in_slices() {
-    let store = Store::open(&config(8192, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
     let arena = arena_of(&store);
     let deep = |salt| {
         let mut chain = KeyChain::new(root_key(&[7; 32], None, Some(salt)).unwrap(), 1).unwrap();
@@ -267,30 +267,30 @@ fn many_chunks_go_in_slices() {
     };
     for is_host_only in [true, false] {
         for salt in SALTS {
-            save(&store, &arena, &deep(salt), range(0, 2000, 0));
+            save(&store, &arena, &deep(salt), 0..2000);
             let wide = deep(salt);
             let (root, keys) = wide.attached(1, 0..1800).unwrap();
-            let asked = ToSave { prefix: Prefix::new(root, &keys), range: range(0, 1800, 0), is_attached: true };
+            let asked = ToSave { prefix: Prefix::new(root, &keys), units: 0..1800, is_attached: true };
             let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
             store.commit(leases);
         }
         let said = store.evict(of_salt(Some(1), is_host_only), soon()); // the second: the walk passes the first
         assert_eq!((said.num_chunks, said.num_host, said.num_in_use, said.is_cut_short), (3800, 3800, 0, false));
-        assert_eq!(store.lookup(&deep(SALTS[1])).stored_blocks, 0);
-        assert_eq!(store.lookup(&deep(SALTS[0])).stored_blocks, 2000, "another tenant's");
+        assert_eq!(store.lookup(&deep(SALTS[1])).stored_units, 0);
+        assert_eq!(store.lookup(&deep(SALTS[0])).stored_units, 2000, "another tenant's");
     }
 }
 
 /// The walk comes to it from below first, and then by itself, for its entry is behind that of its child.
 #[test]
 fn a_chunk_in_use_counts_once() {
-    let store = Store::open(&config(16, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(16, Eviction::Lru)).unwrap();
     let chain = |salt, num_blocks: u32| {
         let mut chain = KeyChain::new(root_key(&[7; 32], None, Some(salt)).unwrap(), 1).unwrap();
         chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).unwrap();
         chain
     };
-    let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), range(0, num, 0));
+    let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), 0..num);
     assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
     for nth in [0, 1] {
         store.evict(of_salt(Some(nth), false), soon()); // the places of the second are taken first
@@ -304,22 +304,22 @@ fn a_chunk_in_use_counts_once() {
 /// What a worker fills meanwhile is not visible afterwards.
 #[test]
 fn a_save_under_way_comes_to_nothing() {
-    let store = Store::open(&config(16, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(16, Eviction::Lru)).unwrap();
     let chain = chain_of(1, 0);
-    let reserved = store.reserve(&chain, range(0, 3, 0)).unwrap();
+    let reserved = store.reserve(&chain, 0..3).unwrap();
     assert_eq!(store.evict(of_salt(Some(0), false), soon()).num_in_use, 3);
     assert_eq!(store.commit(reserved.leases), 0);
-    assert_eq!(store.lookup(&chain).stored_blocks, 0);
+    assert_eq!(store.lookup(&chain).stored_units, 0);
     store.check().unwrap();
 }
 
 #[test]
 fn it_is_over_only_when_a_write_under_way_is_undone() {
     let disk = MemoryDisk::new(64);
-    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) }, &[]);
+    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
     let chain = chain_of(1, 0);
     let gate = disk.write_gate.lock().unwrap();
-    save(&store, &arena_of(&store), &chain, range(0, 1, 0));
+    save(&store, &arena_of(&store), &chain, 0..1);
     let deadline = soon();
     while store.stats().iter().all(|(name, value)| *name != "pins" || *value > 0) || disk.num_slots_used() == 0 {
         assert!(Instant::now() < deadline, "it is never written");
@@ -336,12 +336,12 @@ fn it_is_over_only_when_a_write_under_way_is_undone() {
 #[test]
 fn a_disk_that_does_not_answer_is_told() {
     let disk = MemoryDisk::new(64);
-    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) }, &[]);
-    save(&store, &arena_of(&store), &chain_of(1, 0), range(0, 6, 0));
+    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
+    save(&store, &arena_of(&store), &chain_of(1, 0), 0..6);
     assert!(disk.flush(&store));
     disk.fail_frees.store(true, std::sync::atomic::Ordering::SeqCst);
     assert!(store.evict(of_salt(Some(0), false), soon()).is_cut_short);
-    assert_eq!(store.lookup(&chain_of(1, 0)).stored_blocks, 0);
+    assert_eq!(store.lookup(&chain_of(1, 0)).stored_units, 0);
     disk.fail_frees.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(61);
     assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short, "it is tried again");
@@ -351,9 +351,9 @@ fn a_disk_that_does_not_answer_is_told() {
 #[test]
 fn a_disk_that_is_opened_later_is_told() {
     let disk = MemoryDisk::new(64);
-    let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) };
+    let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) };
     let store = disk.open(&config, &[]);
-    save(&store, &arena_of(&store), &chain_of(1, 0), range(0, 6, 0));
+    save(&store, &arena_of(&store), &chain_of(1, 0), 0..6);
     assert!(disk.flush(&store));
     drop(store);
     disk.fail_opens.store(true, std::sync::atomic::Ordering::SeqCst);
@@ -379,7 +379,7 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         |root: &Arc<DiskRoot>| Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
     let (pool, none) = (|| over(&DiskRoot::shared()), DiskRoot::shared());
     let open = |nth: u8, pool: &Arc<Pool>| {
-        let config = StoreConfig { disk: Some(settings.clone()), namespace: [nth; 32], ..config(64, 1, Eviction::Lru) };
+        let config = StoreConfig { disk: Some(settings.clone()), namespace: [nth; 32], ..config(64, Eviction::Lru) };
         Store::open_in(&config, pool, None).unwrap()
     };
     let tag = SaltTag::of(SALTS[0]);
@@ -388,7 +388,7 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         let store = open(nth, &pool());
         for root in 0..ROOTS.len() {
             let chain = chain_of(root, 0);
-            save(&store, &arena_of(&store), &chain, range(0, chain.num_blocks(), 0));
+            save(&store, &arena_of(&store), &chain, 0..chain.num_blocks());
         }
         assert!(store.flush(LONG));
     }
@@ -406,7 +406,7 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     assert_eq!(erase_closed(&settings, &none, &format!("{}00", "01".repeat(31)), Some(tag)).unwrap(), erased(0, 0));
     let shared = DiskRoot::shared();
     let first = open(1, &over(&shared));
-    let found = |store: &Store| (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_blocks).collect();
+    let found = |store: &Store| (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_units).collect();
     let left: Vec<u32> = found(&first);
     assert_eq!(left, [6, 0, 0, 6, 6]);
     let said = erase_closed(&settings, &none, "", Some(tag)).unwrap();

@@ -18,13 +18,13 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);
 
-fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
+fn open(num_frames: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
-    let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
+    let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, eviction) };
     disk.open(&config, &[])
 }
 
@@ -33,7 +33,7 @@ fn settled(lease: &ReadLease) -> Progress {
     let deadline = Instant::now() + LONG;
     loop {
         let progress = lease.poll();
-        if progress.pending_blocks == 0 || Instant::now() > deadline {
+        if progress.pending_units == 0 || Instant::now() > deadline {
             return progress;
         }
         std::thread::sleep(Duration::from_micros(200));
@@ -42,7 +42,7 @@ fn settled(lease: &ReadLease) -> Progress {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Save { prompt: usize, len: u32, tail: u32, settle: Settle },
+    Save { prompt: usize, len: u32, settle: Settle },
     Settle { lease: usize, commit: bool },
     Acquire { prompt: usize, wait: bool },
     Release { lease: usize },
@@ -63,8 +63,8 @@ enum Settle {
 fn step() -> impl Strategy<Value = Step> {
     let settle = prop_oneof![4 => Just(Settle::Commit), 1 => Just(Settle::Abort), 1 => Just(Settle::Later)];
     prop_oneof![
-        8 => (0..64usize, 1..6u32, 0..3u32, settle)
-            .prop_map(|(prompt, len, tail, settle)| Step::Save { prompt, len, tail, settle }),
+        8 => (0..64usize, 1..10u32, settle)
+            .prop_map(|(prompt, len, settle)| Step::Save { prompt, len, settle }),
         2 => (0..64usize, any::<bool>()).prop_map(|(lease, commit)| Step::Settle { lease, commit }),
         6 => (0..64usize, any::<bool>()).prop_map(|(prompt, wait)| Step::Acquire { prompt, wait }),
         4 => (0..64usize).prop_map(|lease| Step::Release { lease }),
@@ -81,7 +81,6 @@ struct Run {
     store: Store,
     arena: Arena,
     disk: Arc<MemoryDisk>,
-    per_chunk: u32,
     committed: BTreeSet<ChunkKey>,
     writes: Vec<WriteLease>,
     reads: Vec<ReadLease>,
@@ -90,7 +89,7 @@ struct Run {
 impl Run {
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Save { prompt, len, tail, settle } => self.save(prompt, len, tail, settle),
+            Step::Save { prompt, len, settle } => self.save(prompt, len, settle),
             Step::Settle { lease, commit } if !self.writes.is_empty() => {
                 let lease = self.writes.swap_remove(lease % self.writes.len());
                 if commit {
@@ -145,11 +144,9 @@ impl Run {
         }
     }
 
-    fn save(&mut self, prompt: usize, len: u32, tail: u32, settle: Settle) {
+    fn save(&mut self, prompt: usize, len: u32, settle: Settle) {
         let chain = prompt_chain(prompt);
-        let stop = len.min(chain.num_blocks() / self.per_chunk);
-        let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - stop * self.per_chunk);
-        let reserved = self.store.reserve(&chain, range(0, stop, tail)).unwrap();
+        let reserved = self.store.reserve(&chain, 0..len.min(chain.num_blocks())).unwrap();
         reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
         match settle {
             Settle::Commit => {
@@ -168,12 +165,9 @@ impl Run {
         for prompt in 0..64 {
             let chain = prompt_chain(prompt);
             let found = self.store.lookup(&chain);
-            assert!(found.host_blocks <= found.stored_blocks);
-            let blocks = found.stored_blocks;
-            let full_ends = (1..=blocks / self.per_chunk).map(|c| c * self.per_chunk);
-            for end in full_ends.chain((blocks > 0).then_some(blocks)) {
-                assert!(self.committed.contains(&chain.keys()[end as usize - 1]), "found what was not committed");
-            }
+            assert!(found.host_units <= found.stored_units);
+            let stored = &chain.keys()[..found.stored_units as usize];
+            assert!(stored.iter().all(|key| self.committed.contains(key)), "found what was not committed");
         }
         for lease in &self.reads {
             for frame in lease.frames() {
@@ -212,15 +206,15 @@ proptest! {
 
     #[test]
     fn no_order_of_events_breaks_an_invariant(
-        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 1..12u32, num_slots in 0..16u32,
+        steps in prop::collection::vec(step(), 1..60), num_frames in 1..12u32, num_slots in 0..16u32,
         num_threads in 1..4u32, adaptive in any::<bool>(),
     ) {
         let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let disk = MemoryDisk::new(num_slots);
-        let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
+        let store = open(num_frames, eviction, &disk, num_threads);
         let arena = arena_of(&store);
         let committed = BTreeSet::new();
-        let mut run = Run { store, arena, disk, per_chunk, committed, writes: Vec::new(), reads: Vec::new() };
+        let mut run = Run { store, arena, disk, committed, writes: Vec::new(), reads: Vec::new() };
         for step in &steps {
             run.take(step);
         }
@@ -230,16 +224,16 @@ proptest! {
 
 /// A store whose one chain of `len` chunks is on disk only, evicted from `len` frames by others.
 fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
-    let store = open(len, 1, Eviction::Lru, disk, 2);
+    let store = open(len, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
     let wanted = chain(&(0..len).collect::<Vec<_>>());
-    assert_eq!(save(&store, &arena, &wanted, range(0, len, 0)), len);
+    assert_eq!(save(&store, &arena, &wanted, 0..len), len);
     assert!(store.flush(LONG));
     let other = chain(&(100..100 + len).collect::<Vec<_>>());
-    assert_eq!(save(&store, &arena, &other, range(0, len, 0)), len);
+    assert_eq!(save(&store, &arena, &other, 0..len), len);
     assert!(store.flush(LONG));
     let found = store.lookup(&wanted);
-    assert_eq!((found.host_blocks, found.stored_blocks), (0, len));
+    assert_eq!((found.host_units, found.stored_units), (0, len));
     (store, arena, wanted)
 }
 
@@ -248,11 +242,11 @@ fn a_chain_comes_back_from_disk() {
     let disk = MemoryDisk::new(64);
     let (store, arena, wanted) = on_disk_only(8, &disk);
     let lease = store.acquire(&wanted);
-    assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
+    assert_eq!(settled(&lease), Progress { ready_units: 8, pending_units: 0 });
     let frames = lease.frames();
     assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), wanted.keys());
     assert!(frames.iter().all(|f| f.tier == TierName::Disk && verify(&arena, f.frame, f.key).is_none()));
-    assert_eq!(store.lookup(&wanted).host_blocks, 8);
+    assert_eq!(store.lookup(&wanted).host_units, 8);
     assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier == TierName::Host));
 }
 
@@ -263,11 +257,11 @@ fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
     let gate = disk.read_gate.lock().unwrap();
     let leases = [store.acquire(&wanted), store.acquire(&wanted)];
     for lease in &leases {
-        assert_eq!(lease.poll(), Progress { ready_blocks: 0, pending_blocks: 8 });
+        assert_eq!(lease.poll(), Progress { ready_units: 0, pending_units: 8 });
     }
     drop(gate);
     for lease in &leases {
-        assert_eq!(settled(lease).ready_blocks, 8);
+        assert_eq!(settled(lease).ready_units, 8);
     }
     assert_eq!(stat(&store, "disk_reads"), 8);
 }
@@ -278,11 +272,11 @@ fn a_lease_dropped_during_its_reads_leaks_nothing() {
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);
-    assert_eq!(lease.poll().pending_blocks, 8);
+    assert_eq!(lease.poll().pending_units, 8);
     drop(lease);
     drop(gate);
     let again = store.acquire(&wanted);
-    assert_eq!(settled(&again).ready_blocks, 8);
+    assert_eq!(settled(&again).ready_units, 8);
     drop(again);
     store.check().unwrap();
     assert_eq!((stat(&store, "pins"), stat(&store, "frames_reserved")), (0, 0));
@@ -300,7 +294,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(lease.frames(), []);
         drop(lease);
         let left = if corrupt { 0 } else { 8 };
-        assert_eq!(store.lookup(&wanted).stored_blocks, left, "only proven damage is forgotten, with what hangs on it");
+        assert_eq!(store.lookup(&wanted).stored_units, left, "only proven damage is forgotten, with what hangs on it");
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
         assert!(store.flush(LONG));
@@ -353,18 +347,18 @@ fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
 fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
     let disk = MemoryDisk::new(64);
     disk.fail_writes.store(true, Ordering::SeqCst);
-    let store = open(4, 1, Eviction::Lru, &disk, 2);
+    let store = open(4, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
     let wanted = chain(&[1, 2, 3]);
-    assert_eq!(save(&store, &arena, &wanted, range(0, 3, 0)), 3);
+    assert_eq!(save(&store, &arena, &wanted, 0..3), 3);
     assert!(store.flush(LONG));
-    assert_eq!(store.lookup(&wanted).host_blocks, 3);
+    assert_eq!(store.lookup(&wanted).host_units, 3);
     assert!(stat(&store, "disk_write_errors") >= 1);
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (0, 0));
     // When it works again, the next chunk brings its ancestors along.
     disk.fail_writes.store(false, Ordering::SeqCst);
     let longer = chain(&[1, 2, 3, 4]);
-    assert_eq!(save(&store, &arena, &longer, range(0, 4, 0)), 1);
+    assert_eq!(save(&store, &arena, &longer, 0..4), 1);
     assert!(store.flush(LONG));
     assert_eq!(disk.chunks().len(), 4);
 }
@@ -372,11 +366,11 @@ fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
 #[test]
 fn slow_writes_are_dropped_and_never_waited_for() {
     let disk = MemoryDisk::new(64);
-    let store = open(4, 1, Eviction::Lru, &disk, 1);
+    let store = open(4, Eviction::Lru, &disk, 1);
     let arena = arena_of(&store);
     let gate = disk.write_gate.lock().unwrap();
     for turn in 0..10 {
-        assert!(save(&store, &arena, &chain(&[turn * 2, 1]), range(0, 2, 0)) > 0);
+        assert!(save(&store, &arena, &chain(&[turn * 2, 1]), 0..2) > 0);
     }
     assert!(!store.flush(Duration::from_millis(20)));
     assert!(stat(&store, "disk_dropped") > 0);
@@ -388,13 +382,13 @@ fn slow_writes_are_dropped_and_never_waited_for() {
 #[test]
 fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
     let disk = MemoryDisk::new(3);
-    let store = open(8, 1, Eviction::Lru, &disk, 2);
+    let store = open(8, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
-    assert_eq!(save(&store, &arena, &chain(&[1, 2, 3, 4, 5, 6]), range(0, 6, 0)), 6);
+    assert_eq!(save(&store, &arena, &chain(&[1, 2, 3, 4, 5, 6]), 0..6), 6);
     assert!(store.flush(LONG));
     assert_eq!(disk.num_slots_used(), 3);
     let other = chain(&[7, 8]);
-    assert_eq!(save(&store, &arena, &other, range(0, 2, 0)), 2);
+    assert_eq!(save(&store, &arena, &other, 0..2), 2);
     assert!(store.flush(LONG));
     assert!(disk.chunks().contains_key(&other.keys()[1]));
     assert_eq!((disk.num_slots_used(), stat(&store, "disk_evictions")), (3, 2));
@@ -408,7 +402,7 @@ fn a_panicking_disk_is_a_failed_job() {
     disk.panic_in_io.store(true, Ordering::SeqCst);
     let lease = store.acquire(&wanted);
     assert_eq!(settled(&lease), Progress::default());
-    assert!(save(&store, &arena, &chain(&[9]), range(0, 1, 0)) <= 1);
+    assert!(save(&store, &arena, &chain(&[9]), 0..1) <= 1);
     assert!(store.flush(LONG));
     store.check().unwrap();
     store.close(LONG);
@@ -422,7 +416,7 @@ fn clear_during_reads_and_writes_leaves_nothing_behind() {
     let lease = store.acquire(&wanted);
     std::thread::scope(|scope| {
         let clearing = scope.spawn(|| store.clear());
-        while store.lookup(&wanted).stored_blocks > 0 {
+        while store.lookup(&wanted).stored_units > 0 {
             std::thread::yield_now();
         }
         drop(read_gate);
@@ -431,7 +425,7 @@ fn clear_during_reads_and_writes_leaves_nothing_behind() {
     assert!(disk.chunks().is_empty());
     assert_eq!(settled(&lease), Progress::default());
     drop(lease);
-    assert_eq!(save(&store, &arena, &wanted, range(0, 8, 0)), 8);
+    assert_eq!(save(&store, &arena, &wanted, 0..8), 8);
     assert!(store.flush(LONG));
     assert_eq!(disk.chunks().len(), 8);
     assert_eq!(disk.violations(), [""; 0]);
@@ -446,13 +440,13 @@ fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
     let lease = store.acquire(&wanted);
     std::thread::scope(|scope| {
         let closing = scope.spawn(|| store.close(Duration::ZERO));
-        while lease.poll().pending_blocks == 8 && !closing.is_finished() {
+        while lease.poll().pending_units == 8 && !closing.is_finished() {
             std::thread::yield_now();
         }
         drop(gate);
         closing.join().unwrap();
     });
-    assert_eq!(settled(&lease).pending_blocks, 0);
+    assert_eq!(settled(&lease).pending_units, 0);
     assert_eq!(disk.chunks().len(), 16);
     drop(lease);
     store.check().unwrap();
@@ -461,14 +455,14 @@ fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
 /// The other prompt's entry is where the child's was, of which its parent still thinks that it waits.
 #[test]
 fn a_save_that_fails_takes_no_other_prompt_with_it() {
-    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (own, other) = (chain(&[1, 2]), chain(&[3]));
-    let mut leases = store.reserve(&own, range(0, 2, 0)).unwrap().leases;
+    let mut leases = store.reserve(&own, 0..2).unwrap().leases;
     drop(leases.pop());
-    let others = store.reserve(&other, range(0, 1, 0)).unwrap().leases;
+    let others = store.reserve(&other, 0..1).unwrap().leases;
     drop(leases);
     fill(&arena_of(&store), others[0].reservation());
     assert_eq!(store.commit(others), 1);
-    assert_eq!(store.lookup(&other).host_blocks, 1);
+    assert_eq!(store.lookup(&other).host_units, 1);
     store.check().unwrap();
 }

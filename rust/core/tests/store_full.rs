@@ -12,7 +12,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::disk::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
-use store_common::{FRAME, arena_of, chain, config, range, save, stat, verify};
+use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);
 const CAP_BYTES: u64 = 1 << 20;
@@ -27,7 +27,7 @@ fn open(dir: &Path, files: &FaultFiles) -> Store {
         Ok((Arc::new(tier) as Arc<_>, found))
     };
     let start = Instant::now();
-    let config = StoreConfig { disk: Some(settings), ..config(16, 1, Eviction::Lru) };
+    let config = StoreConfig { disk: Some(settings), ..config(16, Eviction::Lru) };
     Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed())).unwrap()
 }
 
@@ -38,14 +38,14 @@ fn prompts(num: u32) -> Vec<KeyChain> {
 
 fn save_each(store: &Store, prompts: &[KeyChain]) {
     for prompt in prompts {
-        assert_eq!(save(store, &arena_of(store), prompt, range(0, 1, 0)), 1);
+        assert_eq!(save(store, &arena_of(store), prompt, 0..1), 1);
         assert!(store.flush(LONG));
     }
 }
 
 fn is_loaded(store: &Store, prompt: &KeyChain) -> bool {
     let (lease, begun) = (store.acquire(prompt), Instant::now());
-    while lease.poll().pending_blocks > 0 {
+    while lease.poll().pending_units > 0 {
         assert!(begun.elapsed() < LONG);
         std::thread::yield_now();
     }
@@ -69,7 +69,7 @@ fn test_chunks_on_a_full_file_system_make_room_for_new_ones_and_the_write_breake
     drop(store);
     let store = open(dir.path(), &files);
     let (gone, kept) = prompts.split_at(100 - usize::from(ROOM));
-    assert!(gone.iter().all(|prompt| store.lookup(prompt).stored_blocks == 0));
+    assert!(gone.iter().all(|prompt| store.lookup(prompt).stored_units == 0));
     assert!(kept.iter().all(|prompt| is_loaded(&store, prompt)));
 }
 

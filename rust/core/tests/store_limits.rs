@@ -16,7 +16,7 @@ use kvloft_core::store::{
     Evict, Limits, Prefix, Quota, ReadLease, Store, StoreConfig, TenantLimits, ToSave, WriteLease,
 };
 use proptest::prelude::*;
-use store_common::{FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, range, stat, verify};
+use store_common::{FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
@@ -132,7 +132,7 @@ impl World {
             disk: Some(disk_settings(SLOTS.into(), 1)),
             now_s: self.opened.1 - self.opened.0, // the clock of these tests does not begin anew
             limits: self.limits.clone(),
-            ..config(FRAMES, 1, self.eviction)
+            ..config(FRAMES, self.eviction)
         };
         self.store = Some(self.disk.open(&config, &self.disk.entries()));
     }
@@ -156,12 +156,12 @@ impl World {
         for Prompt { salt, chain, attached } in &self.prompts {
             let lookup = self.store().lookup(chain);
             let own = &mut found[*salt];
-            own[0].extend(&chain.keys()[..lookup.host_blocks as usize]);
-            own[1].extend(&chain.keys()[..lookup.stored_blocks as usize]);
+            own[0].extend(&chain.keys()[..lookup.host_units as usize]);
+            own[1].extend(&chain.keys()[..lookup.stored_units as usize]);
             for key in &attached.1 {
                 let lookup = self.store().lookup(Prefix::new(attached.0, std::slice::from_ref(key)));
-                own[0].extend((lookup.host_blocks > 0).then_some(key));
-                own[1].extend((lookup.stored_blocks > 0).then_some(key));
+                own[0].extend((lookup.host_units > 0).then_some(key));
+                own[1].extend((lookup.stored_units > 0).then_some(key));
             }
         }
         found
@@ -199,7 +199,7 @@ impl World {
         let Prompt { chain, attached, .. } = self.prompt(salt, prompt);
         let keys = &attached.1[..len as usize];
         let prefix = if is_attached { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
-        let asked = ToSave { prefix, range: range(0, len, 0), is_attached };
+        let asked = ToSave { prefix, units: 0..len, is_attached };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         let (now_s, on_disk) = (self.now_s(), self.disk.chunks());
         for key in leases.iter().map(|lease| lease.reservation().key) {
@@ -225,7 +225,7 @@ impl World {
             let frame: FrameId = chunk.frame;
             assert_eq!(verify(&arena, frame, chunk.key), None, "I1");
         }
-        while is_held && lease.poll().pending_blocks > 0 {
+        while is_held && lease.poll().pending_units > 0 {
             std::thread::yield_now();
         }
         if is_held {

@@ -11,7 +11,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{Anchors, Lookup, Prefix, ReadLease, Store, WriteLease};
 use proptest::prelude::*;
-use store_common::{arena_of, config, fill, prompt_chain, range, stat, verify};
+use store_common::{arena_of, config, fill, prompt_chain, stat, verify};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Chunk {
@@ -36,14 +36,9 @@ impl Model {
         self.state(key) == Some(Chunk::Visible)
     }
 
-    /// Blocks of the longest visible prefix, found one by one.
-    fn lookup(&self, keys: &[ChunkKey], per_chunk: usize) -> u32 {
-        let full = keys.len() / per_chunk;
-        let mut blocks = (0..full).take_while(|c| self.visible(&keys[(c + 1) * per_chunk - 1])).count() * per_chunk;
-        let longest_tail =
-            (1..per_chunk).filter(|k| keys.get(blocks + k - 1).is_some_and(|key| self.visible(key))).max();
-        blocks += longest_tail.unwrap_or(0);
-        u32::try_from(blocks).unwrap()
+    /// Units of the longest visible prefix, found one by one.
+    fn lookup(&self, keys: &[ChunkKey]) -> u32 {
+        u32::try_from(keys.iter().take_while(|key| self.visible(key)).count()).unwrap()
     }
 
     fn forget(&mut self, key: ChunkKey) -> u64 {
@@ -71,7 +66,7 @@ impl Model {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Reserve { prompt: usize, start: u32, len: u32, tail: u32 },
+    Reserve { prompt: usize, start: u32, len: u32 },
     Commit { lease: usize, num: usize },
     Abort { lease: usize },
     Acquire { prompt: usize },
@@ -82,8 +77,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        6 => (0..64usize, 0..3u32, 0..5u32, 0..3u32)
-            .prop_map(|(prompt, start, len, tail)| Step::Reserve { prompt, start, len, tail }),
+        6 => (0..64usize, 0..3u32, 0..10u32).prop_map(|(prompt, start, len)| Step::Reserve { prompt, start, len }),
         6 => (0..64usize, 1..4usize).prop_map(|(lease, num)| Step::Commit { lease, num }),
         2 => (0..64usize).prop_map(|lease| Step::Abort { lease }),
         3 => (0..64usize).prop_map(|prompt| Step::Acquire { prompt }),
@@ -96,43 +90,37 @@ fn step() -> impl Strategy<Value = Step> {
 struct Run {
     store: Store,
     model: Model,
-    per_chunk: u32,
     writes: Vec<(WriteLease, u64)>,
     reads: Vec<(ReadLease, Vec<ChunkKey>)>,
 }
 
 impl Run {
-    fn reserve(&mut self, prompt: usize, start: u32, len: u32, tail: u32) {
+    fn reserve(&mut self, prompt: usize, start: u32, len: u32) {
         let chain = prompt_chain(prompt);
-        let (keys, per_chunk) = (chain.keys(), self.per_chunk);
-        let full = chain.num_blocks() / per_chunk;
-        let start = start.min(full);
-        let stop = (start + len).min(full);
-        let tail = tail.min(per_chunk - 1).min(chain.num_blocks() - stop * per_chunk);
-        let ends = (start..stop).map(|c| (c + 1) * per_chunk).chain((tail > 0).then_some(stop * per_chunk + tail));
+        let keys = chain.keys();
+        let stop = (start + len).min(chain.num_blocks());
         let mut expected = Vec::new();
         let mut dropped = 0;
-        for end in ends {
-            let first = (end - 1) / per_chunk * per_chunk;
-            let key = keys[end as usize - 1];
-            let parent = if first == 0 { chain.root() } else { keys[first as usize - 1] };
+        for unit in start..stop {
+            let key = keys[unit as usize];
+            let parent = unit.checked_sub(1).map_or(chain.root(), |above| keys[above as usize]);
             if dropped > 0
-                || (first > 0 && !self.model.chunks.contains_key(&parent) && !self.model.chunks.contains_key(&key))
+                || (unit > 0 && !self.model.chunks.contains_key(&parent) && !self.model.chunks.contains_key(&key))
             {
                 dropped += 1;
             } else if !self.model.chunks.contains_key(&key) {
                 self.model.lives += 1;
                 self.model.chunks.insert(key, (parent, Chunk::Reserved, self.model.lives));
-                expected.push((key, first, end - first, self.model.lives));
+                expected.push((key, unit, self.model.lives));
             }
         }
-        let reserved = self.store.reserve(&chain, range(start, stop, tail)).unwrap();
+        let reserved = self.store.reserve(&chain, start..stop).unwrap();
         assert_eq!(reserved.num_dropped, dropped);
         assert_eq!(reserved.leases.len(), expected.len());
         let arena = arena_of(&self.store);
-        for (lease, (key, first_block, num_blocks, life)) in reserved.leases.into_iter().zip(expected) {
+        for (lease, (key, unit, life)) in reserved.leases.into_iter().zip(expected) {
             let got = lease.reservation();
-            assert_eq!((got.key, got.first_block, got.num_blocks), (key, first_block, num_blocks));
+            assert_eq!((got.key, got.unit), (key, unit));
             fill(&arena, got);
             self.writes.push((lease, life));
         }
@@ -167,20 +155,17 @@ impl Run {
 
     fn acquire(&mut self, prompt: usize) {
         let chain = prompt_chain(prompt);
-        let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
+        let units = self.model.lookup(chain.keys());
         let lease = self.store.acquire(&chain);
-        assert_eq!((lease.poll().ready_blocks, lease.poll().pending_blocks), (blocks, 0));
+        assert_eq!((lease.poll().ready_units, lease.poll().pending_units), (units, 0));
         let frames = lease.frames();
-        assert_eq!(frames.iter().map(|f| f.num_blocks).sum::<u32>(), blocks);
-        for frame in &frames {
-            assert_eq!(frame.key, chain.keys()[(frame.first_block + frame.num_blocks) as usize - 1]);
-        }
+        assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), chain.keys()[..units as usize]);
         self.reads.push((lease, frames.iter().map(|f| f.key).collect()));
     }
 
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Reserve { prompt, start, len, tail } => self.reserve(prompt, start, len, tail),
+            Step::Reserve { prompt, start, len } => self.reserve(prompt, start, len),
             Step::Commit { lease, num } => self.commit(lease, num),
             Step::Abort { lease } => self.abort(lease),
             Step::Acquire { prompt } => self.acquire(prompt),
@@ -202,17 +187,15 @@ impl Run {
     }
 
     /// Whatever stored chunk a prefix begins with, it is found as with all its keys; with another one, nothing is.
-    fn compare_anchors(&self, chain: &KeyChain, blocks: u32) {
+    fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
-        let ends = (1..=chain.num_blocks() / self.per_chunk).map(|nth| nth * self.per_chunk);
-        let anchors: Vec<_> = ends.map(|end| (end, keys[end as usize - 1])).collect();
-        let num = blocks / self.per_chunk;
+        let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();
         assert_eq!(self.store.anchors(&anchors), Anchors { num_known: num, num_stored: num });
         for end in 2..=chain.num_blocks() {
             let begun = Prefix { first: end - 1, keys: &keys[end as usize - 1..], ..Prefix::from(chain) };
-            let is_stored = end.is_multiple_of(self.per_chunk) && end <= blocks;
-            let blocks = if is_stored { blocks } else { 0 };
-            assert_eq!(self.store.lookup(begun), Lookup { host_blocks: blocks, stored_blocks: blocks });
+            let is_stored = end <= num;
+            let units = if is_stored { num } else { 0 };
+            assert_eq!(self.store.lookup(begun), Lookup { host_units: units, stored_units: units });
             assert_eq!(
                 self.store.acquire(begun).frames(),
                 if is_stored { self.store.acquire(chain).frames() } else { vec![] }
@@ -224,9 +207,9 @@ impl Run {
         self.store.check().unwrap();
         for prompt in 0..64 {
             let chain = prompt_chain(prompt);
-            let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
-            assert_eq!(self.store.lookup(&chain), Lookup { host_blocks: blocks, stored_blocks: blocks });
-            self.compare_anchors(&chain, blocks);
+            let units = self.model.lookup(chain.keys());
+            assert_eq!(self.store.lookup(&chain), Lookup { host_units: units, stored_units: units });
+            self.compare_anchors(&chain, units);
         }
         assert_eq!(stat(&self.store, "entries"), self.model.chunks.len() as u64);
         assert_eq!(stat(&self.store, "write_leases"), self.writes.len() as u64);
@@ -246,11 +229,11 @@ proptest! {
 
     #[test]
     fn every_answer_equals_the_dictionary(
-        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, adaptive in any::<bool>(),
+        steps in prop::collection::vec(step(), 1..60), adaptive in any::<bool>(),
     ) {
         let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
-        let store = Store::open(&config(600, per_chunk, eviction)).unwrap();
-        let mut run = Run { store, model: Model::default(), per_chunk, writes: Vec::new(), reads: Vec::new() };
+        let store = Store::open(&config(600, eviction)).unwrap();
+        let mut run = Run { store, model: Model::default(), writes: Vec::new(), reads: Vec::new() };
         for step in &steps {
             run.take(step);
         }

@@ -12,7 +12,7 @@ use kvloft_core::pool::Pool;
 use kvloft_core::store::{Opener, Store, StoreConfig};
 use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind, Result};
-use store_common::{FRAME, arena_of, chain, config, disk_settings, range, save};
+use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 
 const LONG: Duration = Duration::from_secs(60);
 type Answer = Result<()>;
@@ -40,7 +40,7 @@ impl Slow {
             Ok((Arc::clone(&tier) as Arc<_>, Vec::new()))
         });
         let pool = Pool::create(8 * FRAME as u64, FRAME as u64, || {}).unwrap();
-        let config = StoreConfig { disk: Some(disk_settings(8, 2)), ..config(8, 1, Eviction::Lru) };
+        let config = StoreConfig { disk: Some(disk_settings(8, 2)), ..config(8, Eviction::Lru) };
         Store::with_tier_in(&config, &pool, Some(opener))
     }
 }
@@ -62,8 +62,8 @@ fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_onc
     let disk = Slow::new();
     let store = disk.open().unwrap(); // it does not wait for the disk, or it would have it
     assert!(told(&store).contains("has not opened within 1 s; using host memory only"));
-    assert_eq!(save(&store, &arena_of(&store), &chain(&[1, 2, 3]), range(0, 3, 0)), 3);
-    assert_eq!(store.lookup(&chain(&[1, 2, 3])).stored_blocks, 3);
+    assert_eq!(save(&store, &arena_of(&store), &chain(&[1, 2, 3]), 0..3), 3);
+    assert_eq!(store.lookup(&chain(&[1, 2, 3])).stored_units, 3);
     assert!(disk.tier.chunks().is_empty());
     disk.answers.send(Ok(())).unwrap();
     assert!(store.flush(LONG));
@@ -85,7 +85,7 @@ fn what_a_late_try_fails_of_is_told_and_tried_again() {
         all.contains("cannot be opened; using host memory only and retrying: another has it")
     });
     disk.answers.send(Ok(())).unwrap();
-    save(&store, &arena_of(&store), &chain(&[1]), range(0, 1, 0));
+    save(&store, &arena_of(&store), &chain(&[1]), 0..1);
     until("it is open", || store.flush(LONG));
     assert_eq!(told(&store).matches("is open now").count(), 1);
     assert_eq!((disk.tier.chunks().len(), disk.num_tries.load(Ordering::SeqCst)), (1, 2));

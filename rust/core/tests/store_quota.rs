@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, Store, StoreConfig, TenantLimits};
-use store_common::{MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, range, save, stat};
+use store_common::{MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, save, stat};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
 const START_S: u64 = 1_700_000_000;
 
 fn host_only(limits: TenantLimits) -> Store {
-    Store::open(&StoreConfig { limits, ..config(FRAMES, 1, Eviction::Lru) }).unwrap()
+    Store::open(&StoreConfig { limits, ..config(FRAMES, Eviction::Lru) }).unwrap()
 }
 
 fn of_salts(host: Option<Quota>) -> TenantLimits {
@@ -24,7 +24,7 @@ fn of_salts(host: Option<Quota>) -> TenantLimits {
 }
 
 fn in_host(store: &Store, salt: Option<&str>, prompts: std::ops::Range<u32>, len: u32) -> Vec<u32> {
-    prompts.map(|prompt| store.lookup(&chain_of(salt, prompt, len)).host_blocks).collect()
+    prompts.map(|prompt| store.lookup(&chain_of(salt, prompt, len)).host_units).collect()
 }
 
 #[test]
@@ -33,11 +33,11 @@ fn a_salt_above_its_quota_loses_its_own_coldest() {
     let arena = arena_of(&store);
     for (salt, prompts) in [(Some("b"), 0..2), (None, 0..2), (Some("a"), 0..2)] {
         for prompt in prompts {
-            save(&store, &arena, &chain_of(salt, prompt, 4), range(0, 4, 0));
+            save(&store, &arena, &chain_of(salt, prompt, 4), 0..4);
         }
     }
     drop(store.acquire(&chain_of(Some("a"), 0, 4))); // warmer than the other
-    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 3), range(0, 3, 0)), 3);
+    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 3), 0..3), 3);
     assert_eq!(in_host(&store, Some("a"), 0..3, 4), [4, 1, 3]);
     assert_eq!((in_host(&store, Some("b"), 0..2, 4), in_host(&store, None, 0..2, 4)), (vec![4, 4], vec![4, 4]));
     assert_eq!(
@@ -51,17 +51,13 @@ fn a_salt_above_its_quota_loses_its_own_coldest() {
 fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
     let store = host_only(of_salts(Some(bytes(5))));
     let chain = chain_of(Some("a"), 0, 9);
-    assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 9, 0)), 5);
+    assert_eq!(save(&store, &arena_of(&store), &chain, 0..9), 5);
     assert_eq!([stat(&store, "quota_dropped"), stat(&store, "reserve_dropped")], [4, 4]);
-    assert_eq!(store.lookup(&chain).host_blocks, 5);
+    assert_eq!(store.lookup(&chain).host_units, 5);
     let lease = store.acquire(&chain);
-    assert_eq!(
-        save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), range(0, 1, 0)),
-        0,
-        "all of it is in use (I4)"
-    );
+    assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1), 0, "all of it is in use (I4)");
     drop(lease);
-    assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), range(0, 1, 0)), 1);
+    assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1), 1);
     assert_eq!(in_host(&store, Some("a"), 0..2, 9), [4, 1]);
     store.check().unwrap();
 }
@@ -73,7 +69,7 @@ fn a_quota_of_nothing_keeps_nothing() {
         ..TenantLimits::default()
     });
     for (salt, num) in [(Some("a"), 0), (Some("b"), 4), (None, 4)] {
-        assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 4), range(0, 4, 0)), num);
+        assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 4), 0..4), num);
     }
     assert_eq!(stat(&store, "salts"), 1);
 }
@@ -84,11 +80,11 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
     let store = host_only(of_salts(Some(bytes(8))));
     let arena = arena_of(&store);
     for (salt, prompt) in [(None, 0), (Some("a"), 0), (Some("a"), 1), (None, 1)] {
-        save(&store, &arena, &chain_of(salt, prompt, 4), range(0, 4, 0));
+        save(&store, &arena, &chain_of(salt, prompt, 4), 0..4);
     }
     drop(store.acquire(&chain_of(Some("a"), 0, 4)));
     store.limit_frames(8); // prompt 0 of each
-    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), range(0, 1, 0)), 1);
+    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), 0..1), 1);
     assert_eq!((in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)), (vec![3, 4, 1], vec![4, 4]));
     store.check().unwrap();
 }
@@ -97,20 +93,20 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
 fn what_is_loaded_counts_for_the_quota() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = of_salts(Some(bytes(6)));
-    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, Eviction::Lru) };
     let store = disk.open(&config, &[]);
     for prompt in 0..2 {
-        save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 5), range(0, 5, 0));
+        save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 5), 0..5);
         assert!(disk.flush(&store));
     }
     assert_eq!(in_host(&store, Some("a"), 0..2, 5), [1, 5]);
     let other = store.acquire(&chain_of(Some("a"), 1, 2));
     let lease = store.acquire(&chain_of(Some("a"), 0, 5));
     let deadline = Instant::now() + Duration::from_secs(60);
-    while lease.poll().pending_blocks > 0 && Instant::now() < deadline {
+    while lease.poll().pending_units > 0 && Instant::now() < deadline {
         std::thread::yield_now();
     }
-    assert_eq!(lease.poll().ready_blocks, 4, "two of six are in use");
+    assert_eq!(lease.poll().ready_units, 4, "two of six are in use");
     assert_eq!(store.tenants(1).0[0].num_host, 6);
     drop((lease, other));
     store.check().unwrap();
@@ -124,17 +120,17 @@ fn the_clock_may_have_gone_back() {
         disk: Some(disk_settings(SLOTS.into(), 1)),
         limits: limits.clone(),
         now_s,
-        ..config(FRAMES, 1, Eviction::Lru)
+        ..config(FRAMES, Eviction::Lru)
     };
     let store = disk.open(&config(START_S), &[]);
-    save(&store, &arena_of(&store), &chain_of(Some("a"), 0, 5), range(0, 5, 0));
-    save(&store, &arena_of(&store), &chain_of(None, 0, 5), range(0, 5, 0));
+    save(&store, &arena_of(&store), &chain_of(Some("a"), 0, 5), 0..5);
+    save(&store, &arena_of(&store), &chain_of(None, 0, 5), 0..5);
     assert!(disk.flush(&store));
     drop(store);
     for (now_s, of_a) in [(START_S - 30, 5), (START_S + 999, 5), (START_S - 5000, 0)] {
         let store = disk.open(&config(now_s - disk.now_s()), &disk.entries());
-        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 5)).stored_blocks, of_a, "{now_s}");
-        assert_eq!(store.lookup(&chain_of(None, 0, 5)).stored_blocks, 5);
+        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 5)).stored_units, of_a, "{now_s}");
+        assert_eq!(store.lookup(&chain_of(None, 0, 5)).stored_units, 5);
         store.tend();
         assert!(disk.flush(&store));
     }
@@ -148,27 +144,27 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
     let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
     let open = |now_s| {
         let (disk_settings, limits) = (Some(disk_settings(SLOTS.into(), 1)), limits.clone());
-        let config = StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, 1, Eviction::Lru) };
+        let config = StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, Eviction::Lru) };
         disk.open(&config, &disk.entries())
     };
     let chain = chain_of(Some("a"), 0, 5);
     let store = open(START_S);
-    save(&store, &arena_of(&store), &chain, range(0, 5, 0));
+    save(&store, &arena_of(&store), &chain, 0..5);
     assert!(disk.flush(&store));
     drop(store);
     disk.fail_opens.store(true, Ordering::SeqCst);
     let store = open(START_S + 900 - disk.now_s());
-    save(&store, &arena_of(&store), &chain, range(0, 2, 0));
+    save(&store, &arena_of(&store), &chain, 0..2);
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
     assert!(disk.flush(&store));
-    assert_eq!(store.lookup(&chain).host_blocks, 2);
+    assert_eq!(store.lookup(&chain).host_units, 2);
     disk.wait(200);
     store.tend();
     assert!(disk.flush(&store));
     let now_s = START_S + 900 + 261;
     assert!(disk.chunks().values().all(|meta| meta.saved_s + 1000 > now_s), "{:?}", disk.chunks());
-    assert_eq!(store.lookup(&chain).stored_blocks, 2);
+    assert_eq!(store.lookup(&chain).stored_units, 2);
     store.check().unwrap();
 }
 
@@ -177,18 +173,18 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
 fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
-    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, Eviction::Lru) };
     let store = disk.open(&config, &[]);
     let chain = chain_of(Some("a"), 0, 6);
-    save(&store, &arena_of(&store), &chain, range(0, 3, 0));
+    save(&store, &arena_of(&store), &chain, 0..3);
     disk.wait(900);
-    save(&store, &arena_of(&store), &chain, range(3, 6, 0));
-    assert_eq!(store.lookup(&chain).host_blocks, 6);
+    save(&store, &arena_of(&store), &chain, 3..6);
+    assert_eq!(store.lookup(&chain).host_units, 6);
     disk.wait(100);
-    assert_eq!(store.lookup(&chain).stored_blocks, 0);
+    assert_eq!(store.lookup(&chain).stored_units, 0);
     store.tend();
     assert_eq!([stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")], [6, 0, 0]);
-    assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 6, 0)), 6, "and is saved anew");
+    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved anew");
     store.check().unwrap();
 }
 
@@ -200,14 +196,14 @@ fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
         let limits =
             TenantLimits { salted: Limits { disk: Some(bytes(most)), ..Limits::default() }, ..TenantLimits::default() };
         let config =
-            StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+            StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, Eviction::Lru) };
         let store = disk.open(&config, &[]);
         for salt in [Some("a"), None] {
-            assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 6), range(0, 6, 0)), 6);
+            assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 6), 0..6), 6);
         }
         assert!(disk.flush(&store));
         assert_eq!([stat(&store, "disk_used"), disk.chunks().len() as u64], [6 + num, 6 + num], "a quota of {most}");
-        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 6)).host_blocks, 6, "memory has no quota");
+        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 6)).host_units, 6, "memory has no quota");
         assert!(stat(&store, "quota_dropped") > 0);
         store.check().unwrap();
     }

@@ -16,7 +16,7 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind, KeyChain};
-use store_common::{FRAME, arena_of, chain, config, disk_settings, prompt_chain, range, save, stat, verify};
+use store_common::{FRAME, arena_of, chain, config, disk_settings, prompt_chain, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -29,7 +29,7 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn save_all(store: &Store, chain: &KeyChain) -> u32 {
-    save(store, &arena_of(store), chain, range(0, chain.num_blocks(), 0))
+    save(store, &arena_of(store), chain, 0..chain.num_blocks())
 }
 
 fn prompt(first: u32, num_blocks: u32) -> KeyChain {
@@ -38,7 +38,7 @@ fn prompt(first: u32, num_blocks: u32) -> KeyChain {
 
 fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     let found = store.lookup(chain);
-    (found.host_blocks, found.stored_blocks)
+    (found.host_units, found.stored_units)
 }
 
 /// Disks in memory: each opening makes a new, empty one. The clock advances only when a test says
@@ -64,7 +64,7 @@ impl Disks {
             Ok((tier as Arc<dyn LocalTier>, Vec::new()))
         };
         let disk = Some(disk_settings(NUM_SLOTS.into(), num_threads));
-        let config = StoreConfig { disk, ..config(num_frames, 1, Eviction::Lru) };
+        let config = StoreConfig { disk, ..config(num_frames, Eviction::Lru) };
         let now = move || Duration::from_secs(clock.now_s.load(Ordering::SeqCst));
         Store::with_tier(&config, Some(Box::new(opener)), Box::new(now)).unwrap()
     }
@@ -92,7 +92,7 @@ impl Disks {
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {
-        save(store, &arena_of(store), &cold, range(0, end, 0));
+        save(store, &arena_of(store), &cold, 0..end);
         assert!(store.flush(LONG));
     }
     for nth in 0..100 {
@@ -137,8 +137,8 @@ fn test_no_disk_is_opened_while_a_job_of_the_removed_one_is_under_way() {
     until("chunks are read", || old.num_reads.load(Ordering::SeqCst) > 0);
     disks.remove(0);
     until("the removal is noticed", || stat(&store, "disk_removals") == 1);
-    assert_eq!(lease.poll().pending_blocks, 0, "a lease waits for a removed disk");
-    assert_eq!(store.lookup(&cold).stored_blocks, 0, "a chunk is offered that cannot be read");
+    assert_eq!(lease.poll().pending_units, 0, "a lease waits for a removed disk");
+    assert_eq!(store.lookup(&cold).stored_units, 0, "a chunk is offered that cannot be read");
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(disks.num_opened(), 1);
     drop(gate);
@@ -227,7 +227,7 @@ impl Place {
     fn config(&self, namespace: u8) -> StoreConfig {
         let (dir, cap_bytes) = (self.disk(), 1 << 20);
         let disk = DiskSettings { dir, cap_bytes, num_threads: 2, description: String::new() };
-        StoreConfig { namespace: [namespace; 32], disk: Some(disk), ..config(8, 1, Eviction::Lru) }
+        StoreConfig { namespace: [namespace; 32], disk: Some(disk), ..config(8, Eviction::Lru) }
     }
 
     fn open(&self) -> Store {
@@ -261,7 +261,7 @@ impl Place {
         let store = self.open();
         assert_eq!((host_and_stored(&store, &cold), host_and_stored(&store, &hot)), ((0, 0), (0, 8)));
         let lease = store.acquire(&hot);
-        until("the chunks are read", || lease.poll().pending_blocks == 0);
+        until("the chunks are read", || lease.poll().pending_units == 0);
         assert_eq!(lease.frames().len(), 8);
         let arena = arena_of(&store);
         assert!(lease.frames().iter().all(|leased| verify(&arena, leased.frame, leased.key).is_none()));
@@ -351,7 +351,7 @@ fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
             continue;
         }
         let (lease, begun) = (store.acquire(&prompt), Instant::now());
-        while lease.poll().pending_blocks > 0 && begun.elapsed() < LONG {
+        while lease.poll().pending_units > 0 && begun.elapsed() < LONG {
             std::thread::yield_now();
         }
         let frames = lease.frames();

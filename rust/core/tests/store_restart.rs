@@ -13,7 +13,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Anchors, DiskSettings, Lookup, Prefix, Store, StoreConfig};
 use kvloft_core::tier::disk::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
-use store_common::{FRAME, arena_of, chain, config, range, save, stat};
+use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
 /// The store's time runs so much faster: what could not be freed is tried again soon.
@@ -48,7 +48,7 @@ impl Place {
             Ok((Arc::new(tier) as Arc<_>, found))
         };
         let start = Instant::now();
-        let config = StoreConfig { disk: Some(settings), ..config(8, 1, Eviction::Lru) };
+        let config = StoreConfig { disk: Some(settings), ..config(8, Eviction::Lru) };
         Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed() * HASTE)).unwrap()
     }
 
@@ -56,7 +56,7 @@ impl Place {
     fn found_later(&self, prompt: &KeyChain) -> u32 {
         let store = self.open();
         until("what was found is entered", || store.flush(LONG));
-        store.lookup(prompt).stored_blocks
+        store.lookup(prompt).stored_units
     }
 }
 
@@ -69,7 +69,7 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn save_all(store: &Store, prompt: &KeyChain) {
-    assert_eq!(save(store, &arena_of(store), prompt, range(0, prompt.num_blocks(), 0)), prompt.num_blocks());
+    assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
 /// A store whose first write is refused although its record gets to disk, where it cannot be cleared either.
@@ -119,7 +119,7 @@ fn an_older_copy_that_opening_could_not_empty_does_not_outlive_a_discard() {
     drop(store); // before the first is tried again
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat"));
     let store = place.open();
-    until("it is found", || store.lookup(&prompt).stored_blocks == 1);
+    until("it is found", || store.lookup(&prompt).stored_units == 1);
     place.files.heal();
     store.discard(&prompt.keys()[..1]);
     until("a healed disk settles", || store.flush(LONG));
@@ -161,20 +161,20 @@ fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
     let begun = |end: u32| Prefix { first: end - 1, keys: &prompt.keys()[end as usize - 1..], ..Prefix::from(&prompt) };
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
     assert_eq!(store.lookup(begun(8)), Lookup::default());
-    assert_eq!(store.lookup(&prompt).stored_blocks, 8);
+    assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
 
     // All of it comes to host; then others take frames from its end, and some is on disk only.
     let whole = store.acquire(&prompt);
-    until("it is read", || whole.poll().ready_blocks == 8);
+    until("it is read", || whole.poll().ready_units == 8);
     drop(whole);
     save_all(&store, &other);
-    assert_eq!(store.lookup(&prompt), Lookup { host_blocks: 3, stored_blocks: 8 });
+    assert_eq!(store.lookup(&prompt), Lookup { host_units: 3, stored_units: 8 });
     for end in 2..=8 {
-        assert_eq!(store.lookup(begun(end)), Lookup { host_blocks: 3, stored_blocks: 8 }, "{end}");
+        assert_eq!(store.lookup(begun(end)), Lookup { host_units: 3, stored_units: 8 }, "{end}");
     }
     let lease = store.acquire(begun(7));
-    assert_eq!(lease.poll().ready_blocks + lease.poll().pending_blocks, 8);
-    until("it is read", || lease.poll().ready_blocks == 8);
+    assert_eq!(lease.poll().ready_units + lease.poll().pending_units, 8);
+    until("it is read", || lease.poll().ready_units == 8);
     assert_eq!(lease.frames().iter().map(|frame| frame.key).collect::<Vec<_>>(), prompt.keys());
 }

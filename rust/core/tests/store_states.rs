@@ -25,8 +25,8 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, says_beside: bool, aft
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
     keys.extend(own.keys().last().filter(|_| says_beside));
-    let kv = ToSave { prefix: Prefix::from(&own), range: range(0, num_blocks, 0), is_attached: false };
-    let state = ToSave { prefix: Prefix::new(root, &keys), range: range(0, 1, 0), is_attached: true };
+    let kv = ToSave { prefix: Prefix::from(&own), units: 0..num_blocks, is_attached: false };
+    let state = ToSave { prefix: Prefix::new(root, &keys), units: 0..1, is_attached: true };
     for asked in [kv, state] {
         let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
         let arena = arena_of(store);
@@ -43,11 +43,11 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     let own = prompt(number, num_blocks);
     let (root, keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
     let needs = [Prefix::from(&own), Prefix::new(root, &keys)];
-    let has = needs.map(|prefix| store.lookup(prefix).stored_blocks) == [num_blocks, 1];
+    let has = needs.map(|prefix| store.lookup(prefix).stored_units) == [num_blocks, 1];
     for prefix in needs.into_iter().filter(|_| has) {
         let lease = store.acquire(prefix);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while lease.poll().pending_blocks > 0 {
+        while lease.poll().pending_units > 0 {
             assert!(Instant::now() < deadline, "it is never read");
             std::thread::yield_now();
         }
@@ -74,7 +74,7 @@ fn found_by_chats(store: &Store, says_beside: bool, after: impl Fn()) -> u32 {
 #[test]
 fn chats_find_more_in_host_where_states_say_what_they_are_kept_beside() {
     let [told, not_told] = [true, false].map(|says_beside| {
-        let store = Store::open(&config(300, 1, Eviction::Adaptive)).unwrap();
+        let store = Store::open(&config(300, Eviction::Adaptive)).unwrap();
         found_by_chats(&store, says_beside, || ())
     });
     assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
@@ -84,7 +84,7 @@ fn chats_find_more_in_host_where_states_say_what_they_are_kept_beside() {
 fn and_on_disk() {
     let [told, not_told] = [true, false].map(|says_beside| {
         let disk = MemoryDisk::new(300);
-        let settings = StoreConfig { disk: Some(disk_settings(300, 1)), ..config(40, 1, Eviction::Adaptive) };
+        let settings = StoreConfig { disk: Some(disk_settings(300, 1)), ..config(40, Eviction::Adaptive) };
         let store = disk.open(&settings, &[]);
         found_by_chats(&store, says_beside, || assert!(disk.flush(&store)))
     });

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Store, StoreConfig};
-use store_common::{MemoryDisk, arena_of, config, disk_settings, fill, prompt_chain, range, stat, verify};
+use store_common::{MemoryDisk, arena_of, config, disk_settings, fill, prompt_chain, stat, verify};
 
 const THREADS: usize = 4;
 const TURNS: usize = 400;
@@ -22,7 +22,7 @@ fn live(store: &Store, seed: usize) {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let chain = prompt_chain(random >> 40 & 63);
         let lease = store.acquire(&chain);
-        let reserved = store.reserve(&chain, range(0, chain.num_blocks(), 0)).unwrap();
+        let reserved = store.reserve(&chain, 0..chain.num_blocks()).unwrap();
         reserved.leases.iter().for_each(|lease| fill(&arena, lease.reservation()));
         for frame in lease.frames() {
             assert_eq!(verify(&arena, frame.frame, frame.key), None);
@@ -50,7 +50,7 @@ fn live(store: &Store, seed: usize) {
 fn threads_share_a_store_without_harm() {
     for eviction in [Eviction::Lru, Eviction::Adaptive] {
         let disk = MemoryDisk::new(40);
-        let settings = StoreConfig { disk: Some(disk_settings(40, 3)), ..config(48, 1, eviction) };
+        let settings = StoreConfig { disk: Some(disk_settings(40, 3)), ..config(48, eviction) };
         let store = disk.open(&settings, &[]);
         std::thread::scope(|scope| {
             for seed in 0..THREADS {

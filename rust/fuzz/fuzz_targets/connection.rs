@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix, SaveRange};
+use kvloft_core::store::{Prefix};
 use kvloft_core::{ChunkKey, KeyChain};
 use kvloft_wire::protocol::{Hello, Request, VERSION};
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
@@ -34,15 +34,15 @@ fn rig() -> &'static Rig {
         let (eviction, gpu_settle) = (Eviction::Lru, Duration::ZERO);
         let config = ServerConfig { eviction, gpu_settle, ..ServerConfig::new(socket.clone(), 64 * FRAME_BYTES) };
         let server = Server::open(config).expect("a server");
-        let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());
+        let (namespace, frame_bytes, description) = (NAMESPACE, FRAME_BYTES, String::new());
         let deadline = Duration::from_secs(60);
         let remote =
-            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
         let engine = Client::open(remote).expect("a client");
         let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
         chain.append_tokens(&[1, 2, 3]).expect("tokens");
         let (rows, _) =
-            engine.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 3, tail_blocks: 0 }).expect("in range");
+            engine.reserve(Prefix::from(&chain), 0..3).expect("in range");
         engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
         let _pinned = engine.acquire(Prefix::from(&chain));
         Rig { _dir: dir, _server: server, engine, chain, socket }
@@ -52,8 +52,8 @@ fn rig() -> &'static Rig {
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let rig = rig();
     let mut hello = Vec::new();
-    let (namespace, frame_bytes, blocks_per_chunk) = (NAMESPACE, FRAME_BYTES, 1);
-    let fields = Hello { version: VERSION, namespace, frame_bytes, blocks_per_chunk, description: String::new() };
+    let (namespace, frame_bytes) = (NAMESPACE, FRAME_BYTES);
+    let fields = Hello { version: VERSION, namespace, frame_bytes, description: String::new() };
     Request::Hello(fields).encode(1, &mut hello);
     // Once raw, and once as the body of a message.
     let framed = [&u32::try_from(data.len()).expect("short").to_le_bytes()[..], data].concat();
@@ -63,10 +63,10 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
         let _answers = stream.read_to_end(&mut Vec::new());
     }
     // Any engine may clear the store or discard chunks; save them again.
-    let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_blocks;
+    let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_units;
     assert!(found <= 3);
     if found < 3 {
-        let range = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+        let range = 0..3;
         let (rows, _) = rig.engine.reserve(Prefix::from(&rig.chain), range).expect("in range");
         rig.engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
     }

@@ -1,8 +1,8 @@
-//! `ChunkBatch`: conversions only; the meaning is in `kvloft_core::batch`.
+//! `ChunkBatch`: conversions only; the meaning is in `kvloft_core::chunk_batch`.
 
 use std::sync::Arc;
 
-use kvloft_core::batch::{self, Columns};
+use kvloft_core::chunk_batch::{self, Columns};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -10,15 +10,22 @@ use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple, PyType};
 
 use crate::error::raise;
 
+/// One group's columns: (group, frames, keys, blocks).
+type PyColumns<'py> = (u32, Bound<'py, PyBytes>, Bound<'py, PyBytes>, Bound<'py, PyBytes>);
+
+fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&'a [u8]> {
+    Columns { group: *group, frames: frames.as_bytes(), keys: keys.as_bytes(), blocks: blocks.as_bytes() }
+}
+
 /// Chunks to copy, as columns: see `kvloft.seam.batch`.
 #[pyclass(frozen, eq, sequence, module = "kvloft._core")]
 #[derive(PartialEq)]
 pub(crate) struct ChunkBatch {
-    pub(crate) inner: Arc<batch::ChunkBatch>,
+    pub(crate) inner: Arc<chunk_batch::ChunkBatch>,
 }
 
-impl From<batch::ChunkBatch> for ChunkBatch {
-    fn from(inner: batch::ChunkBatch) -> Self {
+impl From<chunk_batch::ChunkBatch> for ChunkBatch {
+    fn from(inner: chunk_batch::ChunkBatch) -> Self {
         Self { inner: Arc::new(inner) }
     }
 }
@@ -38,28 +45,36 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Out of `columns`, as pickle does; `ConfigError` where they do not fit together.
+    /// Out of (group, frames, keys, blocks) of each group, and tickets; `ConfigError` where they do not fit together.
     #[new]
-    fn new(frames: &[u8], keys: &[u8], num_blocks: &[u8], blocks: &[u8], tickets: &[u8]) -> PyResult<Self> {
-        let columns = Columns { frames, keys, num_blocks, blocks, tickets };
-        batch::ChunkBatch::from_columns(&columns).map(Self::from).map_err(raise)
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
+        let parts: Vec<_> = parts.iter().map(columns_of).collect();
+        chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// All chunks of `batches`, one after the other.
+    /// All chunks of `batches` as those of one group.
     #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
-        batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
+        chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
     }
 
-    /// Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32) and tickets (u64), little endian.
-    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let Columns { frames, keys, num_blocks, blocks, tickets } = self.inner.columns();
-        PyTuple::new(py, [frames, keys, num_blocks, blocks, tickets].map(|column| PyBytes::new(py, &column)))
+    /// A batch for each KV cache group.
+    fn by_group(&self) -> Vec<(u32, Self)> {
+        self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
+    }
+
+    /// Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64), little endian.
+    fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {
+        let bytes = |column: Vec<u8>| PyBytes::new(py, &column);
+        let part = |part: Columns<Vec<u8>>| (part.group, bytes(part.frames), bytes(part.keys), bytes(part.blocks));
+        let tickets: Vec<_> = self.inner.tickets().iter().flat_map(|ticket| ticket.to_le_bytes()).collect();
+        (self.inner.columns().map(part).collect(), PyBytes::new(py, &tickets))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyType>, Bound<'py, PyTuple>)> {
-        Ok((slf.get_type(), slf.get().columns(slf.py())?))
+        Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
     /// Numbers of the reservations; none for loads.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{Local, Session};
-use kvloft_core::store::{Prefix, SaveRange, StoreConfig};
+use kvloft_core::store::{Prefix, StoreConfig};
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 const PROMPT_TOKENS: u32 = 131_072;
@@ -35,7 +35,7 @@ fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
 fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     for chain in prompts {
         let stop = u32::try_from(chain.keys().len()).expect("few");
-        let range = SaveRange { start: 0, stop, tail_blocks: 0 };
+        let range = 0..stop;
         let (rows, _) = session.reserve(Prefix::from(chain), range).expect("the chain has the range");
         assert_eq!(session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), stop);
     }
@@ -65,15 +65,13 @@ fn main() {
         let host_bytes = u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES;
         let namespace = [num_blocks.to_le_bytes()[1]; 32];
         let _server = Server::open(ServerConfig::new(socket.clone(), host_bytes)).expect("a server");
-        let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());
+        let (frame_bytes, description) = (FRAME_BYTES, String::new());
         let deadline = Duration::from_secs(1);
-        let remote =
-            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+        let remote = ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
         let remote = Client::open(remote).expect("a client");
         let local = StoreConfig {
             frame_bytes,
             host_bytes,
-            blocks_per_chunk,
             eviction: Eviction::default(),
             available_bytes: None,
             namespace,
@@ -86,10 +84,10 @@ fn main() {
             fill(session, &prompts);
             let lease = |chain: &KeyChain| {
                 let id = session.acquire(Prefix::from(chain));
-                assert_eq!(session.poll(id).ready_blocks, num_blocks);
+                assert_eq!(session.poll(id).ready_units, num_blocks);
                 id
             };
-            let look_up = |chain: &KeyChain| assert_eq!(session.lookup(Prefix::from(chain)).host_blocks, num_blocks);
+            let look_up = |chain: &KeyChain| assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks);
             let both = measure(&prompts, |chain| {
                 look_up(chain);
                 session.release(lease(chain));
@@ -101,7 +99,7 @@ fn main() {
             });
             let halves: Vec<_> = (0..NUM_PROMPTS).map(|seed| branch(seed, num_blocks / 2, num_blocks)).collect();
             let half = measure(&halves, |chain| {
-                assert_eq!(session.lookup(Prefix::from(chain)).host_blocks, num_blocks / 2);
+                assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks / 2);
                 session.release(session.acquire(Prefix::from(chain)));
             });
             for (call, (median, p99), has_target) in [

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
+use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
@@ -106,7 +106,7 @@ fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
     let mut num_loaded = 0;
     while !is_over.load(Ordering::Relaxed) {
         for chain in (0..4).map(|seed| chain(1, Some(salt), seed % 2 == 0, seed)) {
-            let (rows, _) = session.reserve(Prefix::from(&chain), whole(6)).expect("in range");
+            let (rows, _) = session.reserve(Prefix::from(&chain), 0..6).expect("in range");
             for row in &rows {
                 let bytes = row.key.0.repeat(usize::try_from(FRAME / 32).expect("small"));
                 memory.write_all_at(&bytes, u64::from(row.frame.0) * FRAME).expect("room");

@@ -2,13 +2,14 @@
 
 mod common;
 
+use std::ops::Range;
 use std::time::Duration;
 
-use common::{FRAME, chain, connect, save, serve, server_config, whole};
+use common::{FRAME, chain, connect, save, serve, server_config};
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRange, StoreConfig, ToSave};
+use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, StoreConfig, ToSave};
 use kvloft_wire::protocol::MAX_PREFIXES;
 use kvloft_wire::{Server, ServerConfig};
 use proptest::collection::vec;
@@ -59,7 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct Asked {
     root: ChunkKey,
     keys: Vec<ChunkKey>,
-    range: SaveRange,
+    units: Range<u32>,
     is_attached: bool,
 }
 
@@ -67,16 +68,16 @@ impl Asked {
     fn new(part: &Part) -> Self {
         let (own, is_attached) = (chain(part.prompt, part.stop), part.is_attached);
         if !is_attached {
-            let range = SaveRange { start: part.start, stop: part.stop, tail_blocks: 0 };
-            return Self { root: own.root(), keys: own.keys().to_vec(), range, is_attached };
+            let units = part.start..part.stop;
+            return Self { root: own.root(), keys: own.keys().to_vec(), units, is_attached };
         }
         let (root, keys) = own.attached(GROUP, part.start..part.stop).expect("its blocks");
-        Self { root, keys, range: whole(part.stop - part.start), is_attached }
+        Self { root, keys, units: 0..(part.stop - part.start), is_attached }
     }
 
     fn to_save(&self) -> ToSave<'_> {
         let prefix = Prefix::new(self.root, &self.keys);
-        ToSave { prefix, range: self.range, is_attached: self.is_attached }
+        ToSave { prefix, units: self.units.clone(), is_attached: self.is_attached }
     }
 
     fn prefixes(&self) -> Vec<Prefix<'_>> {
@@ -89,12 +90,12 @@ impl Asked {
     /// Makes the same reservations with one call for each attached chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
         if !self.is_attached {
-            return session.reserve(self.prefixes()[0], self.range).expect("in range");
+            return session.reserve(self.prefixes()[0], self.units.clone()).expect("in range");
         }
         let (mut every, mut num_dropped) = (Vec::new(), 0);
-        for (first_block, prefix) in (0..).zip(self.prefixes()) {
-            let (rows, dropped) = session.reserve(prefix, whole(1)).expect("in range");
-            every.extend(rows.into_iter().map(|row| Reservation { first_block, ..row }));
+        for (unit, prefix) in (0..).zip(self.prefixes()) {
+            let (rows, dropped) = session.reserve(prefix, 0..1).expect("in range");
+            every.extend(rows.into_iter().map(|row| Reservation { unit, ..row }));
             num_dropped += dropped;
         }
         (every, num_dropped)
@@ -175,7 +176,6 @@ fn local_config() -> StoreConfig {
     StoreConfig {
         frame_bytes: FRAME,
         host_bytes: NUM_FRAMES * FRAME,
-        blocks_per_chunk: 1,
         eviction: Eviction::parse("lru").expect("known"),
         available_bytes: None,
         namespace: [7; 32],
@@ -234,12 +234,12 @@ fn large_batches_are_split_into_messages() {
     let tickets: Vec<_> = reserved.iter().map(|row| row.ticket).collect();
     assert_eq!((tickets.len(), engine.commit(&tickets)), (12_000, 12_000));
     let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
-    assert!(engine.lookup_many(&prefixes).iter().all(|found| found.host_blocks == 1));
+    assert!(engine.lookup_many(&prefixes).iter().all(|found| found.host_units == 1));
     let lease = engine.acquire_all(&prefixes);
-    assert_eq!((engine.poll(lease).ready_blocks, engine.frames(lease).len()), (12_000, 12_000));
+    assert_eq!((engine.poll(lease).ready_units, engine.frames(lease).len()), (12_000, 12_000));
     let too_many = vec![prefixes[0]; MAX_PREFIXES as usize + 1];
     assert_eq!(engine.poll(engine.acquire_all(&too_many)), Progress::default());
-    assert_eq!(engine.poll(lease).ready_blocks, 12_000, "the connection stands");
+    assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection stands");
 }
 
 /// Only the first of several long prefixes is cached, and no single block.
@@ -255,9 +255,9 @@ fn both_ends_cache_the_same_prefix() {
     for first in 0..chains.len() {
         for second in 0..chains.len() {
             let found = engine.lookup_many(&[prefixes[first], prefixes[second]]);
-            assert_eq!([found[0].host_blocks, found[1].host_blocks], [wanted[first], wanted[second]]);
+            assert_eq!([found[0].host_units, found[1].host_units], [wanted[first], wanted[second]]);
             let lease = engine.acquire_all(&[prefixes[second], prefixes[first]]);
-            assert_eq!(engine.poll(lease).ready_blocks, wanted[first] + wanted[second]);
+            assert_eq!(engine.poll(lease).ready_units, wanted[first] + wanted[second]);
         }
     }
 }
@@ -275,8 +275,8 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
     };
     let save = |prompt, end: u32| {
         let (own, (root, keys)) = (chain(prompt, end), state(prompt, end));
-        let kv = ToSave { prefix: Prefix::new(own.root(), own.keys()), range: whole(end), is_attached: false };
-        let beside = ToSave { prefix: Prefix::new(root, &keys), range: whole(1), is_attached: true };
+        let kv = ToSave { prefix: Prefix::new(own.root(), own.keys()), units: 0..end, is_attached: false };
+        let beside = ToSave { prefix: Prefix::new(root, &keys), units: 0..1, is_attached: true };
         for asked in [kv, beside] {
             let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
             session.commit(&reserved.iter().map(|row| row.ticket).collect::<Vec<_>>());
@@ -289,7 +289,7 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
             if before > 0 {
                 let (own, (root, keys)) = (chain(chat, before), state(chat, before));
                 let needs = [Prefix::new(own.root(), own.keys()), Prefix::new(root, &keys[..1])];
-                let has: Vec<_> = session.lookup_many(&needs).iter().map(|found| found.host_blocks).collect();
+                let has: Vec<_> = session.lookup_many(&needs).iter().map(|found| found.host_units).collect();
                 if has == [before, 1] {
                     num_found += before;
                     session.release(session.acquire_all(&needs));

@@ -6,7 +6,7 @@ mod common;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use common::{FRAME, LONG, chain, connect, until, whole, with_disk};
+use common::{FRAME, LONG, chain, connect, until, with_disk};
 use kvloft_core::ChunkKey;
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
@@ -49,7 +49,7 @@ impl Engine {
             let keys = chain.keys().iter().zip(1..);
             keys.take_while(|(key, _)| self.known.get(*key).is_some_and(is_there)).last().map_or(0, |(_, num)| num)
         };
-        Lookup { host_blocks: count(&|tiers| tiers.host), stored_blocks: count(&|tiers| tiers.host || tiers.disk) }
+        Lookup { host_units: count(&|tiers| tiers.host), stored_units: count(&|tiers| tiers.host || tiers.disk) }
     }
 }
 
@@ -110,7 +110,7 @@ impl World {
         match step {
             Step::Save { prompt, num_blocks } => {
                 let chain = &self.prompts[*prompt as usize];
-                let (rows, _) = engine.remote.reserve(Prefix::from(chain), whole(*num_blocks)).expect("in range");
+                let (rows, _) = engine.remote.reserve(Prefix::from(chain), 0..(*num_blocks)).expect("in range");
                 engine.remote.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
             }
             Step::Discard { prompt, block } => {

@@ -5,11 +5,11 @@ mod common;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use common::{FRAME, LONG, chain, connect, found, remote_config, save, server_config, stat, until, with_disk};
+use common::{FRAME, LONG, chain, connect, found, save, server_config, stat, until, with_disk};
 use kvloft_core::KeyChain;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Lookup, Prefix, Progress, SaveRange};
-use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
+use kvloft_core::store::{Lookup, Prefix, Progress};
+use kvloft_wire::{Server, ServerConfig};
 use proptest::prelude::*;
 
 const NUM_BLOCKS: u32 = 900;
@@ -19,16 +19,16 @@ fn serve(dir: &std::path::Path, num_frames: u64) -> Server {
 }
 
 fn lookup(session: &dyn Session, chain: &KeyChain) -> u32 {
-    let Lookup { host_blocks, stored_blocks } = session.lookup(Prefix::from(chain));
-    assert_eq!(host_blocks, stored_blocks);
-    host_blocks
+    let Lookup { host_units, stored_units } = session.lookup(Prefix::from(chain));
+    assert_eq!(host_units, stored_units);
+    host_units
 }
 
 /// Returns the keys of a lease on every chunk found.
 fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey> {
     let lease = session.acquire(Prefix::from(chain));
     let frames = session.frames(lease);
-    assert_eq!(session.poll(lease).ready_blocks as usize, frames.len());
+    assert_eq!(session.poll(lease).ready_units as usize, frames.len());
     session.release(lease);
     frames.iter().map(|frame| frame.key).collect()
 }
@@ -66,24 +66,6 @@ proptest! {
             }
         }
     }
-
-    #[test]
-    fn multi_block_chunks_and_tails_are_found_after_an_anchor(
-        per_chunk in 2..200_u32, num_stored in 1..=NUM_BLOCKS, num_blocks in 129..=NUM_BLOCKS,
-    ) {
-        let dir = tempfile::tempdir().expect("a directory");
-        let _server = serve(dir.path(), u64::from(NUM_BLOCKS));
-        let config = ClientConfig { blocks_per_chunk: per_chunk, ..remote_config(dir.path()) };
-        let engine = Client::open(config).expect("a client");
-        let stored = chain(1, num_stored);
-        let (stop, tail_blocks) = (num_stored / per_chunk, num_stored % per_chunk);
-        let range = SaveRange { start: 0, stop, tail_blocks };
-        let (rows, _) = engine.reserve(Prefix::from(&stored), range).expect("in range");
-        engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
-        let full = stop.min(num_blocks / per_chunk) * per_chunk;
-        let expected = if num_blocks >= num_stored { num_stored } else { full };
-        prop_assert_eq!(lookup(&engine, &chain(1, num_blocks)), expected);
-    }
 }
 
 /// Keys are compared as a whole.
@@ -98,7 +80,7 @@ fn keys_that_differ_in_the_last_byte_are_misses() {
         let mut keys = stored.keys().to_vec();
         keys[num_same..].iter_mut().for_each(|key| key.0[31] ^= 1);
         let forged = Prefix::new(stored.root(), &keys);
-        assert_eq!(engine.lookup(forged).host_blocks as usize, num_same);
+        assert_eq!(engine.lookup(forged).host_units as usize, num_same);
         let lease = engine.acquire(forged);
         let frames = engine.frames(lease);
         assert!(frames.iter().map(|frame| frame.key).eq(stored.keys()[..num_same].iter().copied()), "{num_same}");
@@ -141,7 +123,7 @@ fn restarted_server_finds_a_long_prefix_on_disk() {
     let engine = connect(dir.path());
     until("it is found", || found(&engine, &long) == 300);
     let lease = engine.acquire(Prefix::from(&long));
-    until("it is read", || engine.poll(lease) == Progress { ready_blocks: 300, pending_blocks: 0 });
+    until("it is read", || engine.poll(lease) == Progress { ready_units: 300, pending_units: 0 });
     assert_eq!(engine.frames(lease).iter().map(|frame| frame.key).collect::<Vec<_>>(), long.keys());
     assert_eq!(found(&connect(dir.path()), &long), 300, "and now it is known");
 }

@@ -3,7 +3,7 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName, Tiers};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers};
 use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats, TenantStatus};
 use kvloft_wire::protocol::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes,
@@ -45,13 +45,12 @@ fn request(parts: &Parts) -> Request<'_> {
     let all =
         roots().zip(0..).map(|(root, nth)| (root, Keys::Bytes(&parts.keys[..parts.keys.len().min(nth)]))).collect();
     let prefixes = SentPrefixes { num_same: parts.small[0], all };
-    let range = SaveRange { start: parts.small[1], stop: parts.small[2], tail_blocks: parts.small[3] };
+    let units = parts.small[1]..parts.small[2];
     match parts.kind {
         1 => Request::Hello(Hello {
             version: VERSION,
             namespace: parts.root,
             frame_bytes: parts.number,
-            blocks_per_chunk: parts.small[0],
             description: parts.text.clone(),
         }),
         2 => {
@@ -66,8 +65,13 @@ fn request(parts: &Parts) -> Request<'_> {
         5 => Request::Frames(parts.number),
         6 => Request::Release(parts.number),
         7 => {
-            let ranges =
-                roots().map(|root| SentRange { root, first: parts.small[0], keys, range, is_attached: root.0[0] == 1 });
+            let ranges = roots().map(|root| SentRange {
+                root,
+                first: parts.small[0],
+                keys,
+                units: units.clone(),
+                is_attached: root.0[0] == 1,
+            });
             Request::Reserve(ranges.collect())
         }
         8 => Request::Commit(parts.numbers.clone()),
@@ -88,15 +92,15 @@ fn answer(parts: &Parts) -> Answer {
     let [one, two, ..] = parts.small;
     let key = ChunkKey(parts.root);
     let tier = if two.is_multiple_of(2) { TierName::Host } else { TierName::Disk };
-    let leased = LeasedFrame { frame: FrameId(one), key, first_block: two, num_blocks: 3, tier };
-    let row = Reservation { ticket: parts.number, frame: FrameId(one), key, first_block: two, num_blocks: 5 };
+    let leased = LeasedFrame { frame: FrameId(one), key, tier };
+    let row = Reservation { ticket: parts.number, frame: FrameId(one), key, unit: two };
     let stats: Vec<_> = parts.numbers.iter().map(|number| (parts.text.clone(), *number)).collect();
     let num_rows = parts.numbers.len();
     match parts.kind {
         1 => Answer::Welcome(one),
         2 => Answer::Refused(parts.text.clone()),
-        3 => Answer::Found(vec![Lookup { host_blocks: one, stored_blocks: two }; num_rows]),
-        4 => Answer::Progress(Progress { ready_blocks: one, pending_blocks: two }),
+        3 => Answer::Found(vec![Lookup { host_units: one, stored_units: two }; num_rows]),
+        4 => Answer::Progress(Progress { ready_units: one, pending_units: two }),
         5 => Answer::Frames(vec![leased; num_rows]),
         6 => Answer::Reserved((0..num_rows).map(|nth| (vec![row; nth], one)).collect()),
         7 => Answer::Count(parts.number),

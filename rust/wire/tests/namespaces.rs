@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::{
     FRAME, LONG, accepted, chain, found, refusal, remote_config, save, serve, server_config, socket, stat, until,
-    whole, with_disk,
+    with_disk,
 };
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
@@ -29,7 +29,7 @@ fn space(server: &Server, nth: u8) -> NamespaceStatus {
 /// Saves chunks with content that depends on namespace and key; returns the number committed.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
-    let (rows, _) = session.reserve(Prefix::from(&chain), whole(num_blocks)).expect("in range");
+    let (rows, _) = session.reserve(Prefix::from(&chain), 0..num_blocks).expect("in range");
     let arena = session.arena().expect("an arena");
     let memory = File::options().write(true).open(&arena.path).expect("the arena");
     for row in &rows {
@@ -208,7 +208,7 @@ fn killed_engine_does_not_affect_other_namespaces() {
 fn child_that_is_killed_with_all_its_memory_reserved() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let one = engine(dir.as_ref(), 1, 1);
-    one.reserve(Prefix::from(&chain(1, 60)), whole(60)).expect("in range");
+    one.reserve(Prefix::from(&chain(1, 60)), 0..60).expect("in range");
     common::outlive_no_test();
 }
 
@@ -228,7 +228,7 @@ fn restart_finds_every_namespace_on_disk() {
     for (engine, pages) in &engines {
         assert_eq!(found(engine, &chain(5, 4)), 4);
         let lease = engine.acquire(Prefix::from(&chain(5, 4)));
-        until("read", || engine.poll(lease).ready_blocks == 4);
+        until("read", || engine.poll(lease).ready_units == 4);
         assert_eq!(compare(engine, *pages, 5, 4), 4);
     }
     engines[0].0.clear();
@@ -248,7 +248,7 @@ fn error_for_too_large_chunks_has_the_servers_option() {
     assert_eq!(
         said,
         "--host-size of this engine's kvloft server = 256 KiB holds no chunk, which is 524288 bytes here; make it at least \
-         that, or make chunks shorter (chunk_tokens); running without the cache and retrying in the background"
+         that; running without the cache and retrying in the background"
     );
     drop(server);
     let _server = Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
@@ -319,7 +319,6 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     let other = StoreConfig {
         frame_bytes: FRAME,
         host_bytes: FRAME,
-        blocks_per_chunk: 1,
         eviction: config.eviction,
         available_bytes: None,
         namespace: [9; 32],

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, whole, with_disk};
+use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, with_disk};
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
@@ -23,8 +23,8 @@ fn lookups_are_misses_until_a_server_starts() {
     assert!(engine.arena().is_none() && !engine.renew());
     let lease = engine.acquire(Prefix::from(&chain));
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
-    assert_eq!(engine.reserve(Prefix::from(&chain), whole(3)).expect("in range"), (Vec::new(), 3));
-    assert!(engine.reserve(Prefix::from(&chain), whole(4)).is_err());
+    assert_eq!(engine.reserve(Prefix::from(&chain), 0..3).expect("in range"), (Vec::new(), 3));
+    assert!(engine.reserve(Prefix::from(&chain), 0..4).is_err());
     assert_eq!((engine.commit(&[1]), engine.discard(chain.keys()), found(&engine, &chain)), (0, 0, 0));
     engine.abort(&[1]);
     engine.release(lease);
@@ -43,7 +43,7 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert_eq!(save(&engine, &chain), 4);
     assert!(engine.flush(LONG));
     let lease = engine.acquire(Prefix::from(&chain));
-    let (_, before) = (engine.reserve(Prefix::from(&common::chain(2, 2)), whole(2)).expect("in range"), engine.arena());
+    let (_, before) = (engine.reserve(Prefix::from(&common::chain(2, 2)), 0..2).expect("in range"), engine.arena());
     drop(server);
     until("gone", || found(&engine, &chain) == 0);
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
@@ -58,7 +58,7 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0), "a lease of the old store");
     assert_eq!(found(&engine, &chain), 4, "from disk");
     let lease = engine.acquire(Prefix::from(&chain));
-    until("read", || engine.poll(lease) == Progress { ready_blocks: 4, pending_blocks: 0 });
+    until("read", || engine.poll(lease) == Progress { ready_units: 4, pending_units: 0 });
     assert_eq!(engine.frames(lease).len(), 4);
 }
 
@@ -141,7 +141,7 @@ fn stopped_server_costs_one_deadline() {
         let lease = engine.acquire(Prefix::from(&chain));
         assert_eq!(engine.frames(lease).len(), 0);
         engine.release(lease);
-        assert_eq!(engine.reserve(Prefix::from(&common::chain(seed, 4)), whole(4)).expect("in range").1, 4);
+        assert_eq!(engine.reserve(Prefix::from(&common::chain(seed, 4)), 0..4).expect("in range").1, 4);
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
@@ -155,7 +155,7 @@ fn stopped_server_costs_one_deadline() {
     signal(&child, "CONT");
     until("it goes on", || found(&engine, &chain) == 4);
     until("nothing that came late is held", || {
-        let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
+        let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), 0..4).expect("in range");
         engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
         (rows.len(), num_dropped) == (4, 0)
     });
@@ -167,10 +167,10 @@ fn stopped_server_costs_one_deadline() {
         until("it stands still", || all_stopped(child.id()));
         match what {
             "a save" => {
-                assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), whole(4)).expect("in range").1, 4);
+                assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), 0..4).expect("in range").1, 4);
             }
             "many saves" => {
-                let asked: Vec<_> = every.iter().map(|prefix| (*prefix, whole(1)).into()).collect();
+                let asked: Vec<_> = every.iter().map(|prefix| (*prefix, 0..1).into()).collect();
                 let (reserved, got) = engine.reserve_many(&asked).expect("in range");
                 assert!(reserved.is_empty() && got.iter().all(|got| got.num_dropped == 1));
             }
@@ -200,7 +200,7 @@ fn commit_after_an_unanswered_clear_releases_its_frames() {
     until("connected", || engine.renew() || engine.arena().is_some());
     let (chain, mut tickets) = (chain(1, 4), Vec::new());
     until("reserved", || {
-        let (rows, _) = engine.reserve(Prefix::from(&chain), whole(4)).expect("in range");
+        let (rows, _) = engine.reserve(Prefix::from(&chain), 0..4).expect("in range");
         tickets = rows.iter().map(|row| row.ticket).collect();
         tickets.len() == 4
     });
@@ -225,7 +225,7 @@ fn saves_wait_for_a_server_that_pauses() {
     let engine = connect(dir.path());
     until("connected", || engine.renew() || engine.arena().is_some());
     let chains: Vec<_> = (0..256).map(|seed| common::chain(seed, 2048)).collect(); // 16 MiB of keys
-    let asked: Vec<_> = chains.iter().map(|chain| (Prefix::from(chain), whole(2048)).into()).collect();
+    let asked: Vec<_> = chains.iter().map(|chain| (Prefix::from(chain), 0..2048).into()).collect();
     signal(&child, "STOP");
     until("it stands still", || all_stopped(child.id()));
     std::thread::scope(|scope| {

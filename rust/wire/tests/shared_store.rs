@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use common::{
     FRAME, LONG, accepted, chain, connect, found, numbers, refusal, remote_config, save, serve, server_config, socket,
-    stat, until, whole,
+    stat, until,
 };
 use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix, Progress, SaveRange};
+use kvloft_core::store::{Prefix, Progress};
 use kvloft_core::{ChunkKey, ErrorKind};
 use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::protocol::{
@@ -30,7 +30,7 @@ fn engine_finds_chunks_of_another_engine() {
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     let chain = chain(1, 5);
-    let (rows, num_dropped) = one.reserve(Prefix::from(&chain), whole(5)).expect("in range");
+    let (rows, num_dropped) = one.reserve(Prefix::from(&chain), 0..5).expect("in range");
     assert_eq!((rows.len(), num_dropped, found(&other, &chain)), (5, 0, 0));
     let (own, others) = (one.arena().expect("an arena"), other.arena().expect("an arena"));
     assert_eq!((own.id, own.num_frames), (others.id, 64));
@@ -39,7 +39,7 @@ fn engine_finds_chunks_of_another_engine() {
     assert_eq!(one.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 5);
 
     let lease = other.acquire(Prefix::from(&chain));
-    assert_eq!(other.poll(lease), Progress { ready_blocks: 5, pending_blocks: 0 });
+    assert_eq!(other.poll(lease), Progress { ready_units: 5, pending_units: 0 });
     let frames = other.frames(lease);
     assert_eq!(frames.iter().map(|frame| frame.key).collect::<Vec<_>>(), chain.keys());
     let mut bytes = [0; 5];
@@ -71,12 +71,12 @@ fn prefix_is_found_up_to_the_first_difference() {
     }
     // Only the keys of the new blocks and their parent are sent.
     let grown = chain(1, 12);
-    let range = kvloft_core::store::SaveRange { start: 9, stop: 12, tail_blocks: 0 };
+    let range = 9..12;
     let (rows, num_dropped) = engine.reserve(Prefix::from(&grown), range).expect("in range");
     assert_eq!((rows.len(), num_dropped, rows[0].key), (3, 0, grown.keys()[9]));
     assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
     assert_eq!(found(&engine, &grown), 12);
-    assert!(engine.reserve(Prefix::from(&grown), whole(13)).is_err(), "the chain has not got it");
+    assert!(engine.reserve(Prefix::from(&grown), 0..13).is_err(), "the chain has not got it");
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn engine_cannot_use_leases_or_tickets_of_another() {
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     let chain = chain(1, 3);
-    let (rows, _) = one.reserve(Prefix::from(&chain), whole(3)).expect("in range");
+    let (rows, _) = one.reserve(Prefix::from(&chain), 0..3).expect("in range");
     let tickets: Vec<_> = rows.iter().map(|row| row.ticket).collect();
     assert_eq!(other.commit(&tickets), 0);
     other.abort(&tickets);
@@ -108,7 +108,7 @@ fn closed_engine_releases_everything() {
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     assert_eq!(save(&one, &chain(1, 3)), 3);
     let _lease = one.acquire(Prefix::from(&chain(1, 3)));
-    one.reserve(Prefix::from(&chain(2, 3)), whole(3)).expect("in range");
+    one.reserve(Prefix::from(&chain(2, 3)), 0..3).expect("in range");
     one.close(Duration::ZERO);
     until("freed", || stat(&pairs(&other), "frames_reserved") == 0 && stat(&pairs(&other), "pins") == 0);
     assert_eq!(found(&one, &chain(1, 3)), 0, "closed");
@@ -129,7 +129,7 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
         let (one, other) = (connect(dir.path()), connect(dir.path()));
         assert_eq!(save(&other, &chain(1, 3)), 3);
         let workers = [open_lifeline(&one), open_lifeline(&one)];
-        one.reserve(Prefix::from(&chain(2, 5)), whole(5)).expect("in range");
+        one.reserve(Prefix::from(&chain(2, 5)), 0..5).expect("in range");
         let _lease = one.acquire(Prefix::from(&chain(1, 3)));
         if says_bye {
             one.close(Duration::ZERO);
@@ -184,8 +184,7 @@ fn child_that_is_killed_during_a_save() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let engine = connect(dir.as_ref());
     assert_eq!(save(&engine, &chain(2, 2)), 2);
-    let range = kvloft_core::store::SaveRange { start: 2, stop: 7, tail_blocks: 0 };
-    engine.reserve(Prefix::from(&chain(2, 7)), range).expect("in range");
+    engine.reserve(Prefix::from(&chain(2, 7)), 2..7).expect("in range");
     let _lease = engine.acquire(Prefix::from(&chain(2, 2)));
     common::outlive_no_test();
 }
@@ -195,18 +194,13 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let first = connect(dir.path());
-    let others = [
-        ClientConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) },
-        ClientConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
-    ];
-    for config in &others {
-        let said = refusal(config.clone());
-        assert!(said.contains("give them the same settings"), "{said}");
-    }
+    let other = ClientConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
+    let said = refusal(other.clone());
+    assert!(said.contains("give them the same settings"), "{said}");
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
-        accepted(others[0].clone()).is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+        accepted(other.clone()).is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
     });
 }
 
@@ -226,8 +220,8 @@ fn reservations_respect_the_frame_limit_of_their_engine() {
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     one.limit_frames(4);
     for (seed, num_dropped) in [(1, 2), (2, 6)] {
-        assert_eq!(one.reserve(Prefix::from(&chain(seed, 6)), whole(6)).expect("in range").1, num_dropped);
-        assert_eq!(other.reserve(Prefix::from(&chain(seed + 9, 6)), whole(6)).expect("in range").1, 0);
+        assert_eq!(one.reserve(Prefix::from(&chain(seed, 6)), 0..6).expect("in range").1, num_dropped);
+        assert_eq!(other.reserve(Prefix::from(&chain(seed + 9, 6)), 0..6).expect("in range").1, 0);
     }
 }
 
@@ -263,7 +257,7 @@ fn client_that_reads_no_answers_is_disconnected() {
     let mut stream = UnixStream::connect(socket(dir.path())).expect("a server");
     let mut bytes = Vec::new();
     let (version, namespace, description) = (VERSION, [7; 32], String::new());
-    let hello = Hello { version, namespace, frame_bytes: FRAME, blocks_per_chunk: 1, description };
+    let hello = Hello { version, namespace, frame_bytes: FRAME, description };
     Request::Hello(hello).encode(1, &mut bytes);
     stream.write_all(&bytes).expect("it reads");
     until("it has a place", || server.status().engines().count() == 1);
@@ -292,13 +286,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     save(&engine, &chain(1, 3));
     let message = |body: &[u8]| [&u32::try_from(body.len()).expect("short").to_le_bytes()[..], body].concat();
     let mut hello = Vec::new();
-    let fields = Hello {
-        version: VERSION,
-        namespace: [7; 32],
-        frame_bytes: FRAME,
-        blocks_per_chunk: 1,
-        description: String::new(),
-    };
+    let fields = Hello { version: VERSION, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
     Request::Hello(fields.clone()).encode(1, &mut hello);
     let mut other_version = Vec::new();
     Request::Hello(Hello { version: 99, ..fields }).encode(1, &mut other_version);
@@ -312,12 +300,18 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     Request::Lookup(SentPrefixes { num_same: 0, all: vec![(ChunkKey([1; 32]), two)] }).encode(2, &mut of_nothing);
     Request::Lookup(SentPrefixes { num_same: 2, all: Vec::new() }).encode(3, &mut of_nothing);
     let mut huge = Vec::new();
-    let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
-    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range, is_attached: false }])
-        .encode(2, &mut huge);
+    let range = u32::MAX..u32::MAX;
+    Request::Reserve(vec![SentRange {
+        root: ChunkKey([1; 32]),
+        first: u32::MAX - 1,
+        keys,
+        units: range,
+        is_attached: false,
+    }])
+    .encode(2, &mut huge);
     let mut without_keys = Vec::new();
-    let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
-    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range, is_attached: false }])
+    let range = 2..3;
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, units: range, is_attached: false }])
         .encode(2, &mut without_keys);
     let stored = chain(1, 3);
     let anchored = |stride, last, num_keys: usize, num_same| {
@@ -392,7 +386,7 @@ fn status_works_before_and_after_the_first_engine() {
     let empty = status(&socket(dir.path()), LONG).expect("it answers");
     assert_eq!((empty.namespaces.len(), empty.host_bytes), (0, 0));
     let engine = connect(dir.path());
-    engine.reserve(Prefix::from(&chain(1, 3)), whole(3)).expect("in range");
+    engine.reserve(Prefix::from(&chain(1, 3)), 0..3).expect("in range");
     let _lease = engine.acquire(Prefix::from(&chain(1, 3)));
     let status = status(&socket(dir.path()), LONG).expect("it answers");
     let space = &status.namespaces[0];
@@ -411,11 +405,12 @@ fn batched_reservations_equal_single_ones() {
     let engine = connect(dir.path());
     let chains: Vec<_> = (0..5).map(|seed| chain(seed, 8)).collect();
     save(&engine, &chains[2]);
-    let part = |start, stop| SaveRange { start, stop, tail_blocks: 0 };
+    let part = |start, stop| start..stop;
     // Stored chunks, more chunks than frames (64), and the same chunks twice.
     let long = chain(9, 60);
     let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
-    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range).into()).collect();
+    let mut asked: Vec<_> =
+        ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), range.clone()).into()).collect();
     asked.push((Prefix::from(&long), part(0, 60)).into());
     let mut wrong = asked.clone();
     wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
@@ -440,7 +435,7 @@ fn message_with_many_keys_keeps_the_connection() {
     let engine = connect(dir.path());
     let long = chain(1, 400_000); // 12 MiB of keys
     assert_eq!(found(&engine, &long), 0);
-    let (rows, num_dropped) = engine.reserve(Prefix::from(&long), whole(400_000)).expect("in range");
+    let (rows, num_dropped) = engine.reserve(Prefix::from(&long), 0..400_000).expect("in range");
     assert_eq!((rows.len(), num_dropped), (64, 400_000 - 64));
     assert!(engine.renew() || engine.take_events().is_empty(), "the connection stands");
 }

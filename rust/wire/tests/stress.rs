@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{FRAME, LONG, remote_config, server_config, stat, until, whole};
+use common::{FRAME, LONG, remote_config, server_config, stat, until};
 use kvloft_core::key::{KeyChain, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
@@ -53,7 +53,7 @@ fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
 /// Saves a prompt with each chunk's key as its content; returns the number of chunks committed.
 fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
-    let (rows, _) = engine.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
+    let (rows, _) = engine.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");
     for row in &rows {
         let at = u64::from(row.frame.0) * PAGES[nth] * FRAME;
         memory.write_all_at(&content(nth, &row.key.0), at).expect("room");
@@ -73,7 +73,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
         match pick.below(12) {
             0..5 => num_saved += save(&engine, &memory, nth, &chain),
             5..9 => held.push(engine.acquire(Prefix::from(&chain))),
-            9 => drop(engine.reserve(Prefix::from(&chain), whole(1)).expect("in range")), // it stays reserved
+            9 => drop(engine.reserve(Prefix::from(&chain), 0..1).expect("in range")), // it stays reserved
             10 => engine.clear(),
             _ => held.drain(..).for_each(|lease| engine.release(lease)),
         }

@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
+use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Quota, TenantLimits, ToSave};
@@ -53,7 +53,7 @@ fn engines_of_one_tenant_share_its_quota() {
     assert_eq!(tenant(dir.path(), 7, None).map(|tenant| (tenant.num_host, tenant.max_host)), Some((6, None)));
     for (salt, len) in [(Some("b"), 6), (None, 6), (Some("a"), 4)] {
         let seed = if salt == Some("a") { 9 } else { 0 };
-        assert_eq!(engines[0].lookup((&chain(7, salt, seed, len)).into()).host_blocks, len, "{salt:?}");
+        assert_eq!(engines[0].lookup((&chain(7, salt, seed, len)).into()).host_units, len, "{salt:?}");
     }
     let stats = space(dir.path(), 7).stats;
     assert_eq!([stat(&stats, "quota_evictions"), stat(&stats, "host_evictions"), stat(&stats, "salts")], [32, 32, 2]);
@@ -102,7 +102,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
     let state = chain(7, Some("a"), 2, 1);
-    let beside = ToSave { prefix: (&state).into(), range: whole(1), is_attached: true };
+    let beside = ToSave { prefix: (&state).into(), units: 0..1, is_attached: true };
     assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
     after(&state, 0, [5, 25, 18]); // saves of what is attached do not go on
 }

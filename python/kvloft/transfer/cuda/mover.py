@@ -188,11 +188,14 @@ def prepare(
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
-    most: dict[tuple[object, ...], int] = {}
-    addresses = [(layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes)) for layout in layouts]
+    sizes: list[int] = []
+    addresses = [
+        (num_blocks, layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes))
+        for num_blocks, layout in zip(blocks_per_chunk, layouts, strict=True)
+    ]
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
-        most[where] = max(most.get(where, 0), num_blocks)
         if where not in kinds:
+            sizes.append(num_blocks)
             with torch.cuda.device(device):
                 kinds[where] = layout, Kernels(layout, device, default_cache_dir() / "kernels")
     tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
@@ -206,7 +209,7 @@ def prepare(
     def make(window: FrameWindow) -> CudaMover:
         with torch.cuda.device(device):
             return CudaMover(
-                list(kinds.values()), window.memory, blocks_per_chunk=list(most.values()), tuning=tuning,
+                list(kinds.values()), window.memory, blocks_per_chunk=sizes, tuning=tuning,
                 kind_of=[list(kinds).index(where) for where in addresses], gathers_first=gathers_first,
             )  # fmt: skip
 

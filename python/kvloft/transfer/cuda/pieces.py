@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +34,13 @@ class ChunkTable:
 
     @classmethod
     def of(cls, chunks: ChunkBatch) -> ChunkTable:
-        frames, keys, num_blocks, blocks, _ = chunks.columns()
+        ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
         # Lists where pieces are cut in Python: the link waits for the first table, and numpy is slow to start.
-        nums = memoryview(num_blocks).cast("I").tolist()
+        numbers = memoryview(frames).cast("I").tolist()
         ids = np.frombuffer(blocks, dtype=np.int32)
-        return cls(memoryview(frames).cast("I").tolist(), nums, tuple(accumulate(nums, initial=0)), ids, keys)
+        size = len(ids) // max(1, len(numbers))
+        starts = range(0, len(ids) + 1, size) if size else [0] * (len(numbers) + 1)
+        return cls(numbers, [size] * len(numbers), starts, ids, keys)
 
 
 class Run(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvloft import _core
-from kvloft.seam.batch import ChunkBatch, GroupBatches
+from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Load, Mark
@@ -84,7 +84,7 @@ class Shared:
         """All chunks of ``plans``, a batch for each kind of pages."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
-            for group, chunks in plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ((0, plan.chunks),):
+            for group, chunks in plan.chunks.by_group() if plan.chunks else ():
                 found.setdefault(self.kind_of[group], []).append(chunks)
         return [(kind, some[0] if len(some) == 1 else _core.ChunkBatch.concat(some)) for kind, some in found.items()]
 

@@ -81,8 +81,7 @@ def namespace_fields(
         # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever flag set them.
         "pages": _digest(json.dumps(sorted({(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
-        "block_tokens": shape.unit.block_tokens,
-        "chunk_tokens": shape.unit.chunk_tokens,
+        "block_tokens": shape.unit_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
@@ -96,9 +95,9 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
-    if shape.is_grouped:
+    if not shape.is_divisible:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
-        if any(group.block_tokens != shape.unit.block_tokens for group in shape.groups):
+        if any(group.block_tokens != shape.unit_tokens for group in shape.groups):
             fields["group_blocks"] = [group.block_tokens for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 

@@ -197,7 +197,6 @@ fn measure_open(dir: &Path) {
     let store = StoreConfig {
         frame_bytes: config.frame_bytes,
         host_bytes: 1 << 20,
-        blocks_per_chunk: 1,
         eviction: Eviction::default(),
         available_bytes: None,
         namespace: NAMESPACE,
@@ -241,7 +240,7 @@ fn config(dir: &Path, frame_bytes: u64, cap_bytes: u64) -> DiskConfig {
 /// A chunk named after its slot, so that any thread can check any slot.
 fn meta(slot: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&slot.to_le_bytes()).as_bytes());
-    DiskMeta { key, parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 }
+    DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
 fn next_random(state: u64) -> u64 {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::store::{SaveRange, Store, StoreConfig};
+use kvloft_core::store::{Store, StoreConfig};
 
 use crate::states;
 use crate::table::{title, verdict};
@@ -61,7 +61,6 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_bytes: FRAME_BYTES,
         host_bytes: capacity as u64 * FRAME_BYTES,
-        blocks_per_chunk: 1,
         eviction,
         available_bytes: None,
         namespace: [0; 32],
@@ -75,9 +74,9 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
         let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
         chain.append_tokens(ids).expect("room for all ids");
         let lease = store.acquire(&chain);
-        let start = lease.poll().ready_blocks;
+        let start = lease.poll().ready_units;
         hits.push(start as usize);
-        let range = SaveRange { start, stop: chain.num_blocks(), tail_blocks: 0 };
+        let range = start..chain.num_blocks();
         let reserved = store.reserve(&chain, range).expect("the chain has the range");
         store.commit(reserved.leases);
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::store::{SaveRange, Store, StoreConfig};
+use kvloft_core::store::{Store, StoreConfig};
 
 use crate::table::{Times, title, verdict};
 
@@ -33,7 +33,6 @@ pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_bytes: FRAME_BYTES,
         host_bytes: u64::from(NUM_CHUNKS) * FRAME_BYTES,
-        blocks_per_chunk: 1,
         eviction,
         available_bytes: None,
         namespace: [0; 32],
@@ -43,7 +42,7 @@ pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     };
     let store = Store::open(&config).expect("4 GB of address space");
     for seed in 0..NUM_CHUNKS / num_blocks {
-        let range = SaveRange { start: 0, stop: num_blocks, tail_blocks: 0 };
+        let range = 0..num_blocks;
         let reserved = store.reserve(&prompt(seed, num_blocks, num_blocks), range).expect("the chain has the range");
         store.commit(reserved.leases);
     }
@@ -86,7 +85,7 @@ pub(crate) fn run() {
         let store = full_store(num_blocks, Eviction::default());
         for Case { name, found, probes } in cases(num_blocks) {
             for probe in &probes {
-                assert_eq!(store.lookup(probe).host_blocks, found);
+                assert_eq!(store.lookup(probe).host_units, found);
             }
             let lookup = times(&probes, |probe| _ = black_box(store.lookup(probe)));
             let lease = times(&probes, |probe| drop(black_box(store.acquire(probe))));

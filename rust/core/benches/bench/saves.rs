@@ -8,7 +8,6 @@
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::SaveRange;
 
 use crate::lookup::{NUM_CHUNKS, full_store, prompt};
 use crate::table::{Times, title, verdict};
@@ -31,8 +30,8 @@ fn round(eviction: Eviction) -> Vec<Duration> {
         let chain = prompt(seed, PROMPT_CHUNKS, PROMPT_CHUNKS);
         drop(store.acquire(&prompt(nth.wrapping_mul(104_729) % num_stored, PROMPT_CHUNKS, PROMPT_CHUNKS)));
         let lease = store.acquire(&chain);
-        for start in lease.poll().ready_blocks..PROMPT_CHUNKS {
-            let range = SaveRange { start, stop: start + 1, tail_blocks: 0 };
+        for start in lease.poll().ready_units..PROMPT_CHUNKS {
+            let range = start..start + 1;
             let began = Instant::now();
             let reserved = store.reserve(&chain, range).expect("the chain has the range");
             store.commit(reserved.leases);

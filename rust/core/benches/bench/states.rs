@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::store::{Prefix, SaveRange, Store, StoreConfig, TenantLimits, ToSave};
+use kvloft_core::store::{Prefix, Store, StoreConfig, TenantLimits, ToSave};
 
 use crate::table::{title, verdict};
 use crate::trace::Trace;
@@ -39,7 +39,6 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
     let config = StoreConfig {
         frame_bytes: 4096,
         host_bytes: frames as u64 * 4096,
-        blocks_per_chunk: 1,
         eviction,
         available_bytes: None,
         namespace: [0; 32],
@@ -63,9 +62,9 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
             groups
                 .iter()
                 .map(|group| state(group, block))
-                .all(|(root, keys)| store.lookup(Prefix::new(root, &keys[..1])).host_blocks > 0)
+                .all(|(root, keys)| store.lookup(Prefix::new(root, &keys[..1])).host_units > 0)
         };
-        let has = store.lookup(&chain).host_blocks as usize;
+        let has = store.lookup(&chain).host_units as usize;
         let found = (0..has).rev().find(|&block| is_there(block)).map_or(0, |block| block + 1);
         num_found += found;
         if found > 0 {
@@ -74,11 +73,11 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
                 drop(store.acquire(Prefix::new(root, &keys[..1])));
             }
         }
-        let whole = |stop| SaveRange { start: 0, stop, tail_blocks: 0 };
+        let whole = |stop| 0..stop;
         store.commit(store.reserve(&chain, whole(chain.num_blocks())).expect("the chain has the range").leases);
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
-            let asked = ToSave { prefix, range: whole(1), is_attached: true };
+            let asked = ToSave { prefix, units: whole(1), is_attached: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
     }

@@ -79,10 +79,8 @@ pub(crate) struct Entry {
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
     pub(crate) owner: OwnerId,
-    /// Chunks before it.
+    /// Chunks before it; its unit in the prefix. 0 for a chunk that depends on no other one.
     pub(crate) depth: u32,
-    pub(crate) first_block: u32,
-    pub(crate) num_blocks: u32,
     /// Its place and those of all above it are known to be right.
     pub(crate) proven: bool,
     /// The links, the generation and the two states are the index's to change.
@@ -120,11 +118,6 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// The block behind its last one.
-    pub(crate) fn end_block(&self) -> u32 {
-        self.first_block + self.num_blocks
-    }
-
     pub(crate) fn has_children(&self) -> bool {
         self.first_child.is_some() || self.num_detached > 0
     }

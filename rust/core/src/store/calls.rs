@@ -1,5 +1,6 @@
 //! What a store is asked: lookup, lease, reserve, commit, and to forget.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use super::config::ArenaInfo;
 use super::lease::{ReadLease, WriteLease};
 use super::lookup::{Anchors, Prefix};
 use super::open::Store;
-use super::save::{Got, SaveRange, ToSave};
+use super::save::{Got, ToSave};
 use super::state::State;
 use crate::Result;
 use crate::key::ChunkKey;
@@ -16,19 +17,19 @@ use crate::key::ChunkKey;
 /// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What [`Store::lookup`] found, in blocks from position 0.
+/// Leading units of a prefix that are stored.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Lookup {
     /// In host memory.
-    pub host_blocks: u32,
+    pub host_units: u32,
     /// In host memory or on disk.
-    pub stored_blocks: u32,
+    pub stored_units: u32,
 }
 
-/// What [`Store::reserve`] got: a lease for each chunk that has to be filled, and how many chunks could not be had.
+/// What [`Store::reserve`] reserved: a lease for each chunk to be filled, and the number of chunks without a frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
-    /// In order of the prefix; of attached chunks the first block is their place in what was asked.
+    /// In order of the prefix.
     pub leases: Vec<WriteLease>,
     /// The first chunk without a frame or a parent, and all behind it.
     pub num_dropped: u32,
@@ -40,8 +41,7 @@ impl Store {
         &self.inner.arena
     }
 
-    /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
-    /// Asking is free (I9).
+    /// Returns how many leading units of the prefix are stored. A paused disk counts as empty. No side effect (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
         self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
     }
@@ -50,12 +50,12 @@ impl Store {
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found: Option<Vec<_>> = self.inner.with_open_books(find);
-        let of = |(host_blocks, stored_blocks)| Lookup { host_blocks, stored_blocks };
+        let of = |(host_units, stored_units)| Lookup { host_units, stored_units };
         found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
     }
 
-    /// How many of a prefix's `anchors` are stored and known: ends of some full chunks, in blocks, with their keys, in order. Behind
-    /// a known one a prefix needs no other keys (see [`Prefix::first`]).
+    /// How many of a prefix's `anchors` are stored and known. An anchor is a number of units and the key of their prefix; they
+    /// come in order. Behind a known one a prefix needs no other keys (see [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_books(|state| state.anchors(anchors)).unwrap_or_default()
     }
@@ -66,34 +66,34 @@ impl Store {
         self.acquire_all(&[prefix.into()])
     }
 
-    /// The same of many, as one lease: it counts blocks of all of them.
+    /// The same for many prefixes, as one lease; it counts the units of all of them.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_books(hold))
     }
 
-    /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
+    /// Reserves frames for the chunks of `units` that are neither in host memory nor being filled.
     ///
-    /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
-    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        let (leases, got) = self.reserve_many(None, &[(prefix.into(), range).into()])?;
+    /// It stops at the first chunk without a frame. `InvalidConfig` if the prefix is shorter than `units`.
+    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, units: Range<u32>) -> Result<Reserved> {
+        let (leases, got) = self.reserve_many(None, &[(prefix.into(), units).into()])?;
         Ok(Reserved { leases, num_dropped: got[0].num_dropped })
     }
 
     /// As [`Self::reserve`] for many: the leases of all, one prefix's after the other's, and how many are whose. With a `limit`,
-    /// saves take frames below it only from now on. Nothing is reserved if one prefix has not got its range.
+    /// saves take frames below it only from now on. Nothing is reserved if one prefix is shorter than its units.
     pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_books(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            asked.iter().try_for_each(|each| each.range.check(&each.prefix, state.per_chunk))?;
+            asked.iter().try_for_each(ToSave::check)?;
             state.warm(asked);
-            let mut reserved = Vec::with_capacity(asked.iter().map(|each| each.range.num_chunks() as usize).sum());
+            let mut reserved = Vec::with_capacity(asked.iter().map(|each| each.units.len()).sum());
             let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
             Ok((reserved, got))
         });
-        let none = || asked.iter().map(|each| Got { num_reserved: 0, num_dropped: each.range.num_chunks() }).collect();
+        let none = || asked.iter().map(|each| Got { num_reserved: 0, num_dropped: each.num_units() }).collect();
         let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok((reserved.into_iter().map(lease).collect(), got))

@@ -19,8 +19,6 @@ pub struct StoreConfig {
     pub frame_bytes: u64,
     /// Bytes of host memory for frames (`host_size`); rounded down to whole frames.
     pub host_bytes: u64,
-    /// Blocks in a full chunk.
-    pub blocks_per_chunk: u32,
     /// Policy of each tier.
     pub eviction: Eviction,
     /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`]. It is compared once: pages are taken
@@ -108,13 +106,9 @@ impl StoreConfig {
         if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) {
             return fail(format!("frame_bytes = {frame_bytes} must be a positive multiple of {FRAME_ALIGN}"));
         }
-        if self.blocks_per_chunk == 0 {
-            return fail("blocks_per_chunk = 0 must be at least 1".into());
-        }
         if host_bytes < frame_bytes {
             return fail(format!(
-                "{host_size} = {} holds no chunk, which is {frame_bytes} bytes here; make it at least that, or make chunks \
-                 shorter (chunk_tokens)",
+                "{host_size} = {} holds no chunk, which is {frame_bytes} bytes here; make it at least that",
                 size_text(host_bytes)
             ));
         }

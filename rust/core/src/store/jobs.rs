@@ -211,7 +211,7 @@ impl State {
             if !self.parent_is_on_disk(id) {
                 continue;
             }
-            let Entry { key, parent_key: parent, num_blocks, depth, host, saved_s, .. } = self.index[id];
+            let Entry { key, parent_key: parent, depth, host, saved_s, .. } = self.index[id];
             if let Presence::Here(frame) = host
                 && let Some(frame) = self.host.lend(frame)
             {
@@ -219,7 +219,7 @@ impl State {
                 self.hold(id);
                 self.begin_disk(id);
                 self.disk.writing += 1;
-                let meta = DiskMeta { key, parent, num_blocks, depth, saved_s: saved_s.into() };
+                let meta = DiskMeta { key, parent, depth, saved_s: saved_s.into() };
                 return Some(Job::Write { id, meta, frame });
             }
             self.unwant(id);

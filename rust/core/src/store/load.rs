@@ -18,35 +18,31 @@ pub enum TierName {
     Disk,
 }
 
-/// A frame that a read lease covers. Blocks count from the prefix's start.
+/// A frame that a read lease covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeasedFrame {
     /// Where to scatter from.
     pub frame: FrameId,
     /// The chunk.
     pub key: ChunkKey,
-    /// Its first block.
-    pub first_block: u32,
-    /// How many blocks it has.
-    pub num_blocks: u32,
     /// Where it was.
     pub tier: TierName,
 }
 
-/// How far a read lease is, in blocks.
+/// How far a read lease is, in units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Ready and pinned, from position 0.
-    pub ready_blocks: u32,
+    pub ready_units: u32,
     /// Still being read behind those.
-    pub pending_blocks: u32,
+    pub pending_units: u32,
 }
 
 impl Sum for Progress {
     fn sum<I: Iterator<Item = Self>>(every: I) -> Self {
         every.fold(Self::default(), |sum, one| Self {
-            ready_blocks: sum.ready_blocks.saturating_add(one.ready_blocks),
-            pending_blocks: sum.pending_blocks.saturating_add(one.pending_blocks),
+            ready_units: sum.ready_units.saturating_add(one.ready_units),
+            pending_units: sum.pending_units.saturating_add(one.pending_units),
         })
     }
 }
@@ -80,15 +76,9 @@ impl State {
     /// Holds the longest prefix that is in host, and wants the chunks behind it from disk.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let (host, any) = self.find(prefix);
-        let full = host - host % self.per_chunk;
-        let full_end = self.visible(prefix, full);
-        let mut held = Held { host_end: full_end, ..Held::default() };
+        let mut held = Held { host_end: self.visible(prefix, host), ..Held::default() };
         if any > host {
-            held.loads = self.want_reads(prefix, full, any);
-        }
-        if held.loads.is_empty() && host > full {
-            let tail = self.visible(prefix, host);
-            held.host_end = tail.filter(|&tail| self.index[tail].parent == full_end).or(full_end);
+            held.loads = self.want_reads(prefix, host, any);
         }
         if let Some(end) = held.host_end {
             held.num_host = self.index[end].depth + 1;
@@ -101,11 +91,11 @@ impl State {
         held
     }
 
-    /// Chunks between two numbers of blocks that come from disk, each held. What was found is right as far as `to`.
+    /// Chunks between two numbers of units that come from disk, each held. What was found is right as far as `to`.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
-        let mut loads: Vec<_> = above.take_while(|id| self.index[*id].end_block() > from).collect();
+        let mut loads: Vec<_> = above.take_while(|id| self.index[*id].depth >= from).collect();
         loads.reverse();
         let will_come = loads.iter().position(|&id| !self.want_read(id)).unwrap_or(loads.len());
         loads.truncate(will_come);
@@ -152,9 +142,9 @@ impl State {
         if !held.loads.get(held.ready).is_some_and(comes) {
             self.let_go(held, held.ready);
         }
-        let ready_blocks = held.ready_end().map_or(0, |id| self.index[id].end_block());
-        let last_block = held.loads.last().map_or(ready_blocks, |&id| self.index[id].end_block());
-        Progress { ready_blocks, pending_blocks: last_block - ready_blocks }
+        let ready_units = held.ready_end().map_or(0, |id| self.index[id].depth + 1);
+        let last_unit = held.loads.last().map_or(ready_units, |&id| self.index[id].depth + 1);
+        Progress { ready_units, pending_units: last_unit - ready_units }
     }
 
     /// Every ready chunk, from position 0.
@@ -162,9 +152,9 @@ impl State {
         self.poll(held);
         let Some(end) = held.ready_end() else { return Vec::new() };
         let leased = |id| {
-            let Entry { host, key, first_block, num_blocks, depth, .. } = self.index[id];
+            let Entry { host, key, depth, .. } = self.index[id];
             let tier = if depth < held.num_host { TierName::Host } else { TierName::Disk };
-            Some(LeasedFrame { frame: host.place()?, key, first_block, num_blocks, tier })
+            Some(LeasedFrame { frame: host.place()?, key, tier })
         };
         let mut frames: Vec<_> = self.index.ancestry(end).filter_map(leased).collect();
         frames.reverse();

@@ -8,14 +8,14 @@ use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 
-/// What the store is asked about: the keys of a prefix, one a block, and the key of the empty prefix.
+/// The keys of a prefix, one a unit, and the key of the empty prefix.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the blocks, from block `first` on; fewer than 2^32.
+    /// Keys of the units, from unit `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Blocks whose keys are left out. If there are any, the first key has to end a chunk that [`Store::anchors`] knows: without
+    /// Units whose keys are left out. If there are any, the first key has to end a chunk that [`Store::anchors`] knows: without
     /// it, nothing of the prefix is found. Only for lookups and leases.
     ///
     /// [`Store::anchors`]: super::Store::anchors
@@ -34,17 +34,17 @@ impl<'a> Prefix<'a> {
         Self { root, keys, first: 0 }
     }
 
-    /// Blocks that it has, those without keys too.
-    pub fn num_blocks(&self) -> u32 {
+    /// Units that it has, those without keys too.
+    pub fn num_units(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// The key of its first `num_blocks` blocks, 0 for none; it must not be left out.
-    pub(crate) fn key_of(&self, num_blocks: u32) -> ChunkKey {
-        num_blocks.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
+    /// The key of its first `num_units` units, 0 for none; it must not be left out.
+    pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
+        num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
 
-    /// Blocks up to its first key, if some are left out before that; and the key.
+    /// Units up to its first key, if some are left out before that; and the key.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -61,7 +61,7 @@ pub struct Anchors {
 }
 
 impl State {
-    /// The entry of the chunk that ends behind `end` blocks, if a lease may have its frame.
+    /// The entry of the chunk that ends the first `end` units, if a lease may use its frame.
     pub(super) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_here();
         if end == 0 {
@@ -71,17 +71,16 @@ impl State {
             None => self.get(&prefix.key_of(end), end, is_here),
             Some((_, key)) => {
                 let mut above = self.index.ancestry(self.index.get(&key)?);
-                above.find(|id| self.index[*id].end_block() == end).filter(|id| is_here(&self.index[*id]))
+                above.find(|id| self.index[*id].depth + 1 == end).filter(|id| is_here(&self.index[*id]))
             }
         }
     }
 
-    /// The entry of the chunk that ends behind `end` blocks with `key`, if it is `present`, not too old, and its shape is right.
+    /// The entry of the chunk that ends the first `end` units with `key`, if it is `present`, not too old, and its shape is right.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
-        let fits = entry.end_block() == end && entry.first_block == (end - 1) / self.per_chunk * self.per_chunk;
-        (fits && !self.is_expired(entry) && present(entry)).then_some(id)
+        (entry.depth + 1 == end && !self.is_expired(entry) && present(entry)).then_some(id)
     }
 
     /// In host, or on a disk that can be read.
@@ -90,7 +89,7 @@ impl State {
         move |entry| entry.host.is_here() || answers && entry.disk.is_here()
     }
 
-    /// How many of `anchors` are there: ends of full chunks of one prefix and their keys, in order.
+    /// How many of `anchors` are stored: numbers of units of one prefix and their keys, in order.
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
         let is_stored = self.is_stored();
@@ -99,18 +98,17 @@ impl State {
         Anchors { num_stored, num_known: leading(num_stored, |nth| self.knows(at(nth)).is_some()) }
     }
 
-    /// A full chunk that is stored, if all above it is known to be what its keys say.
+    /// A chunk that is stored, if all above it is known to be what its keys say.
     fn knows(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_known = |entry: &Entry| entry.proven && !entry.doomed && !entry.detached;
         let is_stored = self.is_stored();
-        if self.is_forgetting() || !end.is_multiple_of(self.per_chunk) {
+        if self.is_forgetting() {
             return None;
         }
         self.get(&key, end, |entry| is_known(entry) && is_stored(entry))
     }
 
-    /// Blocks in host, and blocks in host or on a disk that can be read: full chunks, then the longest tail behind them. What is
-    /// not what its key says is forgotten on the way.
+    /// Leading units in host memory, and in host memory or on a readable disk. Removes chunks that are not what their keys say.
     pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
         let mut prefix = *prefix;
         if prefix.first > 0 && prefix.base().and_then(|base| self.knows(base)).is_none() {
@@ -120,58 +118,50 @@ impl State {
             let (host, any) = self.find_present(&prefix);
             match self.first_unsound(&prefix, any) {
                 None => return (host, any),
-                Some(depth) => prefix.keys = &prefix.keys[..(depth * self.per_chunk - prefix.first) as usize],
+                Some(depth) => prefix.keys = &prefix.keys[..(depth - prefix.first) as usize],
             }
         }
     }
 
     fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
-        let stored = self.find_end(prefix, prefix.num_blocks() / self.per_chunk, self.is_stored());
-        (self.find_end(prefix, stored / self.per_chunk, |entry| entry.host.is_here()), stored)
+        let stored = self.find_end(prefix, prefix.num_units(), self.is_stored());
+        (self.find_end(prefix, stored, |entry| entry.host.is_here()), stored)
     }
 
-    /// Blocks that are `present`: of the first `num_full` full chunks, and of the longest tail behind those.
-    fn find_end(&self, prefix: &Prefix<'_>, num_full: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
-        let per_chunk = self.per_chunk;
+    /// How many of the first `most` units are `present`.
+    fn find_end(&self, prefix: &Prefix<'_>, most: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
         let base = prefix.base();
         if let Some((_, key)) = base.filter(|(end, key)| self.get(key, *end, present).is_none()) {
             let mut above = self.index.get(&key).into_iter().flat_map(|id| self.index.ancestry(id));
-            return above.find(|id| present(&self.index[*id])).map_or(0, |id| self.index[id].end_block());
+            return above.find(|id| present(&self.index[*id])).map_or(0, |id| self.index[id].depth + 1);
         }
-        let before = base.map_or(0, |(end, _)| end / per_chunk);
-        let is_present = |chunk: u32| {
-            let end = (before + chunk + 1) * per_chunk;
+        let before = base.map_or(0, |(end, _)| end);
+        let is_present = |unit: u32| {
+            let end = before + unit + 1;
             self.get(&prefix.key_of(end), end, present).is_some()
         };
-        let full = (before + leading(num_full - before, is_present)) * per_chunk;
-        let longest = (per_chunk - 1).min(prefix.num_blocks() - full);
-        (1..=longest)
-            .rev()
-            .map(|tail| full + tail)
-            .find(|&end| self.get(&prefix.key_of(end), end, present).is_some())
-            .unwrap_or(full)
+        before + leading(most - before, is_present)
     }
 
     /// The highest of the chunks found that is not this prefix's: it is being forgotten, or a forged record says that it is
     /// elsewhere than its key does. What was compared once need not be again.
-    fn first_unsound(&mut self, prefix: &Prefix<'_>, blocks: u32) -> Option<u32> {
-        let end = self.index.get(&prefix.key_of(blocks))?;
+    fn first_unsound(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
+        let end = self.index.get(&prefix.key_of(units))?;
         let (is_forgetting, base) = (self.is_forgetting(), prefix.base());
-        let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), blocks);
+        let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), units);
         for id in self.index.ancestry(end) {
             let entry = &self.index[id];
             // The base was looked at before anything was doomed, and before it there are no keys to compare.
             if entry.proven && (!is_forgetting || base == Some((behind, entry.key))) {
                 break;
             }
-            let fits = entry.end_block() == behind && entry.parent.is_none() == (entry.first_block == 0);
-            let is_ours =
-                fits && entry.key == prefix.key_of(behind) && entry.parent_key == prefix.key_of(entry.first_block);
+            let fits = entry.depth + 1 == behind && entry.parent.is_none() == (entry.depth == 0);
+            let is_ours = fits && entry.key == prefix.key_of(behind) && entry.parent_key == prefix.key_of(entry.depth);
             if !is_ours || entry.doomed || entry.detached {
                 unsound = Some((id, entry.depth, is_ours));
             }
             unproven.push(id);
-            behind = entry.first_block;
+            behind = entry.depth;
             if !is_ours || behind == 0 {
                 break;
             }
@@ -186,7 +176,7 @@ impl State {
             self.stats.disk_verify_failures += 1;
             self.doom(id);
         }
-        Some(depth.min(blocks / self.per_chunk))
+        Some(depth.min(units))
     }
 }
 

@@ -60,7 +60,7 @@ pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
 pub use opening::Opener;
-pub use save::{Got, Reservation, SaveRange, ToSave};
+pub use save::{Got, Reservation, ToSave};
 pub use share::Way;
 pub use stats::Evicted;
 pub use tenants::Tenant;

@@ -92,7 +92,7 @@ impl Store {
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
         let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
         let policy = |capacity| config.eviction.policy(capacity);
-        let mut state = State::new(host, config.blocks_per_chunk, policy(num_frames as usize), policy(num_slots));
+        let mut state = State::new(host, policy(num_frames as usize), policy(num_slots));
         state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
         let num_threads = settings.map_or(0, |disk| disk.num_threads);
         state.disk.num_threads = num_threads as usize;

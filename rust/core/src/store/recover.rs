@@ -81,31 +81,26 @@ impl State {
 
     /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
     fn recover(&mut self, found: DiskMeta, slot: SlotId, before: Option<ChunkId>) -> Option<ChunkId> {
-        let DiskMeta { key, parent: parent_key, depth, num_blocks, saved_s } = found;
+        let DiskMeta { key, parent: parent_key, depth, saved_s } = found;
         let saved_s = u32::try_from(saved_s).unwrap_or(u32::MAX);
-        let first_block = depth.checked_mul(self.per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];
-            parent.end_block() == first_block && parent.depth + 1 == depth && parent.disk.is_here()
+            parent.depth + 1 == depth && parent.disk.is_here()
         });
         let unwelcome = &self.disk.unwelcome;
-        if !fits
-            || !(1..=self.per_chunk).contains(&num_blocks)
-            || unwelcome.contains(&key)
-            || depth > 0 && unwelcome.contains(&parent_key)
-        {
+        if !fits || unwelcome.contains(&key) || depth > 0 && unwelcome.contains(&parent_key) {
             return None;
         }
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
             let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s; // what hangs on it would be younger
-            if entry.parent != parent || entry.num_blocks != num_blocks || !entry.disk.is_absent() || is_older {
+            if entry.parent != parent || !entry.disk.is_absent() || is_older {
                 return None;
             }
             id
         } else {
-            self.add(Entry { key, parent_key, parent, depth, first_block, num_blocks, saved_s, ..Entry::default() })
+            self.add(Entry { key, parent_key, parent, depth, saved_s, ..Entry::default() })
         };
         self.unwant(id);
         self.begin_disk(id);

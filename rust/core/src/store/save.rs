@@ -1,5 +1,7 @@
 //! Saving: reserve a frame, then commit or abort.
 
+use std::ops::Range;
+
 use super::lookup::Prefix;
 use super::quota::Room;
 use super::state::State;
@@ -10,52 +12,20 @@ use crate::key::ChunkKey;
 use crate::tier::host::FrameFor;
 use crate::{Error, ErrorKind, Result};
 
-/// A frame reserved for one chunk. Blocks count from the prefix's start.
+/// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reservation {
     /// Number of this reservation, never used again by this store.
     pub ticket: u64,
     /// Where to gather to.
     pub frame: FrameId,
-    /// The chunk.
+    /// The chunk's key.
     pub key: ChunkKey,
-    /// Its first block.
-    pub first_block: u32,
-    /// How many blocks it has.
-    pub num_blocks: u32,
+    /// The chunk's unit, counted as in the request's range.
+    pub unit: u32,
 }
 
-/// Which chunks of a chain to save: full chunks [start, stop) and a tail of `tail_blocks` behind them (0: none).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SaveRange {
-    /// First full chunk.
-    pub start: u32,
-    /// Behind the last full chunk.
-    pub stop: u32,
-    /// Blocks of the tail.
-    pub tail_blocks: u32,
-}
-
-impl SaveRange {
-    /// `InvalidConfig` if the prefix has not got all the chunks.
-    pub fn check(self, prefix: &Prefix<'_>, per_chunk: u32) -> Result<()> {
-        let Self { start, stop, tail_blocks } = self;
-        let end = u64::from(stop) * u64::from(per_chunk) + u64::from(tail_blocks);
-        if start <= stop && tail_blocks < per_chunk && end <= u64::from(prefix.num_blocks()) {
-            return Ok(());
-        }
-        let error = Error::new(ErrorKind::InvalidConfig, "no such chunks in this chain").with_context("start", start);
-        let error = error.with_context("stop", stop).with_context("tail_blocks", tail_blocks);
-        Err(error.with_context("num_blocks", prefix.num_blocks()).with_context("blocks_per_chunk", per_chunk))
-    }
-
-    /// Chunks asked for.
-    pub fn num_chunks(self) -> u32 {
-        self.stop.saturating_sub(self.start) + u32::from(self.tail_blocks > 0)
-    }
-}
-
-/// How much was reserved of one range.
+/// How much of one [`ToSave`] was reserved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Got {
     /// Chunks that have to be filled.
@@ -64,21 +34,38 @@ pub struct Got {
     pub num_dropped: u32,
 }
 
-/// What is to be saved of a prefix.
-#[derive(Debug, Clone, Copy)]
+/// Which chunks of a prefix to save.
+#[derive(Debug, Clone)]
 pub struct ToSave<'a> {
     /// The prefix.
     pub prefix: Prefix<'a>,
-    /// Which chunks of it.
-    pub range: SaveRange,
-    /// Each chunk hangs on the root alone, as what a group of windows or states keeps. One that cannot be had ends nothing then.
-    /// A key behind the range's is that of the chunk which ends the prefix that they are kept beside, and of no use without.
+    /// Units of the prefix, one chunk each.
+    pub units: Range<u32>,
+    /// Each chunk's parent is the root, as in sliding-window and Mamba groups; a chunk without a frame does not end the save.
+    /// A key behind the range's is that of the chunk at the end of the same prefix in a full-attention group.
     pub is_attached: bool,
 }
 
-impl<'a> From<(Prefix<'a>, SaveRange)> for ToSave<'a> {
-    fn from((prefix, range): (Prefix<'a>, SaveRange)) -> Self {
-        Self { prefix, range, is_attached: false }
+impl<'a> From<(Prefix<'a>, Range<u32>)> for ToSave<'a> {
+    fn from((prefix, units): (Prefix<'a>, Range<u32>)) -> Self {
+        Self { prefix, units, is_attached: false }
+    }
+}
+
+impl ToSave<'_> {
+    /// `InvalidConfig` if the prefix is shorter than the units.
+    pub fn check(&self) -> Result<()> {
+        let Range { start, end } = self.units;
+        if start <= end && end <= self.prefix.num_units() {
+            return Ok(());
+        }
+        let error = Error::new(ErrorKind::InvalidConfig, "no such units in this prefix").with_context("start", start);
+        Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
+    }
+
+    /// Chunks to save.
+    pub fn num_units(&self) -> u32 {
+        self.units.end.saturating_sub(self.units.start)
     }
 }
 
@@ -94,21 +81,16 @@ enum Refused {
 impl State {
     /// Reserves what is missing of a range, which must be the prefix's, into `reserved`.
     pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
-        let ToSave { prefix, range, is_attached } = *asked;
+        let ToSave { prefix, ref units, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
-        let beside = prefix.keys.get((range.stop * self.per_chunk) as usize).filter(|_| is_attached);
-        let wanted = range.num_chunks();
+        let beside = prefix.keys.get(units.end as usize).filter(|_| is_attached);
         let mut above = None; // the chunk before, once it is known to be there
-        for nth in 0..wanted {
-            let depth = range.start + nth;
-            let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
-            let first_block = depth * self.per_chunk;
-            let key = prefix.key_of(first_block + num_blocks);
+        for unit in units.clone() {
+            let key = prefix.key_of(unit + 1);
             let new = if is_attached {
-                Entry { key, parent_key: prefix.root, num_blocks, ..Entry::default() }
+                Entry { key, parent_key: prefix.root, ..Entry::default() }
             } else {
-                let parent_key = prefix.key_of(first_block);
-                Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() }
+                Entry { key, parent_key: prefix.key_of(unit), depth: unit, ..Entry::default() }
             };
             let parent = above.take().or_else(|| self.parent_of(&new));
             debug_assert_eq!(parent, self.parent_of(&new), "what was there is found by its key");
@@ -124,10 +106,10 @@ impl State {
                         self.keep_beside(id, end);
                     }
                     let ticket = self.new_ticket();
-                    reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+                    reserved.push((id, Reservation { ticket, frame, key, unit }));
                 }
                 Err(why) => {
-                    let num_lost = if is_attached { 1 } else { wanted - nth };
+                    let num_lost = if is_attached { 1 } else { units.end - unit };
                     self.stats.quota_dropped += if why == Refused::Quota { num_lost.into() } else { 0 };
                     num_dropped += num_lost;
                     if !is_attached {
@@ -142,10 +124,8 @@ impl State {
 
     /// Looks at what saves of `asked` will look at first: these reads do not wait for each other, as those of the saves do.
     pub(crate) fn warm(&self, asked: &[ToSave<'_>]) {
-        let found = asked.iter().map(|ToSave { prefix, range, .. }| {
-            let first = range.start * self.per_chunk;
-            let end = if range.start < range.stop { first + self.per_chunk } else { first + range.tail_blocks };
-            let ids = [first, end].map(|num_blocks| self.index.get(&prefix.key_of(num_blocks)));
+        let found = asked.iter().filter(|each| !each.units.is_empty()).map(|ToSave { prefix, units, .. }| {
+            let ids = [units.start, units.start + 1].map(|num_units| self.index.get(&prefix.key_of(num_units)));
             ids.map(|id| id.map_or(0, |id| u64::from(id.0)))
         });
         std::hint::black_box(found.fold(0, |sum, [parent, own]| sum ^ parent ^ own));
@@ -161,7 +141,7 @@ impl State {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
-        if is_elsewhere || entry.first_block != new.first_block {
+        if is_elsewhere || entry.depth != new.depth {
             self.doom(id);
             return None;
         }
@@ -182,7 +162,7 @@ impl State {
     ) -> std::result::Result<(ChunkId, FrameId), Refused> {
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
-            parent.has_frame() && parent.end_block() == new.first_block
+            parent.has_frame() && parent.depth + 1 == new.depth
         });
         if !fits {
             return Err(Refused::NoPlace);

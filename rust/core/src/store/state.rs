@@ -86,8 +86,6 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) host: HostTier,
     pub(crate) host_policy: Box<dyn Policy>,
-    /// Blocks in a full chunk.
-    pub(crate) per_chunk: u32,
     pub(crate) disk: DiskBooks,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
@@ -118,17 +116,11 @@ pub(crate) struct State {
 
 impl State {
     /// Without a disk, until one is attached.
-    pub(crate) fn new(
-        host: HostTier,
-        per_chunk: u32,
-        host_policy: Box<dyn Policy>,
-        disk_policy: Box<dyn Policy>,
-    ) -> Self {
+    pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>, disk_policy: Box<dyn Policy>) -> Self {
         Self {
             index: Index::default(),
             host,
             host_policy,
-            per_chunk,
             disk: DiskBooks::default(),
             disk_policy,
             stats: Stats::default(),

@@ -109,13 +109,7 @@ fn key_of(chunk: u32) -> ChunkKey {
 fn meta_of(chunk: u32) -> DiskMeta {
     let depth = std::iter::successors(parent_of(chunk), |&c| parent_of(c)).count();
     let parent = parent_of(chunk).map_or(ChunkKey([0; 32]), key_of);
-    DiskMeta {
-        key: key_of(chunk),
-        parent,
-        num_blocks: chunk + 1,
-        depth: u32::try_from(depth).unwrap_or(u32::MAX),
-        saved_s: 0,
-    }
+    DiskMeta { key: key_of(chunk), parent, depth: u32::try_from(depth).unwrap_or(u32::MAX), saved_s: 0 }
 }
 
 fn fill(frame: &mut [u8], chunk: u32, version: u32) {

@@ -20,7 +20,7 @@ use counting::{Counting, Reads};
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
-use recorder::{Dice, FRAME, PER_CHUNK, Recorder};
+use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
@@ -79,7 +79,6 @@ impl Fire {
         let config = StoreConfig {
             frame_bytes: FRAME as u64,
             host_bytes: dice.pick(&[40, 100, 200]) * FRAME as u64,
-            blocks_per_chunk: PER_CHUNK,
             eviction: dice.pick(&Eviction::ALL),
             available_bytes: None,
             namespace: [7; 32],

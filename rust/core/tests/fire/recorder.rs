@@ -12,7 +12,6 @@ use kvloft_core::key::{ChunkKey, root_key};
 use kvloft_core::store::LeasedFrame;
 
 pub(crate) const FRAME: usize = 4096;
-pub(crate) const PER_CHUNK: u32 = 3;
 const FAMILIES: u32 = 24;
 const VARIANTS: u32 = 8;
 
@@ -85,7 +84,7 @@ impl Recorder {
         let mut made = Self { prompts: Vec::new(), ids: HashMap::new(), chunks: Vec::new() };
         for family in 0..FAMILIES {
             for variant in 0..VARIANTS {
-                let len = 12 + (family * 7 + variant * 11) % 84;
+                let len = 4 + (family * 7 + variant * 11) % 28;
                 let shared = len * variant / (2 * VARIANTS);
                 let token = |at: u32| family * 1000 + if at < shared { 0 } else { 1 + variant } + at * 100_000;
                 let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
@@ -97,10 +96,10 @@ impl Recorder {
         made
     }
 
-    /// Every chunk that the prompt can have: each of its blocks may be the end of a tail.
+    /// Every chunk of the prompt.
     fn learn(&mut self, chain: &KeyChain) {
         let mut parent = None;
-        for (at, key) in (1..).zip(chain.keys()) {
+        for key in chain.keys() {
             let new = self.chunks.len();
             let id = *self.ids.entry(*key).or_insert(new);
             if id == new {
@@ -110,9 +109,7 @@ impl Recorder {
                     parent.children.push(id);
                 }
             }
-            if at % PER_CHUNK == 0 {
-                parent = Some(id);
-            }
+            parent = Some(id);
         }
     }
 
@@ -181,11 +178,8 @@ impl Recorder {
 
     /// Whether these frames are the prefix of `chain` from position 0 on; the error says how they are not.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
-        let mut end = 0;
-        for leased in frames {
-            let fits = leased.first_block == end && (1..=PER_CHUNK).contains(&leased.num_blocks);
-            end += leased.num_blocks;
-            if !fits || chain.keys().get(end as usize - 1) != Some(&leased.key) {
+        for (unit, leased) in frames.iter().enumerate() {
+            if chain.keys().get(unit) != Some(&leased.key) {
                 return Err(format!("{leased:?} is not the next chunk of its prefix"));
             }
         }

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
-use kvloft_core::store::{LeasedFrame, Prefix, ReadLease, SaveRange, Store, WriteLease};
+use kvloft_core::store::{LeasedFrame, Prefix, ReadLease, Store, WriteLease};
 
-use super::recorder::{Dice, FRAME, PER_CHUNK, Recorder, write_bytes};
+use super::recorder::{Dice, FRAME, Recorder, write_bytes};
 
 /// What all workers share in one life.
 #[derive(Debug)]
@@ -128,10 +128,10 @@ impl<'a> Worker<'a> {
         let progress = self.loans[at].lease.poll();
         self.count("poll");
         let is_full = self.loans.len() == MAX_LOANS;
-        if progress.pending_blocks > 0 && is_full {
+        if progress.pending_units > 0 && is_full {
             std::thread::sleep(Duration::from_micros(100));
         }
-        if progress.pending_blocks == 0 || self.dice.in_100(5) {
+        if progress.pending_units == 0 || self.dice.in_100(5) {
             let mut loan = self.loans.swap_remove(at);
             self.check(&mut loan);
             if self.dice.in_100(15) {
@@ -162,7 +162,7 @@ impl<'a> Worker<'a> {
     fn check_frame(&mut self, loan: &mut Loan<'_>, nth: usize, leased: &LeasedFrame) -> Result<(), String> {
         let mut bytes = [0; FRAME];
         self.arena.read_exact_at(&mut bytes, u64::from(leased.frame.0) * FRAME as u64).unwrap();
-        let floor = loan.floors[(leased.first_block + leased.num_blocks) as usize - 1];
+        let floor = loan.floors[nth];
         let version = self.shared.recorder.check_bytes(&leased.key, floor, &bytes)?;
         self.bytes_compared += FRAME as u64;
         match loan.seen.get(nth) {
@@ -177,13 +177,10 @@ impl<'a> Worker<'a> {
 
     fn save(&mut self) {
         let chain = self.prompt();
-        let full = chain.num_blocks() / PER_CHUNK;
-        let tail_most = PER_CHUNK - 1;
+        let full = chain.num_blocks();
         let start = if self.dice.in_100(80) { 0 } else { u32::try_from(self.dice.below(full as usize)).unwrap() };
         let stop = if self.dice.in_100(70) { full } else { (start + 4).min(full) };
-        let tail = u32::try_from(self.dice.below(3)).unwrap().min(tail_most);
-        let tail_blocks = tail.min(chain.num_blocks() - stop * PER_CHUNK);
-        let reserved = self.shared.store.reserve(chain, SaveRange { start, stop, tail_blocks }).unwrap();
+        let reserved = self.shared.store.reserve(chain, start..stop).unwrap();
         self.count("reserve");
         let mut bytes = [0; FRAME];
         for lease in reserved.leases {
@@ -232,13 +229,12 @@ impl<'a> Worker<'a> {
         let chain = self.prompt();
         let found = self.shared.store.lookup(chain);
         self.count("lookup");
-        assert!(found.host_blocks <= found.stored_blocks && found.stored_blocks <= chain.num_blocks(), "{found:?}");
+        assert!(found.host_units <= found.stored_units && found.stored_units <= chain.num_blocks(), "{found:?}");
     }
 
     fn discard(&mut self) {
         let chain = self.prompt();
-        let chunk = 1 + self.dice.below((chain.num_blocks() / PER_CHUNK) as usize);
-        let key = chain.keys()[chunk * PER_CHUNK as usize - 1];
+        let key = chain.keys()[self.dice.below(chain.keys().len())];
         let forgotten = self.shared.recorder.below(self.shared.recorder.id(&key));
         self.shared.store.discard(&[key]);
         self.shared.recorder.forget(&forgotten);

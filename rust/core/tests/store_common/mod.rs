@@ -1,7 +1,7 @@
 //! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory that fails on demand.
 #![allow(dead_code, clippy::unwrap_used, clippy::allow_attributes, reason = "tests; each file uses a part of this one")]
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
-use kvloft_core::store::{ArenaInfo, DiskSettings, Quota, Reservation, SaveRange, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{ArenaInfo, DiskSettings, Quota, Reservation, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::tier::memory::MemoryTier;
@@ -17,11 +17,10 @@ use kvloft_core::{Error, ErrorKind};
 
 pub(crate) const FRAME: usize = 4096;
 
-pub(crate) fn config(num_frames: u32, blocks_per_chunk: u32, eviction: Eviction) -> StoreConfig {
+pub(crate) fn config(num_frames: u32, eviction: Eviction) -> StoreConfig {
     StoreConfig {
         frame_bytes: FRAME as u64,
         host_bytes: u64::from(num_frames) * FRAME as u64,
-        blocks_per_chunk,
         eviction,
         available_bytes: None,
         namespace: [7; 32],
@@ -61,10 +60,6 @@ pub(crate) fn prompt_chain(prompt: usize) -> KeyChain {
     chain(&tokens)
 }
 
-pub(crate) fn range(start: u32, stop: u32, tail_blocks: u32) -> SaveRange {
-    SaveRange { start, stop, tail_blocks }
-}
-
 pub(crate) fn stat(store: &Store, name: &str) -> u64 {
     store.stats().into_iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("no {name}")).1
 }
@@ -88,9 +83,9 @@ pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Dam
     arena.check(frame, 0, FRAME, &spec(key)).unwrap()
 }
 
-/// Saves full chunks and a tail at once; returns how many became visible.
-pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, range: SaveRange) -> u32 {
-    let reserved = store.reserve(chain, range).unwrap();
+/// Saves units at once; returns how many became visible.
+pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<u32>) -> u32 {
+    let reserved = store.reserve(chain, units).unwrap();
     reserved.leases.iter().for_each(|lease| fill(arena, lease.reservation()));
     store.commit(reserved.leases)
 }

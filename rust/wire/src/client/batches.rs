@@ -16,16 +16,16 @@ pub(crate) fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 }
 
 /// Returns the range to send; None if it has more keys than a server accepts.
-pub(crate) fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Option<SentRange<'a>>> {
-    let ToSave { prefix, range, is_attached } = *asked;
-    range.check(&prefix, per_chunk)?;
+pub(crate) fn sent_range<'a>(asked: &ToSave<'a>) -> Result<Option<SentRange<'a>>> {
+    asked.check()?;
+    let ToSave { prefix, units, is_attached } = asked.clone();
     // Of the keys before the range only the parent of the first chunk is needed.
-    let first = (range.start * per_chunk).saturating_sub(1);
-    let end = (range.stop * per_chunk + range.tail_blocks) as usize;
+    let first = units.start.saturating_sub(1);
+    let end = units.end as usize;
     // The key that an attached chunk belongs to may follow the range.
     let end = if is_attached { prefix.keys.len().min(end + 1) } else { end };
     let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
-    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range, is_attached }))
+    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, units, is_attached }))
 }
 
 /// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.

@@ -18,8 +18,6 @@ pub struct ClientConfig {
     pub namespace: [u8; 32],
     /// As in `StoreConfig`.
     pub frame_bytes: u64,
-    /// As in `StoreConfig`.
-    pub blocks_per_chunk: u32,
     /// As in `DiskSettings`.
     pub description: String,
 }

@@ -185,11 +185,11 @@ impl Connection {
     /// Truncates a long prefix to the part that may be stored, using one request with its anchors.
     /// Does nothing for a short prefix, or for one the server has the keys of. If the request gets
     /// no answer, the next lookup is a miss.
-    pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, per_chunk: u32, deadline: Instant) {
+    pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
         }
-        let ends = anchor_ends(prefix.keys.len(), per_chunk);
+        let ends = anchor_ends(prefix.keys.len());
         let (Some(&stride), Some(&last)) = (ends.first(), ends.last()) else { return };
         let keys: Vec<_> = ends.iter().map(|end| prefix.keys[*end as usize - 1]).collect();
         let sent = SentAnchors { stride, last, keys: Keys::Own(&keys) };

@@ -31,7 +31,6 @@ impl NewConnection {
             version: VERSION,
             namespace: config.namespace,
             frame_bytes: config.frame_bytes,
-            blocks_per_chunk: config.blocks_per_chunk,
             description: config.description.clone(),
         };
         let refused = |error: Error| match error.kind() {

@@ -35,7 +35,7 @@ impl Session for Client {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
             // A single key is an attached chunk, which is not part of the cached prefix.
             let is_known = prefixes.first()?.keys.len() > 1;
-            Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_blocks))
+            Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_units))
         };
         let must_repeat = has_lost(&mut self.state()) == Some(true);
         let found = if must_repeat { self.lookup_batches(prefixes, is_for_save) } else { found };
@@ -66,7 +66,7 @@ impl Session for Client {
             answer
         });
         if let Some(Answer::Progress(progress)) = answer {
-            state.leases.insert(id, (progress.pending_blocks == 0).then_some(progress));
+            state.leases.insert(id, (progress.pending_units == 0).then_some(progress));
         }
         id
     }
@@ -83,7 +83,7 @@ impl Session for Client {
         }
         match state.call(deadline, |connection| connection.call(&Request::Poll(lease.0), deadline)) {
             Some(Answer::Progress(progress)) => {
-                state.leases.insert(lease, (progress.pending_blocks == 0).then_some(progress));
+                state.leases.insert(lease, (progress.pending_units == 0).then_some(progress));
                 progress
             }
             _ => Progress::default(),
@@ -108,9 +108,8 @@ impl Session for Client {
     }
 
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
-        let per_chunk = self.inner.config.blocks_per_chunk;
-        let ranges = asked.iter().map(|each| sent_range(each, per_chunk)).collect::<Result<Vec<_>>>()?;
-        let sent: Vec<_> = ranges.iter().flatten().copied().collect();
+        let ranges = asked.iter().map(sent_range).collect::<Result<Vec<_>>>()?;
+        let sent: Vec<_> = ranges.iter().flatten().cloned().collect();
         let parts = split_batches(&sent, |range| range.keys.iter().len());
         let requests: Vec<_> = parts.iter().map(|part| Request::Reserve(part.to_vec())).collect();
         let answers = self.call_for_saves(&requests);
@@ -119,9 +118,9 @@ impl Session for Client {
         let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
         let mut num_unanswered = 0;
         for (range, each) in ranges.iter().zip(asked) {
-            let answer = range.map(|_| answers.next().flatten());
-            num_unanswered += if matches!(answer, Some(None)) { each.range.num_chunks() } else { 0 };
-            let nothing = || (Vec::new(), each.range.num_chunks());
+            let answer = range.as_ref().map(|_| answers.next().flatten());
+            num_unanswered += if matches!(answer, Some(None)) { each.num_units() } else { 0 };
+            let nothing = || (Vec::new(), each.num_units());
             let (rows, num_dropped) = answer.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
             got.push(Got { num_reserved: rows.len(), num_dropped });

@@ -92,7 +92,7 @@ impl ClientState {
             && let Some(connection) =
                 self.live_connection().filter(|connection| connection.prefix_cache.needs_anchors(first.keys))
         {
-            connection.trim_prefix(first, inner.config.blocks_per_chunk, deadline);
+            connection.trim_prefix(first, deadline);
             if Instant::now() >= deadline {
                 self.missed_calls.add_call();
             }

@@ -35,35 +35,31 @@ pub enum Answer {
 }
 
 fn read_lookup(from: &mut Reader<'_>) -> Option<Lookup> {
-    Some(Lookup { host_blocks: from.u32()?, stored_blocks: from.u32()? })
+    Some(Lookup { host_units: from.u32()?, stored_units: from.u32()? })
 }
 
 fn write_frame(to: &mut Writer<'_>, frame: &LeasedFrame) {
     to.u32(frame.frame.0);
     to.key(&frame.key.0);
-    to.u32(frame.first_block);
-    to.u32(frame.num_blocks);
     to.u8(u8::from(frame.tier == TierName::Disk));
 }
 
 fn read_frame(from: &mut Reader<'_>) -> Option<LeasedFrame> {
     let (frame, key) = (FrameId(from.u32()?), from.chunk_key()?);
-    let (first_block, num_blocks) = (from.u32()?, from.u32()?);
     let tier = if from.flag()? { TierName::Disk } else { TierName::Host };
-    Some(LeasedFrame { frame, key, first_block, num_blocks, tier })
+    Some(LeasedFrame { frame, key, tier })
 }
 
 fn write_reservation(to: &mut Writer<'_>, row: &Reservation) {
     to.u64(row.ticket);
     to.u32(row.frame.0);
     to.key(&row.key.0);
-    to.u32(row.first_block);
-    to.u32(row.num_blocks);
+    to.u32(row.unit);
 }
 
 fn read_reservation(from: &mut Reader<'_>) -> Option<Reservation> {
     let (ticket, frame, key) = (from.u64()?, FrameId(from.u32()?), from.chunk_key()?);
-    Some(Reservation { ticket, frame, key, first_block: from.u32()?, num_blocks: from.u32()? })
+    Some(Reservation { ticket, frame, key, unit: from.u32()? })
 }
 
 impl Answer {
@@ -74,14 +70,14 @@ impl Answer {
             Self::Refused(text) => to.text(text),
             Self::Found(found) => {
                 to.count(found.len());
-                for Lookup { host_blocks, stored_blocks } in found {
-                    to.u32(*host_blocks);
-                    to.u32(*stored_blocks);
+                for Lookup { host_units, stored_units } in found {
+                    to.u32(*host_units);
+                    to.u32(*stored_units);
                 }
             }
-            Self::Progress(Progress { ready_blocks, pending_blocks }) => {
-                to.u32(*ready_blocks);
-                to.u32(*pending_blocks);
+            Self::Progress(Progress { ready_units, pending_units }) => {
+                to.u32(*ready_units);
+                to.u32(*pending_units);
             }
             Self::Frames(frames) => {
                 to.count(frames.len());
@@ -123,11 +119,11 @@ impl Answer {
                 1 => Self::Welcome(from.u32()?),
                 2 => Self::Refused(from.text()?),
                 3 => Self::Found(from.list(8, read_lookup)?),
-                4 => Self::Progress(Progress { ready_blocks: from.u32()?, pending_blocks: from.u32()? }),
-                5 => Self::Frames(from.list(45, read_frame)?),
+                4 => Self::Progress(Progress { ready_units: from.u32()?, pending_units: from.u32()? }),
+                5 => Self::Frames(from.list(37, read_frame)?),
                 6 => Self::Reserved(from.list(8, |from| {
                     let num_dropped = from.u32()?;
-                    Some((from.list(52, read_reservation)?, num_dropped))
+                    Some((from.list(48, read_reservation)?, num_dropped))
                 })?),
                 7 => Self::Count(from.u64()?),
                 8 => Self::Stats(from.list(12, |from| Some((from.text()?, from.u64()?)))?),

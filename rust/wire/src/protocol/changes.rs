@@ -69,7 +69,7 @@ pub(crate) fn read_changes(from: &mut Reader<'_>) -> Option<Changes> {
 mod tests {
     use kvloft_core::evict::Eviction;
     use kvloft_core::key::KeyChain;
-    use kvloft_core::store::{SaveRange, StoreConfig, TenantLimits};
+    use kvloft_core::store::{StoreConfig, TenantLimits};
 
     use super::*;
 
@@ -77,7 +77,6 @@ mod tests {
         let config = StoreConfig {
             frame_bytes: 4096,
             host_bytes: 2 * 4096,
-            blocks_per_chunk: 1,
             eviction: Eviction::Lru,
             available_bytes: None,
             namespace: [7; 32],
@@ -98,7 +97,7 @@ mod tests {
         for token in 0..=MAX_CHANGES {
             let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
             chain.append_tokens(&[token]).expect("tokens");
-            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+            let range = 0..1;
             let reserved = store.reserve(&chain, range).expect("in range");
             assert_eq!(store.commit(reserved.leases), 1);
         }

@@ -58,15 +58,12 @@ pub(crate) fn read_anchors<'a>(from: &mut Reader<'a>) -> Option<SentAnchors<'a>>
     Some(SentAnchors { stride: from.u32()?, last: from.u32()?, keys: Keys::Bytes(from.keys()?) })
 }
 
-/// Returns the ends of the anchors, in blocks, of a prefix of `num_keys` keys: ends of full chunks,
-/// including the last full chunk.
-pub(crate) fn anchor_ends(num_keys: usize, per_chunk: u32) -> Vec<u32> {
-    let per_chunk = per_chunk as usize;
-    let last = num_keys / per_chunk * per_chunk;
+/// Returns the ends of the anchors, in units, of a prefix of `num_keys` keys, its own end included.
+pub(crate) fn anchor_ends(num_keys: usize) -> Vec<u32> {
     // With a stride of the square root there are as many anchors as keys between two of them.
-    let stride = num_keys.isqrt().max(MIN_STRIDE).next_multiple_of(per_chunk);
-    let before = (stride..last).step_by(stride);
-    before.chain((last > 0).then_some(last)).filter_map(|end| u32::try_from(end).ok()).collect()
+    let stride = num_keys.isqrt().max(MIN_STRIDE);
+    let before = (stride..num_keys).step_by(stride);
+    before.chain((num_keys > 0).then_some(num_keys)).filter_map(|end| u32::try_from(end).ok()).collect()
 }
 
 impl PrefixCache {
@@ -127,10 +124,10 @@ impl PrefixCache {
         num_same
     }
 
-    /// Empties the cache and returns true if fewer blocks than its anchor are stored: the anchor's
+    /// Empties the cache and returns true if fewer units than its anchor are stored: the anchor's
     /// chunk was evicted.
-    pub(crate) fn reset_if_lost(&mut self, num_blocks: u32) -> bool {
-        let has_lost = self.first > 0 && num_blocks as usize <= self.first;
+    pub(crate) fn reset_if_lost(&mut self, num_units: u32) -> bool {
+        let has_lost = self.first > 0 && num_units as usize <= self.first;
         if has_lost {
             self.reset(None);
         }

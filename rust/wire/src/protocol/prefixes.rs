@@ -1,9 +1,9 @@
 //! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
 
 use std::iter::zip;
+use std::ops::Range;
 
 use kvloft_core::ChunkKey;
-use kvloft_core::store::SaveRange;
 
 use crate::protocol::codec::{Reader, Writer};
 
@@ -55,8 +55,8 @@ pub struct SentPrefixes<'a> {
     pub all: Vec<(ChunkKey, Keys<'a>)>,
 }
 
-/// Chunks of a prefix to reserve. The keys before block `first` are not sent.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// Chunks of a prefix to reserve. The keys before unit `first` are not sent.
+#[derive(Debug, Clone, PartialEq)]
 pub struct SentRange<'a> {
     /// Root key.
     pub root: ChunkKey,
@@ -64,8 +64,8 @@ pub struct SentRange<'a> {
     pub first: u32,
     /// Keys from `first` on.
     pub keys: Keys<'a>,
-    /// Which chunks.
-    pub range: SaveRange,
+    /// Which units.
+    pub units: Range<u32>,
     /// As in `ToSave`.
     pub is_attached: bool,
 }
@@ -114,10 +114,10 @@ fn read_list<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> 
 pub(crate) fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
     to.count(ranges.len());
     let mut before = None;
-    for SentRange { root, first, keys, range, is_attached } in ranges {
+    for SentRange { root, first, keys, units, is_attached } in ranges {
         write_root(to, *root, &mut before);
         to.u8(u8::from(*is_attached));
-        for number in [*first, range.start, range.stop, range.tail_blocks] {
+        for number in [*first, units.start, units.end] {
             to.u32(number);
         }
         keys.write(to);
@@ -128,7 +128,7 @@ pub(crate) fn read_ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>
     let mut before = None;
     read_list(from, |from| {
         let (root, is_attached, first) = (read_root(from, &mut before)?, from.flag()?, from.u32()?);
-        let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
-        Some(SentRange { root, first, keys: Keys::Bytes(from.keys()?), range, is_attached })
+        let units = from.u32()?..from.u32()?;
+        Some(SentRange { root, first, units, keys: Keys::Bytes(from.keys()?), is_attached })
     })
 }

@@ -17,8 +17,6 @@ pub struct Hello {
     pub namespace: [u8; 32],
     /// Bytes of each frame.
     pub frame_bytes: u64,
-    /// Blocks of a full chunk.
-    pub blocks_per_chunk: u32,
     /// One line about the namespace.
     pub description: String,
 }
@@ -72,16 +70,10 @@ fn read_hello(from: &mut Reader<'_>) -> Option<Hello> {
     let version = from.u32()?;
     if version != VERSION {
         from.0 = &[]; // another version may have other fields
-        return Some(Hello {
-            version,
-            namespace: [0; 32],
-            frame_bytes: 0,
-            blocks_per_chunk: 0,
-            description: String::new(),
-        });
+        return Some(Hello { version, namespace: [0; 32], frame_bytes: 0, description: String::new() });
     }
-    let (namespace, frame_bytes, blocks_per_chunk) = (from.key()?, from.u64()?, from.u32()?);
-    Some(Hello { version, namespace, frame_bytes, blocks_per_chunk, description: from.text()? })
+    let (namespace, frame_bytes) = (from.key()?, from.u64()?);
+    Some(Hello { version, namespace, frame_bytes, description: from.text()? })
 }
 
 impl<'a> Request<'a> {
@@ -92,7 +84,6 @@ impl<'a> Request<'a> {
                 to.u32(hello.version);
                 to.key(&hello.namespace);
                 to.u64(hello.frame_bytes);
-                to.u32(hello.blocks_per_chunk);
                 to.text(&hello.description);
             }
             Self::Lookup(prefixes) | Self::LookupForSave(prefixes) => prefixes.write(to),

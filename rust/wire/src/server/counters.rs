@@ -27,10 +27,9 @@ pub(crate) enum Increment {
 }
 
 impl Increment {
-    /// Counts a lookup of prefixes of `asked` blocks each. A partial chunk counts as one chunk.
-    pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup], per_chunk: u32) -> Self {
-        let chunks = |blocks: u32| u64::from(blocks.div_ceil(per_chunk));
-        Self::Lookup(asked.map(chunks).sum(), found.iter().map(|found| chunks(found.stored_blocks)).sum())
+    /// Counts a lookup of prefixes of `asked` units each.
+    pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup]) -> Self {
+        Self::Lookup(asked.map(u64::from).sum(), found.iter().map(|found| u64::from(found.stored_units)).sum())
     }
 }
 

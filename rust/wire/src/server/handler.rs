@@ -35,7 +35,7 @@ pub(crate) struct EngineHandler {
     /// Buffer for the keys of other prefixes, or of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Blocks of the next lookup's first prefix, which the client truncates after sending anchors.
+    /// Units of the next lookup's first prefix, which the client truncates after sending anchors.
     num_anchored: u32,
 }
 
@@ -64,13 +64,12 @@ impl EngineHandler {
         let local = &membership.local;
         Ok(Some(match request {
             Request::Lookup(prefixes) | Request::LookupForSave(prefixes) => {
-                let (per_chunk, whole) =
-                    (membership.namespace.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
+                let whole = std::mem::take(&mut self.num_anchored);
                 let prefixes = self.prefixes(prefixes)?;
                 let found = local.lookup_many(&prefixes);
-                let num_blocks =
-                    |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
-                let asked = Increment::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
+                let num_units =
+                    |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_units().max(if nth == 0 { whole } else { 0 });
+                let asked = Increment::lookup(prefixes.iter().enumerate().map(num_units), &found);
                 if matches!(request, Request::Lookup(_)) {
                     self.count(asked, membership);
                 }
@@ -104,7 +103,7 @@ impl EngineHandler {
                 return Ok(None);
             }
             Request::Reserve(ranges) => {
-                let asked = self.ranges(ranges, membership.namespace.hello.blocks_per_chunk)?;
+                let asked = self.ranges(ranges)?;
                 let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
                 let mut reserved = reserved.into_iter();
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
@@ -193,11 +192,10 @@ impl EngineHandler {
 
     /// Returns the ranges to reserve. The keys before `first` are not sent; unrelated keys stand in
     /// for them, and `reserve_many` does not read them.
-    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, Disconnect> {
+    fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<ToSave<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {
-            let before = u64::from(one.range.start) * u64::from(per_chunk);
-            u64::from(one.first) > before.saturating_sub(1) || one.first as usize + one.keys.iter().len() > MAX_KEYS
+            one.first > one.units.start.saturating_sub(1) || one.first as usize + one.keys.iter().len() > MAX_KEYS
         };
         if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
             return Err(malformed());
@@ -210,7 +208,7 @@ impl EngineHandler {
             end += one.keys.iter().len();
             let start = end - one.keys.iter().len() - one.first as usize;
             let prefix = Prefix::new(one.root, &self.scratch[start..end]);
-            ToSave { prefix, range: one.range, is_attached: one.is_attached }
+            ToSave { prefix, units: one.units.clone(), is_attached: one.is_attached }
         };
         Ok(sent.iter().map(range).collect())
     }

@@ -71,7 +71,7 @@ impl Namespace {
     }
 
     pub(crate) fn is_for(&self, hello: &Hello) -> bool {
-        let of = |hello: &Hello| (hello.namespace, hello.frame_bytes, hello.blocks_per_chunk);
+        let of = |hello: &Hello| (hello.namespace, hello.frame_bytes);
         of(&self.hello) == of(hello)
     }
 
@@ -142,7 +142,6 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
     StoreConfig {
         frame_bytes: hello.frame_bytes,
         host_bytes: config.host_bytes,
-        blocks_per_chunk: hello.blocks_per_chunk,
         eviction: config.eviction,
         available_bytes: config.available_bytes,
         namespace: hello.namespace,

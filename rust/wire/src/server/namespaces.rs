@@ -232,9 +232,9 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
-        "engines of namespace {name} on this kvloft server have chunks of {} bytes in {} blocks, and this engine's have \
-         {} in {}; give them the same settings, or start another server for it",
-        other.hello.frame_bytes, other.hello.blocks_per_chunk, hello.frame_bytes, hello.blocks_per_chunk
+        "engines of namespace {name} on this kvloft server have chunks of {} bytes, and this engine's have {}; give them \
+         the same settings, or start another server for it",
+        other.hello.frame_bytes, hello.frame_bytes
     );
     Error::new(ErrorKind::Busy, message)
 }

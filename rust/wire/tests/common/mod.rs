@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
-use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
+use kvloft_core::store::{DiskSettings, Prefix};
 use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, Status};
 
@@ -39,7 +39,6 @@ pub(crate) fn remote_config(dir: &Path) -> ClientConfig {
         deadline: LONG,
         namespace: [7; 32],
         frame_bytes: FRAME,
-        blocks_per_chunk: 1,
         description: "a test".to_owned(),
     }
 }
@@ -70,19 +69,15 @@ pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {
     chain
 }
 
-pub(crate) fn whole(stop: u32) -> SaveRange {
-    SaveRange { start: 0, stop, tail_blocks: 0 }
-}
-
 /// Saves a whole prefix; returns the number of chunks committed.
 pub(crate) fn save(session: &dyn Session, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
-    let (rows, _) = session.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
+    let (rows, _) = session.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");
     session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
 pub(crate) fn found(session: &dyn Session, chain: &KeyChain) -> u32 {
-    session.lookup(Prefix::from(chain)).stored_blocks
+    session.lookup(Prefix::from(chain)).stored_units
 }
 
 pub(crate) fn stat(stats: &Stats, name: &str) -> u64 {

@@ -7,7 +7,7 @@ use super::super::books::{Attached, Clearing, DiskBooks};
 use super::super::jobs::Job;
 use super::super::shares::Direction;
 use super::super::state::State;
-use super::super::{Changes, DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig, Tiers};
+use super::super::{Changes, DiskSettings, Lookup, Progress, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
 use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::{DiskEntry, DiskMeta};
@@ -17,7 +17,6 @@ fn host_only() -> StoreConfig {
     StoreConfig {
         frame_bytes: 4096,
         host_bytes: 8 * 4096,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [0; 32],
@@ -33,12 +32,11 @@ fn a_store_that_failed_inside_misses() {
     let store = Store::open(&host_only()).unwrap();
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2, 3]).unwrap();
-    let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
-    let mut reserved = store.reserve(&chain, all).unwrap();
+    let mut reserved = store.reserve(&chain, 0..3).unwrap();
     let last = reserved.leases.pop();
     assert_eq!(store.commit(reserved.leases), 2);
     let lease = store.acquire(&chain);
-    assert_eq!(lease.poll().ready_blocks, 2);
+    assert_eq!(lease.poll().ready_units, 2);
     let listener = store.watch(9);
     let inner = Arc::clone(&store.inner);
     let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
@@ -48,7 +46,7 @@ fn a_store_that_failed_inside_misses() {
     assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was told of is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
-    assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);
+    assert_eq!(store.reserve(&chain, 0..3).unwrap().num_dropped, 3);
     assert_eq!(store.commit(last), 0);
     assert_eq!(store.discard(chain.keys()), 0);
     store.clear();
@@ -79,7 +77,6 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     let config = StoreConfig {
         frame_bytes: 4096,
         host_bytes: 8 * 4096,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [0; 32],
@@ -104,17 +101,13 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4096, 4).unwrap();
-    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.attached = Attached::Opening;
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
     state.discard(&[key]);
     assert!(!state.recover_some(), "nothing was handed over yet");
     let slot = crate::tier::disk::SlotId(0);
-    assert!(state.attach(vec![DiskEntry {
-        slot,
-        meta: DiskMeta { key, parent, num_blocks: 1, depth: 0, saved_s: 0 },
-        sequence: 0
-    }]));
+    assert!(state.attach(vec![DiskEntry { slot, meta: DiskMeta { key, parent, depth: 0, saved_s: 0 }, sequence: 0 }]));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
 }
@@ -123,7 +116,7 @@ fn found(number: u32) -> DiskEntry {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&number.to_le_bytes());
     let slot = crate::tier::disk::SlotId(number);
-    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, depth: 0, saved_s: 0 };
+    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), depth: 0, saved_s: 0 };
     DiskEntry { slot, meta, sequence: 0 }
 }
 
@@ -131,7 +124,7 @@ fn found(number: u32) -> DiskEntry {
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4096, 4).unwrap();
-    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.attached = Attached::Opening;
     for number in 0..200_000 {
         state.discard(&[found(number).meta.key]);
@@ -146,7 +139,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
 #[test]
 fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4096, 4).unwrap();
-    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     assert!(state.attach((0..600).map(found).collect()));
     assert!(state.recover_some(), "a slice is entered, and some is left");
     for number in 1000..200_000 {
@@ -176,7 +169,7 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 #[test]
 fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
-    let mut state = State::new(HostTier::create(4096, 4).unwrap(), 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.num_threads = 1;
     assert!(state.attach(Vec::new()));
     assert_eq!(state.begin_look(), None, "it was opened a moment ago");

@@ -15,9 +15,8 @@ use super::super::jobs::{End, Job, Written};
 use super::super::load::Held;
 use super::super::lookup::Prefix;
 use super::super::removal::Emptying;
-use super::super::save::SaveRange;
 use super::super::state::State;
-use super::steps::{Io, NUM_PROMPTS, PROMPT_BLOCKS, Step, prompt_chain, step};
+use super::steps::{Io, NUM_PROMPTS, Step, prompt_chain, step};
 use crate::evict::{ChunkId, Eviction};
 use crate::index::{Filler, Presence};
 use crate::io::{Frame, FrameId};
@@ -48,7 +47,6 @@ pub(super) enum Place {
 
 pub(super) struct Run {
     pub(super) state: State,
-    per_chunk: u32,
     num_slots: u32,
     num_threads: usize,
     /// What is on disk: slots in use, and the chunk in each that is written.
@@ -61,14 +59,13 @@ pub(super) struct Run {
 }
 
 impl Run {
-    pub(super) fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
+    pub(super) fn new(num_frames: u32, num_slots: u32, eviction: Eviction, num_threads: usize) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
-        let mut state = State::new(host, per_chunk, policies.0, policies.1);
+        let mut state = State::new(host, policies.0, policies.1);
         assert!(state.attach(Vec::new()));
         Self {
             state,
-            per_chunk,
             num_slots,
             num_threads,
             slots: BTreeMap::new(),
@@ -81,12 +78,12 @@ impl Run {
 
     pub(super) fn take(&mut self, step: &Step) {
         match *step {
-            Step::Reserve { prompt, start, stop, tail } => {
-                let reserved = self.reserve(prompt, start, stop, tail);
+            Step::Reserve { prompt, start, stop } => {
+                let reserved = self.reserve(prompt, start, stop);
                 self.writes.extend(reserved);
             }
             Step::Save { prompt, stop } => {
-                for write in self.reserve(prompt, 0, stop, 0) {
+                for write in self.reserve(prompt, 0, stop) {
                     self.commit(write);
                 }
             }
@@ -119,10 +116,7 @@ impl Run {
                 let key = prompt_chain(prompt).keys()[block];
                 self.state.discard(&[key]);
                 let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
-                // Nothing hangs on a tail.
-                let is_full = (block + 1).is_multiple_of(self.per_chunk as usize);
-                let end = if is_full { PROMPT_BLOCKS as usize } else { block + 1 };
-                let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..end].to_vec()).collect();
+                let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
                 self.forget(|key| gone.contains(key));
             }
             Step::Clear => {
@@ -154,12 +148,10 @@ impl Run {
         }
     }
 
-    fn reserve(&mut self, prompt: usize, start: u32, stop: u32, tail: u32) -> Vec<(ChunkId, Option<ChunkKey>)> {
+    fn reserve(&mut self, prompt: usize, start: u32, stop: u32) -> Vec<(ChunkId, Option<ChunkKey>)> {
         let chain = prompt_chain(prompt);
-        let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
-        let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
-        let (range, mut reserved) = (SaveRange { start: start.min(stop), stop, tail_blocks }, Vec::new());
-        self.state.reserve(&(Prefix::from(&chain), range).into(), &mut reserved);
+        let mut reserved = Vec::new();
+        self.state.reserve(&(Prefix::from(&chain), start.min(stop)..stop).into(), &mut reserved);
         for (_, reservation) in &reserved {
             let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
@@ -308,12 +300,9 @@ impl Run {
         for prompt in 0..NUM_PROMPTS {
             let chain = prompt_chain(prompt);
             let (host, any) = self.state.find(&Prefix::from(&chain));
-            for blocks in [host, any] {
-                let full_ends = (1..=blocks / self.per_chunk).map(|chunk| chunk * self.per_chunk);
-                for end in full_ends.chain((blocks > 0).then_some(blocks)) {
-                    let key = chain.keys()[end as usize - 1];
-                    assert!(self.committed.contains(&key), "found what was not committed, or was forgotten (I1, I3)");
-                }
+            assert!(host <= any);
+            for key in &chain.keys()[..any as usize] {
+                assert!(self.committed.contains(key), "found what was not committed, or was forgotten (I1, I3)");
             }
         }
         for held in 0..self.reads.len() {
@@ -396,7 +385,7 @@ impl Run {
             self.state.abort(id);
         }
         for mut held in std::mem::take(&mut self.reads) {
-            assert_eq!(self.state.poll(&mut held).pending_blocks, 0, "a lease waits without end");
+            assert_eq!(self.state.poll(&mut held).pending_units, 0, "a lease waits without end");
             self.state.release(held);
         }
         self.finish_jobs();
@@ -421,11 +410,11 @@ proptest! {
 
     #[test]
     fn no_order_of_disk_jobs_breaks_a_promise(
-        steps in prop::collection::vec(step(), 1..150), per_chunk in 1..4u32, num_frames in 1..8u32, num_slots in 0..12u32,
+        steps in prop::collection::vec(step(), 1..150), num_frames in 1..8u32, num_slots in 0..12u32,
         num_threads in 1..5usize, adaptive in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
     ) {
         let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
-        let mut run = Run::new(num_frames, num_slots, per_chunk, eviction, num_threads);
+        let mut run = Run::new(num_frames, num_slots, eviction, num_threads);
         run.state.slice = slice;
         for step in &steps {
             run.take(step);
@@ -438,11 +427,11 @@ proptest! {
 /// A chain on disk is saved again, and its first chunk is aborted while others behind it are filled from the end.
 #[test]
 fn what_is_filled_behind_a_failed_chunk_fails_with_it() {
-    let mut run = Run::new(6, 12, 1, Eviction::Lru, 1);
+    let mut run = Run::new(6, 12, Eviction::Lru, 1);
     run.take(&Step::Save { prompt: 0, stop: 6 });
     run.finish_jobs();
     run.take(&Step::Save { prompt: 63, stop: 6 });
-    let mut writes = run.reserve(0, 0, 6, 0);
+    let mut writes = run.reserve(0, 0, 6);
     assert_eq!(writes.len(), 6);
     run.state.abort(writes.remove(0).0);
     run.writes = writes;

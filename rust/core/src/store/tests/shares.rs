@@ -38,7 +38,7 @@ impl Run {
 
 /// Six chunks to read and six to write; frames for all.
 fn reads_and_writes() -> Run {
-    let mut run = Run::new(18, 64, 1, Eviction::Lru, 2);
+    let mut run = Run::new(18, 64, Eviction::Lru, 2);
     run.save(0, 6);
     run.finish_jobs();
     run.state.host_policy.spare_unwritten(false);
@@ -86,7 +86,7 @@ fn reads_that_fail_leave_all_threads_to_writes() {
 
 /// Eight frames: six chunks on disk that were used last, and two that wait to be written.
 fn two_unwritten() -> Run {
-    let mut run = Run::new(8, 64, 1, Eviction::Lru, 1);
+    let mut run = Run::new(8, 64, Eviction::Lru, 1);
     run.save(63, 6);
     run.finish_jobs();
     run.save(0, 2);

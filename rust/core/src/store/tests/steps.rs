@@ -13,7 +13,6 @@ pub(super) enum Step {
         prompt: usize,
         start: u32,
         stop: u32,
-        tail: u32,
     },
     /// Reserve and commit.
     Save {
@@ -65,8 +64,8 @@ pub(super) enum Io {
 pub(super) fn step() -> impl Strategy<Value = Step> {
     let io = prop_oneof![6 => Just(Io::Works), 1 => Just(Io::Fails), 1 => Just(Io::Corrupts)];
     prop_oneof![
-        3 => (0..NUM_PROMPTS, 0..3u32, 1..=PROMPT_BLOCKS, 0..3u32)
-            .prop_map(|(prompt, start, stop, tail)| Step::Reserve { prompt, start, stop, tail }),
+        3 => (0..NUM_PROMPTS, 0..3u32, 1..=PROMPT_BLOCKS)
+            .prop_map(|(prompt, start, stop)| Step::Reserve { prompt, start, stop }),
         4 => (0..64usize, prop::bool::weighted(0.85)).prop_map(|(nth, commit)| Step::Settle { nth, commit }),
         4 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS).prop_map(|(prompt, stop)| Step::Save { prompt, stop }),
         5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(PROMPT_BLOCKS as usize), 1 => 0..4usize])

@@ -54,7 +54,7 @@ impl<'a> Input<'a> {
     fn record(&mut self) -> Record {
         let (key, parent) = (self.key(), self.key());
         let depth = if self.byte() == 255 { u32::MAX } else { self.small(5) };
-        let meta = DiskMeta { key, parent, num_blocks: self.small(4), depth, saved_s: self.word() };
+        let meta = DiskMeta { key, parent, depth, saved_s: self.word() };
         let sequence = if self.byte() == 255 { u64::MAX } else { self.small(64).into() };
         Record { meta, payload: self.small(2).into(), sequence }
     }
@@ -180,7 +180,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }
     let slot = tier.reserve().expect("all slots are free");
-    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 };
+    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
     frame.fill(0xa5);
     tier.write(slot, &meta, &frame).expect("written");
     frame.fill(0);

@@ -1,7 +1,7 @@
 //! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its own.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128), sequence (u64), saved at
-//! (u64, Unix seconds; when it was written, by versions that did not know more), number of blocks (u32), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
+//! (u64, Unix seconds; when it was written, by versions that did not know more), number of units (u32, 1), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
 //! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
 //! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
@@ -21,6 +21,8 @@ pub(super) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
+/// Units of a chunk. Earlier versions had chunks of several blocks; their records with other numbers are not valid.
+const NUM_UNITS: u32 = 1;
 
 /// A slot's chunk and the checksum of its frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +71,7 @@ impl Record {
         put(&self.payload.to_le_bytes());
         put(&self.sequence.to_le_bytes());
         put(&self.meta.saved_s.to_le_bytes());
-        put(&self.meta.num_blocks.to_le_bytes());
+        put(&NUM_UNITS.to_le_bytes());
         put(&self.meta.depth.to_le_bytes());
         put(&slot.0.to_le_bytes());
         let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
@@ -88,9 +90,9 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     let payload = u128::from_le_bytes(take(&mut rest));
     let sequence = u64::from_le_bytes(take(&mut rest));
     let saved_s = u64::from_le_bytes(take(&mut rest));
-    let num_blocks = u32::from_le_bytes(take(&mut rest));
+    let _num_units: [u8; 4] = take(&mut rest);
     let depth = u32::from_le_bytes(take(&mut rest));
-    let record = Record { meta: DiskMeta { key, parent, num_blocks, depth, saved_s }, payload, sequence };
+    let record = Record { meta: DiskMeta { key, parent, depth, saved_s }, payload, sequence };
     // Magic, slot, zeros and checksum are right where the same record would be written so.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }

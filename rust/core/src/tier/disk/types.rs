@@ -32,8 +32,6 @@ pub struct DiskMeta {
     pub key: ChunkKey,
     /// The chunk before it; the root where `depth` is 0.
     pub parent: ChunkKey,
-    /// Blocks the frame holds.
-    pub num_blocks: u32,
     /// Chunks before it in its prefix: 0 is the first chunk.
     pub depth: u32,
     /// When it was saved, in seconds of Unix time.

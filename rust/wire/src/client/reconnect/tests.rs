@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::ErrorKind;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix, SaveRange};
+use kvloft_core::store::Prefix;
 
 use crate::{Client, ClientConfig, Server, ServerConfig};
 
@@ -16,7 +16,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 fn config(socket: std::path::PathBuf) -> ClientConfig {
     let (namespace, description) = ([7; 32], String::new());
-    ClientConfig { socket, deadline: LONG, namespace, frame_bytes: FRAME, blocks_per_chunk: 1, description }
+    ClientConfig { socket, deadline: LONG, namespace, frame_bytes: FRAME, description }
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn new_connection_keeps_the_frame_limit() {
     }
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
     chain.append_tokens(&[1, 2, 3, 4, 5]).expect("tokens");
-    let range = SaveRange { start: 0, stop: 5, tail_blocks: 0 };
+    let range = 0..5;
     let (rows, num_dropped) = engine.reserve(Prefix::from(&chain), range).expect("in range");
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can copy to two frames only");
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{DiskSettings, Limits, Prefix, SaveRange, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{DiskSettings, Limits, Prefix, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::disk::Erased;
 
 use super::EvictRequest;
@@ -34,7 +34,6 @@ fn engine_of(socket: PathBuf, namespace: u8) -> Client {
         deadline: LONG,
         namespace: [namespace; 32],
         frame_bytes: FRAME,
-        blocks_per_chunk: 1,
         description: String::new(),
     };
     Client::open(config).expect("a client")
@@ -60,7 +59,6 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     let of_store = StoreConfig {
         frame_bytes: FRAME,
         host_bytes: 0,
-        blocks_per_chunk: 1,
         eviction: Eviction::Lru,
         available_bytes: None,
         namespace: [9; 32],
@@ -71,7 +69,7 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     let pool = server.state.namespaces.pool().expect("an engine is there");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
     let chain = chain_of(9, "a", 2);
-    let reserved = closing.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 2, tail_blocks: 0 });
+    let reserved = closing.reserve(Prefix::from(&chain), 0..2);
     assert_eq!(closing.commit(reserved.expect("in range").leases), 2);
     assert!(closing.flush(LONG));
     let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
@@ -125,8 +123,7 @@ fn namespace_opened_after_close_releases_the_disk() {
     let (config, _) = config(dir.path());
     let ended = Server::open(config.clone()).expect("a server");
     ended.close(Duration::ZERO);
-    let hello =
-        Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, blocks_per_chunk: 1, description: String::new() };
+    let hello = Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
     assert!(ended.state.join(&hello).is_err());
     let next = Server::open(ServerConfig { socket: dir.path().join("next").join("kvloft.sock"), ..config });
     assert_eq!(next.expect("a server").disk_trouble(), None, "the first server still exists, without the disk");
@@ -141,9 +138,7 @@ fn concurrent_evictions_count_their_own_chunks() {
     for _ in 0..30 {
         for (salt, num) in [("a", 20), ("b", 7)] {
             let chain = chain_of(7, salt, num);
-            let (rows, _) = engine
-                .reserve(Prefix::from(&chain), SaveRange { start: 0, stop: num, tail_blocks: 0 })
-                .expect("in range");
+            let (rows, _) = engine.reserve(Prefix::from(&chain), 0..num).expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
         let evict = |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
@@ -172,7 +167,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     let (server, config) = open(None);
     for (nth, salt) in each {
         let engine = engine_of(config.socket.clone(), nth);
-        let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+        let all = 0..3;
         let (rows, _) = engine.reserve(Prefix::from(&chain(nth, salt)), all).expect("in range");
         assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
         assert!(engine.flush(LONG));
@@ -195,7 +190,7 @@ fn chunks_of_namespaces_without_engines_expire() {
         let (mut found, deadline) = (u32::MAX, Instant::now() + LONG);
         while found != wanted && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(10)); // its disk may be attached later
-            found = engine.lookup(Prefix::from(&chain)).stored_blocks;
+            found = engine.lookup(Prefix::from(&chain)).stored_units;
         }
         assert_eq!(found, wanted, "{nth} {salt:?}");
     }

@@ -178,7 +178,7 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
         let parent = ChunkKey([9; 32]);
-        let meta = DiskMeta { key, parent, num_blocks: 1, depth: i % 2, saved_s: 0 };
+        let meta = DiskMeta { key, parent, depth: i % 2, saved_s: 0 };
         DiskEntry { slot: SlotId(i), meta, sequence: u64::from(i) }
     };
     let found: Vec<_> = (0..200_000).map(entry).collect();

@@ -46,7 +46,7 @@ fn key_of(i: u32) -> ChunkKey {
 
 fn meta_of(i: u32) -> DiskMeta {
     let parent = parent_of(i).map_or(ChunkKey([0; 32]), key_of);
-    DiskMeta { key: key_of(i), parent, num_blocks: i + 1, depth: depth_of(i), saved_s: 1000 + u64::from(i) }
+    DiskMeta { key: key_of(i), parent, depth: depth_of(i), saved_s: 1000 + u64::from(i) }
 }
 
 /// The bytes of a chunk; another `version` has other bytes.

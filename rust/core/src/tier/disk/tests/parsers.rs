@@ -9,12 +9,11 @@ use super::super::superblock::Superblock;
 use super::*;
 
 fn any_record() -> impl Strategy<Value = Record> {
-    let meta = (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<u32>(), any::<u32>(), any::<u64>()).prop_map(
-        |(key, parent, num_blocks, depth, saved_s)| {
+    let meta =
+        (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<u32>(), any::<u64>()).prop_map(|(key, parent, depth, saved_s)| {
             let (key, parent) = (ChunkKey(key), ChunkKey(parent));
-            DiskMeta { key, parent, num_blocks, depth, saved_s }
-        },
-    );
+            DiskMeta { key, parent, depth, saved_s }
+        });
     (meta, any::<u128>(), any::<u64>()).prop_map(|(meta, payload, sequence)| Record { meta, payload, sequence })
 }
 
@@ -162,11 +161,11 @@ fn test_a_record_with_something_where_zeros_belong_is_of_another_version() {
 
 #[test]
 fn test_record_layout_is_the_documented_one() {
-    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), num_blocks: 3, depth: 4, saved_s: 7 };
+    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), depth: 4, saved_s: 7 };
     let bytes = Record { meta, payload: 5, sequence: 6 }.encode(SlotId(8), 9);
     let head =
         [&b"KVLREC01"[..], &[1; 32], &[2; 32], &5_u128.to_le_bytes(), &6_u64.to_le_bytes(), &7_u64.to_le_bytes()];
-    let tail = [3_u32, 4, 8, 0].map(u32::to_le_bytes).concat();
+    let tail = [1_u32, 4, 8, 0].map(u32::to_le_bytes).concat();
     assert_eq!(bytes[..120], [head.concat(), tail].concat());
 }
 

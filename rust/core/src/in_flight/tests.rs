@@ -1,11 +1,11 @@
-//! `Flights` against one row a ticket in a map: reports of several ranks in any order, twice, of what is not in flight.
+//! `InFlight` against one row a ticket in a map: reports of several ranks in any order, twice, of what is not in flight.
 
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::{Flights, Settled};
-use crate::batch::ChunkBatch;
+use super::{InFlight, Settled};
+use crate::chunk_batch::ChunkBatch;
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 use crate::store::Reservation;
@@ -14,8 +14,8 @@ const RANKS: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// So many chunks, whether the last one supersedes another, and whether the store begins anew with it.
-    Plan(u32, bool, bool),
+    /// The number of chunks, and whether the store begins anew with it.
+    Plan(u32, bool),
     /// So many tickets from one on, as a rank reports them.
     Report(u64, u64),
     Fail(u64),
@@ -26,7 +26,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        4 => (0..40_u32, any::<bool>(), prop::bool::weighted(0.1)).prop_map(|(num, with, anew)| Step::Plan(num, with, anew)),
+        4 => (0..40_u32, prop::bool::weighted(0.1)).prop_map(|(num, anew)| Step::Plan(num, anew)),
         8 => (0..200_u64, 0..60_u64).prop_map(|(from, num)| Step::Report(from, num)),
         2 => (0..200_u64).prop_map(Step::Fail),
         1 => Just(Step::FailAll),
@@ -46,11 +46,14 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         ticket: first + u64::from(nth),
         frame: FrameId(nth),
         key: ChunkKey([7; 32]),
-        first_block: nth,
-        num_blocks: 1,
+        unit: nth,
     };
     let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time: several saves may read one
-    ChunkBatch::of_saves(&(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1).expect("it fits").0
+    {
+        let mut batch = ChunkBatch::default();
+        batch.add_saves(0, &(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1).expect("it fits");
+        batch
+    }
 }
 
 fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {
@@ -62,27 +65,24 @@ fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {
 proptest! {
     #[test]
     fn each_save_is_settled_once_with_what_became_of_it(steps in prop::collection::vec(step(), 1..60)) {
-        let (mut flights, mut model) = (Flights::new(), BTreeMap::<u64, Row>::new());
+        let (mut flights, mut model) = (InFlight::new(), BTreeMap::<u64, Row>::new());
         let (mut next, mut number) = (1, 1);
         for step in steps {
             match step {
-                Step::Plan(num, with, anew) => {
+                Step::Plan(num, anew) => {
                     if anew && num > 0 {
                         number = 1;
                         for row in model.values_mut() {
                             row.what.reservation = None;
                         }
                     }
-                    let supersedes = with.then_some(ChunkKey([num.to_le_bytes()[0]; 32]));
-                    let batch = flights.add(planned(number, num), RANKS, supersedes);
+                    let batch = flights.add(planned(number, num), RANKS);
                     let tickets: Vec<_> = (next..).take(num as usize).collect();
                     prop_assert_eq!(batch.tickets(), &tickets);
-                    for (ticket, nth) in tickets.into_iter().zip(0..) {
-                        let is_last = nth + 1 == num;
-                        let supersedes = supersedes.filter(|_| is_last);
+                    for (ticket, nth) in tickets.into_iter().zip(0_u32..) {
                         let reservation = Some(number + u64::from(nth));
                         let block = i32::try_from(nth).expect("few") + 1;
-                        let what = Settled { reservation, failed: false, supersedes };
+                        let what = Settled { reservation, failed: false };
                         model.insert(ticket, Row { what, num_left: RANKS, block });
                     }
                     next += u64::from(num);

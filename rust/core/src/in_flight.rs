@@ -8,20 +8,17 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use crate::batch::ChunkBatch;
-use crate::key::ChunkKey;
+use crate::chunk_batch::ChunkBatch;
 use crate::numbered::Numbered;
 
 /// Chunks that are being saved, with tickets in a row.
 #[derive(Debug)]
-struct Flight {
+struct Plan {
     batch: Arc<ChunkBatch>,
     /// One a chunk of the batch.
     saves: Vec<Save>,
     /// Of them, how many are not settled.
     num_left: usize,
-    /// A chunk that is not needed any more once the batch's last one is committed.
-    supersedes: Option<ChunkKey>,
 }
 
 /// One of them.
@@ -41,15 +38,13 @@ pub(crate) struct Settled {
     pub(crate) reservation: Option<u64>,
     /// Some rank could not write it, or it was forgotten.
     pub(crate) failed: bool,
-    /// What is not needed any more if this is committed.
-    pub(crate) supersedes: Option<ChunkKey>,
 }
 
 /// Saves that some rank has not reported.
 #[derive(Debug)]
-pub(crate) struct Flights {
+pub(crate) struct InFlight {
     /// By their first tickets.
-    all: Numbered<Flight>,
+    all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,
     /// The store's highest number so far.
@@ -58,7 +53,7 @@ pub(crate) struct Flights {
     readers: FxHashMap<i32, u32>,
 }
 
-impl Flights {
+impl InFlight {
     pub(crate) fn new() -> Self {
         let (all, readers) = (Numbered::default(), FxHashMap::default());
         Self { all, num_saves: 0, next_ticket: 1, last_reservation: 0, readers }
@@ -69,14 +64,8 @@ impl Flights {
         self.num_saves
     }
 
-    /// These are planned: gives them their tickets. Each of `num_ranks` reports each once. `supersedes` is not needed any more once
-    /// the last of them is committed.
-    pub(crate) fn add(
-        &mut self,
-        mut batch: ChunkBatch,
-        num_ranks: u32,
-        supersedes: Option<ChunkKey>,
-    ) -> Arc<ChunkBatch> {
+    /// Gives planned saves their tickets. Each of `num_ranks` reports each ticket once.
+    pub(crate) fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
         let first = self.next_ticket;
         let reservations = batch.number(first);
         let (Some(lowest), Some(highest)) = (reservations.first(), reservations.last()) else { return Arc::new(batch) };
@@ -96,12 +85,12 @@ impl Flights {
         let num_left = saves.len();
         self.num_saves += num_left;
         self.next_ticket += num_left as u64;
-        self.all.insert(first, Flight { batch: Arc::clone(&batch), saves, num_left, supersedes });
+        self.all.insert(first, Plan { batch: Arc::clone(&batch), saves, num_left });
         batch
     }
 
     fn saves_mut(&mut self) -> impl Iterator<Item = &mut Save> {
-        self.all.values_mut().flat_map(|flight| &mut flight.saves)
+        self.all.values_mut().flat_map(|plan| &mut plan.saves)
     }
 
     /// None of those in flight is to be committed.
@@ -117,24 +106,24 @@ impl Flights {
 
     /// Tickets in flight, in their order.
     pub(crate) fn tickets(&self) -> Vec<u64> {
-        let of = |(first, flight): (u64, &Flight)| {
+        let of = |(first, plan): (u64, &Plan)| {
             let is_left = |&(_, save): &(u64, &Save)| save.num_ranks_left > 0;
-            (first..).zip(&flight.saves).filter(is_left).map(|(ticket, _)| ticket).collect::<Vec<_>>()
+            (first..).zip(&plan.saves).filter(is_left).map(|(ticket, _)| ticket).collect::<Vec<_>>()
         };
         self.all.iter().flat_map(of).collect()
     }
 
     /// A rank could not write the save.
     pub(crate) fn fail(&mut self, ticket: u64) {
-        if let Some((_, flight, nth)) = find(&mut self.all, ticket) {
-            flight.saves[nth].failed = true;
+        if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
+            plan.saves[nth].failed = true;
         }
     }
 
     /// A rank reported the save; what became of it, if it was the last one.
     pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
-        let (_, flight, nth) = find(&mut self.all, ticket)?;
-        let save = &mut flight.saves[nth];
+        let (_, plan, nth) = find(&mut self.all, ticket)?;
+        let save = &mut plan.saves[nth];
         if save.num_ranks_left > 1 {
             save.num_ranks_left -= 1;
             return None;
@@ -144,12 +133,12 @@ impl Flights {
 
     /// The save is in flight no longer.
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
-        let (first, flight, nth) = find(&mut self.all, ticket)?;
-        let Save { reservation, failed, .. } = flight.saves[nth];
-        flight.saves[nth].num_ranks_left = 0;
-        flight.num_left -= 1;
+        let (first, plan, nth) = find(&mut self.all, ticket)?;
+        let Save { reservation, failed, .. } = plan.saves[nth];
+        plan.saves[nth].num_ranks_left = 0;
+        plan.num_left -= 1;
         self.num_saves -= 1;
-        for block in flight.batch.chunk(nth).blocks {
+        for block in plan.batch.chunk(nth).blocks {
             if let Entry::Occupied(mut num) = self.readers.entry(*block) {
                 *num.get_mut() -= 1;
                 if *num.get() == 0 {
@@ -157,20 +146,18 @@ impl Flights {
                 }
             }
         }
-        let is_last = nth + 1 == flight.saves.len();
-        let settled = Settled { reservation, failed, supersedes: flight.supersedes.filter(|_| is_last) };
-        if flight.num_left == 0 {
+        if plan.num_left == 0 {
             self.all.remove(first);
         }
-        Some(settled)
+        Some(Settled { reservation, failed })
     }
 }
 
 /// A save that is in flight: the number of what it is one of, that, and its place there.
-fn find(all: &mut Numbered<Flight>, ticket: u64) -> Option<(u64, &mut Flight, usize)> {
-    let (first, flight) = all.up_to(ticket)?;
+fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
+    let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;
-    flight.saves.get(nth).is_some_and(|save| save.num_ranks_left > 0).then_some((first, flight, nth))
+    plan.saves.get(nth).is_some_and(|save| save.num_ranks_left > 0).then_some((first, plan, nth))
 }
 
 #[cfg(test)]

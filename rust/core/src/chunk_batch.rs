@@ -1,0 +1,376 @@
+//! Chunks as columns: the one form of "these chunks" from the store's answer to the kernel's table and back to commit.
+//!
+//! A long prompt has thousands of chunks, and a forward or the first byte of a load waits for them, so there is no object
+//! for each. It must not know the store, Python, or what the blocks hold.
+
+use std::ops::Range;
+
+use crate::engine::Cut;
+use crate::io::FrameId;
+use crate::key::ChunkKey;
+use crate::store::{LeasedFrame, Reservation, TierName};
+use crate::{Error, ErrorKind, Result};
+
+/// In the blocks of a batch: this block of the chunk is not copied.
+pub const NOT_WANTED: i32 = -1;
+/// A block that belongs to no request. It is never saved.
+pub const NULL_BLOCK: i32 = 0;
+
+/// Frames, their keys, and the paged blocks on the other side of the copy, of one or more KV cache groups.
+///
+/// The chunks of a group have the same number of entries in `blocks`, one per block of their frames: a block id, or
+/// [`NOT_WANTED`] before and behind the blocks that are copied. Saves have tickets, loads have none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ChunkBatch {
+    parts: Vec<Part>,
+    tickets: Vec<u64>,
+}
+
+/// The chunks of one group; never none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Part {
+    group: u32,
+    rows: Vec<Row>,
+    blocks: Vec<i32>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Row {
+    frame: u32,
+    key: [u8; 32],
+}
+
+/// One chunk of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk<'a> {
+    /// Where its bytes are, or go to.
+    pub frame: FrameId,
+    /// What it is.
+    pub key: ChunkKey,
+    /// Blocks that the frame holds.
+    pub num_blocks: usize,
+    /// The first of them that is copied.
+    pub first_block: usize,
+    /// Paged blocks from there on.
+    pub blocks: &'a [i32],
+    /// Number of its reservation.
+    pub ticket: Option<u64>,
+}
+
+/// One group's chunks as columns of little-endian bytes, as they cross between processes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Columns<T> {
+    /// Number of the KV cache group.
+    pub group: u32,
+    /// u32.
+    pub frames: T,
+    /// 32 bytes each.
+    pub keys: T,
+    /// i32, the same number for each chunk.
+    pub blocks: T,
+}
+
+/// Units that a load takes from each tier.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct UnitsByTier {
+    /// From chunks that were in host.
+    pub host: u32,
+    /// From chunks that were on disk.
+    pub disk: u32,
+}
+
+impl UnitsByTier {
+    pub(crate) fn add(&mut self, tier: TierName, num: u32) {
+        *match tier {
+            TierName::Host => &mut self.host,
+            TierName::Disk => &mut self.disk,
+        } += num;
+    }
+
+    /// Counts units that need no chunk, so that there are `num_units`: of the tier that the others came from.
+    pub(crate) fn fill_up(&mut self, num_units: u32) {
+        let missing = num_units.saturating_sub(self.host + self.disk);
+        *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
+    }
+}
+
+fn invalid(what: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidConfig, what)
+}
+
+fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> Result<Vec<T>> {
+    let (items, rest) = bytes.as_chunks::<N>();
+    if rest.is_empty() { Ok(items.iter().map(|item| of(*item)).collect()) } else { Err(invalid("a column is cut off")) }
+}
+
+/// No block has a negative number; one of them means that a block is not copied.
+fn check_table(table: &[i32]) -> Result<()> {
+    let is_right = table.iter().all(|block| *block >= 0);
+    is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
+}
+
+/// Where the run of wanted blocks is among those of one chunk; None if there is none, or something else beside it.
+fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
+    let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
+    let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
+    blocks[start..stop].iter().all(|block| *block >= 0).then_some(start..stop)
+}
+
+impl Part {
+    fn new(group: u32, num_chunks: usize, num_blocks: u32) -> Self {
+        let blocks = Vec::with_capacity(num_chunks * num_blocks as usize);
+        Self { group, rows: Vec::with_capacity(num_chunks), blocks }
+    }
+
+    fn push(&mut self, frame: u32, key: [u8; 32], blocks: impl Iterator<Item = i32>) {
+        self.blocks.extend(blocks);
+        self.rows.push(Row { frame, key });
+    }
+
+    fn blocks_of(&self, nth: usize) -> &[i32] {
+        let num = self.blocks.len() / self.rows.len();
+        &self.blocks[nth * num..(nth + 1) * num]
+    }
+
+    /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not one run.
+    fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
+        let frames = numbers(columns.frames, u32::from_le_bytes)?;
+        let keys = numbers(columns.keys, |key: [u8; 32]| key)?;
+        let blocks = numbers(columns.blocks, i32::from_le_bytes)?;
+        if frames.is_empty() || keys.len() != frames.len() || !blocks.len().is_multiple_of(frames.len()) {
+            return Err(invalid("columns of different lengths"));
+        }
+        let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
+        let part = Self { group: columns.group, rows, blocks };
+        if (0..part.rows.len()).any(|nth| wanted(part.blocks_of(nth)).is_none()) {
+            return Err(invalid("the blocks of a chunk are not one run"));
+        }
+        Ok(part)
+    }
+
+    fn columns(&self) -> Columns<Vec<u8>> {
+        Columns {
+            group: self.group,
+            frames: self.rows.iter().flat_map(|row| row.frame.to_le_bytes()).collect(),
+            keys: self.rows.iter().flat_map(|row| row.key).collect(),
+            blocks: self.blocks.iter().flat_map(|block| block.to_le_bytes()).collect(),
+        }
+    }
+
+    fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
+        let is_block = |block: i32| block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks);
+        if self.rows.iter().any(|row| row.frame >= num_frames) {
+            return Err(invalid("a frame is not one of the arena's").with_context("num_frames", num_frames));
+        }
+        if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
+            let error = invalid("a chunk does not have as many blocks as a frame");
+            return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
+        }
+        if !self.blocks.iter().all(|block| is_block(*block)) {
+            return Err(invalid("a block is not one of the paged KV").with_context("num_blocks", num_blocks));
+        }
+        Ok(())
+    }
+}
+
+impl ChunkBatch {
+    /// `InvalidConfig` for columns that do not fit together; `tickets` are u64, one per chunk or none.
+    pub fn from_columns(parts: &[Columns<&[u8]>], tickets: &[u8]) -> Result<Self> {
+        let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
+        let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
+        let has_tickets = batch.tickets.is_empty() || batch.tickets.len() == batch.len();
+        has_tickets.then_some(batch).ok_or_else(|| invalid("columns of different lengths"))
+    }
+
+    /// The opposite of [`Self::from_columns`], but for the tickets.
+    pub fn columns(&self) -> impl Iterator<Item = Columns<Vec<u8>>> + '_ {
+        self.parts.iter().map(Part::columns)
+    }
+
+    /// Adds reserved chunks of `group`, each with the blocks to gather from: `table` has `num_blocks` of each unit from
+    /// `first_unit` on. `InvalidConfig` for a chunk outside the table, or a negative block in it.
+    ///
+    /// Chunks with a null block are left out; their tickets are returned.
+    pub fn add_saves(
+        &mut self,
+        group: u32,
+        reserved: &[Reservation],
+        table: &[i32],
+        first_unit: u32,
+        num_blocks: u32,
+    ) -> Result<Vec<u64>> {
+        check_table(table)?;
+        let (mut part, mut without_kv) = (Part::new(group, reserved.len(), num_blocks), Vec::new());
+        for chunk in reserved {
+            let unit = chunk.unit.checked_sub(first_unit).ok_or_else(|| invalid("a chunk before the block table"))?;
+            let from = unit.saturating_mul(num_blocks) as usize;
+            let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
+            let blocks = blocks.ok_or_else(|| invalid("the block table is too short"))?;
+            if blocks.contains(&NULL_BLOCK) {
+                without_kv.push(chunk.ticket);
+            } else {
+                part.push(chunk.frame.0, chunk.key.0, blocks.iter().copied());
+                self.tickets.push(chunk.ticket);
+            }
+        }
+        self.add(part);
+        Ok(without_kv)
+    }
+
+    /// Adds leased chunks of `group`, those of consecutive units from `first_unit` on, each with the blocks to scatter to: `table`
+    /// begins with block `begin` of the group. Chunks outside the table are left out. Returns the chunks added, by tier, and the
+    /// number of blocks that they fill. `InvalidConfig` for a negative block.
+    pub fn add_loads(
+        &mut self,
+        group: u32,
+        leased: &[LeasedFrame],
+        first_unit: u32,
+        cut: Cut,
+        table: &[i32],
+        begin: u32,
+    ) -> Result<(UnitsByTier, usize)> {
+        check_table(table)?;
+        let (mut part, mut by_tier) = (Part::new(group, leased.len(), cut.kept), UnitsByTier::default());
+        let end = begin.saturating_add(u32::try_from(table.len()).unwrap_or(u32::MAX));
+        let mut num_filled = 0;
+        for (chunk, unit) in leased.iter().zip((first_unit..u32::MAX).chain(std::iter::repeat(u32::MAX))) {
+            let chunk_end = unit.saturating_add(1).saturating_mul(cut.each);
+            let chunk_begin = chunk_end.saturating_sub(cut.kept);
+            if chunk_end <= begin || chunk_end > end {
+                continue;
+            }
+            by_tier.add(chunk.tier, 1);
+            let from = chunk_begin.max(begin);
+            let not_wanted = (chunk_begin..from).map(|_| NOT_WANTED);
+            let wanted = &table[(from - begin) as usize..(chunk_end - begin) as usize];
+            num_filled += wanted.len();
+            part.push(chunk.frame.0, chunk.key.0, not_wanted.chain(wanted.iter().copied()));
+        }
+        self.add(part);
+        Ok((by_tier, num_filled))
+    }
+
+    fn add(&mut self, part: Part) {
+        if !part.rows.is_empty() {
+            self.parts.push(part);
+        }
+    }
+
+    /// Gives the chunks tickets from `first` on, in their order; returns those that they had.
+    pub(crate) fn number(&mut self, first: u64) -> Vec<u64> {
+        let tickets = (first..).take(self.tickets.len()).collect();
+        std::mem::replace(&mut self.tickets, tickets)
+    }
+
+    /// Number of chunks.
+    pub fn len(&self) -> usize {
+        self.parts.iter().map(|part| part.rows.len()).sum()
+    }
+
+    /// True if there is no chunk.
+    pub fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// Numbers of the reservations; none for loads.
+    pub fn tickets(&self) -> &[u64] {
+        &self.tickets
+    }
+
+    /// The group of chunk `nth`, and its place there.
+    fn find(&self, nth: usize) -> (&Part, usize) {
+        let mut at = nth;
+        for part in &self.parts {
+            if at < part.rows.len() {
+                return (part, at);
+            }
+            at -= part.rows.len();
+        }
+        unreachable!("chunk {nth} of {}", self.len())
+    }
+
+    /// Chunk `nth`, which must be below `len`.
+    pub fn chunk(&self, nth: usize) -> Chunk<'_> {
+        let (part, at) = self.find(nth);
+        let every = part.blocks_of(at);
+        let run = wanted(every).unwrap_or_default();
+        Chunk {
+            frame: FrameId(part.rows[at].frame),
+            key: ChunkKey(part.rows[at].key),
+            num_blocks: every.len(),
+            first_block: run.start,
+            blocks: &every[run],
+            ticket: self.tickets.get(nth).copied(),
+        }
+    }
+
+    /// Paged blocks that are copied, of all chunks.
+    pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
+        self.parts.iter().flat_map(|part| &part.blocks).copied().filter(|block| *block != NOT_WANTED)
+    }
+
+    /// These chunks, each below `len`, in this order.
+    #[must_use]
+    pub fn take(&self, chunks: impl IntoIterator<Item = usize>) -> Self {
+        let mut taken = Self::default();
+        for nth in chunks {
+            let (part, at) = self.find(nth);
+            if taken.parts.last().is_none_or(|last| last.group != part.group) {
+                taken.parts.push(Part::new(part.group, 1, 1));
+            }
+            if let Some(last) = taken.parts.last_mut() {
+                last.push(part.rows[at].frame, part.rows[at].key, part.blocks_of(at).iter().copied());
+            }
+            taken.tickets.extend(self.tickets.get(nth));
+        }
+        taken
+    }
+
+    /// Each group's chunks in the order of their frames, so that neighbours in the arena, whatever order they were reserved in,
+    /// are one copy.
+    #[must_use]
+    pub fn by_frame(&self) -> Self {
+        let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
+        for part in &self.parts {
+            let mut own: Vec<_> = (0..part.rows.len()).collect();
+            own.sort_by_key(|at| part.rows[*at].frame);
+            order.extend(own.into_iter().map(|at| start + at));
+            start += part.rows.len();
+        }
+        self.take(order)
+    }
+
+    /// A batch for each group.
+    pub fn by_group(&self) -> Vec<(u32, Self)> {
+        let mut tickets = self.tickets.as_slice();
+        let mut batch = |part: &Part| {
+            let (own, behind) = tickets.split_at(part.rows.len().min(tickets.len()));
+            tickets = behind;
+            (part.group, Self { parts: vec![part.clone()], tickets: own.to_vec() })
+        };
+        self.parts.iter().map(&mut batch).collect()
+    }
+
+    /// All chunks of `batches` as those of the first one's group. They have as many blocks a chunk, and all tickets or none.
+    pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut all = Self::default();
+        for batch in batches {
+            for part in &batch.parts {
+                match all.parts.first_mut() {
+                    None => all.parts.push(part.clone()),
+                    Some(first) => {
+                        first.rows.extend_from_slice(&part.rows);
+                        first.blocks.extend_from_slice(&part.blocks);
+                    }
+                }
+            }
+            all.tickets.extend_from_slice(&batch.tickets);
+        }
+        all
+    }
+
+    /// `InvalidConfig` if a copy would reach outside the arena, its frame or the paged KV.
+    pub fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
+        self.parts.iter().try_for_each(|part| part.check(num_frames, num_blocks, blocks_per_chunk))
+    }
+}

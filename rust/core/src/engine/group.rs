@@ -1,0 +1,92 @@
+//! Which chunks a prefix needs of each KV cache group: arithmetic only.
+//!
+//! A prefix is a row of units, and each unit has one chunk per group. A full-attention group needs all of them, a
+//! sliding-window group those of its last tokens, a Mamba group one state.
+
+use std::ops::Range;
+
+use crate::{Error, ErrorKind, Result};
+
+/// What a prefix needs of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupKind {
+    /// Every block.
+    Full,
+    /// The blocks of the last `reach` tokens.
+    Window,
+    /// The blocks of the local chunk of `reach` tokens that the prefix ends in.
+    Local,
+    /// The state after its last token.
+    State,
+}
+
+/// One KV cache group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    /// Number in the keys of its chunks; None: the prefix's own keys.
+    pub number: Option<u32>,
+    /// What a prefix needs of it.
+    pub kind: GroupKind,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Blocks per unit.
+    pub blocks_per_unit: u32,
+    /// How many of those, the last ones, a chunk keeps: no prefix needs the others, and vLLM may have freed them.
+    pub kept_blocks: u32,
+    /// In tokens; of windows and local chunks.
+    pub reach: u32,
+}
+
+/// Blocks of a group's table per unit, and how many of those, the last ones, a chunk keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// At least one.
+    pub each: u32,
+    /// At least one, and at most `each`.
+    pub kept: u32,
+}
+
+impl Group {
+    /// The only group of a model whose layers all use full attention, with one block per unit.
+    pub const ONLY: Self =
+        Self { number: None, kind: GroupKind::Full, block_tokens: 1, blocks_per_unit: 1, kept_blocks: 1, reach: 0 };
+
+    /// `InvalidConfig` for a size of zero, or more blocks kept than there are.
+    pub fn check(&self) -> Result<()> {
+        let has_reach = self.reach > 0 || self.kind != GroupKind::Local;
+        let has_blocks = self.block_tokens > 0 && (1..=self.blocks_per_unit).contains(&self.kept_blocks);
+        if has_blocks && has_reach {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidConfig, "a KV cache group of impossible sizes"))
+    }
+
+    /// True if a prefix needs every chunk of the group, so that chunks depend on those before them.
+    pub fn is_full(&self) -> bool {
+        self.kind == GroupKind::Full
+    }
+
+    /// How the group's table is cut into chunks.
+    pub fn cut(&self) -> Cut {
+        Cut { each: self.blocks_per_unit, kept: self.kept_blocks }
+    }
+
+    /// The first block that a prefix of `num_units` needs; all from there to its end are needed.
+    pub fn first_block(&self, num_units: u32) -> u32 {
+        let [units, each, block, reach] =
+            [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
+        let num_tokens = units * each * block;
+        let first = match self.kind {
+            GroupKind::Full => 0,
+            GroupKind::Window => num_tokens.saturating_sub(reach) / block,
+            GroupKind::Local => num_tokens / reach * reach / block,
+            GroupKind::State => (units * each).saturating_sub(1),
+        };
+        u32::try_from(first).unwrap_or(u32::MAX)
+    }
+
+    /// The units that a prefix of `num_units` needs. The first block that it needs may be inside the first of them.
+    pub fn units(&self, num_units: u32) -> Range<u32> {
+        self.first_block(num_units) / self.blocks_per_unit..num_units
+    }
+}

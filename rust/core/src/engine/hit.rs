@@ -1,0 +1,120 @@
+//! The deepest hit: the last boundary between units at which every group has the chunks that it needs.
+//!
+//! Chunks of full-attention groups depend on those before them, so lookups find the end of what is stored. Chunks of other
+//! groups are added and removed one by one: they are looked up backwards from that end.
+
+use super::group::{Group, GroupKind};
+use crate::Result;
+use crate::key::KeyChain;
+use crate::session::Session;
+use crate::store::{Lookup, Prefix};
+
+/// Where a chunk is missing, this many more are looked up before it, and the next time this many times more. With a server
+/// each lookup is a round trip.
+const LOOK_BACK: u32 = 64;
+const LOOK_FURTHER: u32 = 4;
+
+#[derive(Debug, Clone, Copy)]
+enum Where {
+    Host,
+    Stored,
+}
+
+/// Chunks of one group that were looked up: those of the units from `start` on.
+struct Column<'a> {
+    group: &'a Group,
+    number: u32,
+    start: u32,
+    found: Vec<Lookup>,
+}
+
+impl Column<'_> {
+    fn end(&self) -> u32 {
+        self.start + u32::try_from(self.found.len()).unwrap_or(u32::MAX)
+    }
+
+    /// True if all that a prefix of `num_units` needs was looked up.
+    fn has(&self, num_units: u32) -> bool {
+        let needed = self.group.units(num_units);
+        needed.is_empty() || self.start <= needed.start && num_units <= self.end()
+    }
+
+    /// The units to look up for a prefix of `num_units`, and `further` ones before them.
+    fn missing(&self, num_units: u32, further: u32) -> std::ops::Range<u32> {
+        let first = self.group.units(num_units).start.saturating_sub(further);
+        first..if self.start < num_units && num_units <= self.end() { self.start } else { num_units }
+    }
+
+    fn add(&mut self, start: u32, mut found: Vec<Lookup>) {
+        if start + u32::try_from(found.len()).unwrap_or(u32::MAX) == self.start {
+            found.append(&mut self.found);
+        }
+        (self.start, self.found) = (start, found);
+    }
+
+    fn is_there(&self, unit: u32, at: Where) -> bool {
+        let found = self.found[(unit - self.start) as usize];
+        0 < match at {
+            Where::Host => found.host_units,
+            Where::Stored => found.stored_units,
+        }
+    }
+
+    /// `num_units` if all that a prefix of that length needs is there; else a smaller number, such that no number between the two
+    /// will do.
+    fn nearest(&self, num_units: u32, at: Where) -> u32 {
+        let Some(missing) = self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, at)) else {
+            return num_units;
+        };
+        if self.group.kind == GroupKind::Local {
+            return missing; // a prefix that ends between two local chunks needs neither
+        }
+        (self.start..missing).rev().find(|unit| self.is_there(*unit, at)).map_or(self.start, |unit| unit + 1)
+    }
+}
+
+/// The deepest hits of at most `most` units, in host memory and in any tier. `chain` has that many units.
+pub(super) fn deepest(session: &dyn Session, groups: &[Group], chain: &KeyChain, most: Lookup) -> Result<Lookup> {
+    let attached = groups.iter().filter(|group| !group.is_full());
+    let column = |group| Column { group, number: group.number.unwrap_or_default(), start: 0, found: Vec::new() };
+    let mut columns: Vec<_> = attached.map(column).collect();
+    let stored_units = search(session, chain, &mut columns, most.stored_units, Where::Stored)?;
+    let host_units = search(session, chain, &mut columns, most.host_units.min(stored_units), Where::Host)?;
+    Ok(Lookup { host_units, stored_units })
+}
+
+fn search(session: &dyn Session, chain: &KeyChain, columns: &mut [Column<'_>], most: u32, at: Where) -> Result<u32> {
+    let (mut num_units, mut further) = (most, 0);
+    while num_units > 0 {
+        let unknown: Vec<_> = columns.iter_mut().filter(|column| !column.has(num_units)).collect();
+        if !unknown.is_empty() {
+            look_up(session, chain, unknown, num_units, further)?;
+            further = if further == 0 { LOOK_BACK } else { further.saturating_mul(LOOK_FURTHER) };
+        }
+        let nearest = columns.iter().map(|column| column.nearest(num_units, at)).min().unwrap_or(num_units);
+        if nearest == num_units {
+            break;
+        }
+        num_units = nearest;
+    }
+    Ok(num_units)
+}
+
+fn look_up(
+    session: &dyn Session,
+    chain: &KeyChain,
+    columns: Vec<&mut Column<'_>>,
+    num_units: u32,
+    further: u32,
+) -> Result<()> {
+    let asked: Vec<_> = columns.iter().map(|column| column.missing(num_units, further)).collect();
+    let keys = columns.iter().zip(&asked).map(|(column, units)| chain.attached(column.number, units.clone()));
+    let keys = keys.collect::<Result<Vec<_>>>()?;
+    let each = keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key)));
+    let mut found = session.lookup_many(&each.collect::<Vec<_>>()).into_iter();
+    for (column, units) in columns.into_iter().zip(asked) {
+        let own: Vec<_> = units.clone().map(|_| found.next().unwrap_or_default()).collect();
+        column.add(units.start, own);
+    }
+    Ok(())
+}

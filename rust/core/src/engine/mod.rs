@@ -1,0 +1,405 @@
+//! A store as one engine uses it: prefixes, block tables and reports of ranks, over a session's keys and numbers.
+//!
+//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's report (I10), and committed
+//! only if no rank failed it (I3). A save reads its blocks after the step that planned it was launched; by then its request may
+//! be gone and a block another's, whose writer has to wait (I2). Tickets are the engine's own and count up for as long as it
+//! lives, whatever numbers the store gives its reservations, so a late report never settles another save.
+
+mod group;
+mod hit;
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use self::group::{Cut, Group, GroupKind};
+use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
+use crate::in_flight::InFlight;
+use crate::key::{ChunkKey, KeyChain};
+use crate::session::{LeaseId, Session};
+use crate::store::{Got, Lookup, Prefix, ToSave};
+use crate::{Error, ErrorKind, Result};
+
+/// Units of one request to save, in every group that keeps KV of them.
+#[derive(Debug)]
+pub struct SaveRow<'a> {
+    /// The request's prefix.
+    pub chain: &'a mut KeyChain,
+    /// Which units.
+    pub units: Range<u32>,
+    /// The blocks of those units, group after group, in the order of [`EngineSession::saved_groups`]. 0 is the null block.
+    pub blocks: &'a [i32],
+}
+
+/// The state of a Mamba group at the end of a unit, to be saved.
+#[derive(Debug)]
+pub struct StateRow {
+    group: u32,
+    root: ChunkKey,
+    /// The state's, and that of the prefix that ends there.
+    keys: Vec<ChunkKey>,
+    block: i32,
+}
+
+/// Pins on the chunks that a prefix of `num_units` needs.
+#[derive(Debug, Clone, Copy)]
+pub struct Lease {
+    id: LeaseId,
+    num_units: u32,
+    num_chunks: u32,
+}
+
+/// A session, and what one engine has in flight in it.
+#[derive(Debug)]
+pub struct EngineSession {
+    session: Box<dyn Session>,
+    num_ranks: u32,
+    groups: Vec<Group>,
+    /// Places in `groups`: those of full attention first, whose chunks are the prefixes that a server knows.
+    order: Vec<usize>,
+    in_flight: Mutex<InFlight>,
+}
+
+/// Part of a save: one group's chunks of one request.
+struct Part {
+    group: usize,
+    root: ChunkKey,
+    keys: Keys,
+    units: Range<u32>,
+    blocks: Vec<i32>,
+}
+
+enum Keys {
+    /// Those of the chain, as this group number has them.
+    Chain(Option<u32>),
+    Own(Vec<ChunkKey>),
+}
+
+impl EngineSession {
+    /// Each of `num_ranks` reports every ticket once. `InvalidConfig` for a group with a size of zero, or no group.
+    pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
+        if groups.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidConfig, "a model without KV cache groups"));
+        }
+        groups.iter().try_for_each(Group::check)?;
+        let mut order: Vec<_> = (0..groups.len()).collect();
+        order.sort_by_key(|nth| !groups[*nth].is_full());
+        Ok(Self { session, num_ranks, groups, order, in_flight: Mutex::new(InFlight::new()) })
+    }
+
+    /// The store behind it.
+    pub fn session(&self) -> &dyn Session {
+        &*self.session
+    }
+
+    /// The KV cache groups.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    fn in_flight(&self) -> MutexGuard<'_, InFlight> {
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn full_groups(&self) -> impl Iterator<Item = &Group> {
+        self.groups.iter().filter(|group| group.is_full())
+    }
+
+    /// True if a hit may be any part of what is stored: with one group of full attention.
+    fn is_divisible(&self) -> bool {
+        self.groups.len() == 1 && self.groups[0].is_full()
+    }
+
+    // -- lookups and loads --------------------------------------------------------------------------------------
+
+    /// Leading units that every full-attention group has: no hit is deeper. Without such a group, all that have keys.
+    pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
+        let prefixes = self.prefixes(chain, u32::MAX);
+        let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
+        let found = if prefixes.is_empty() { Vec::new() } else { self.session.lookup_many(&prefixes) };
+        let least = found.iter().fold(every, |least, one| Lookup {
+            host_units: least.host_units.min(one.host_units),
+            stored_units: least.stored_units.min(one.stored_units),
+        });
+        let num_units = chain.num_blocks();
+        Lookup { host_units: least.host_units.min(num_units), stored_units: least.stored_units.min(num_units) }
+    }
+
+    /// The deepest hits of at most `most` units, which [`Self::lookup`] found, in host memory and in any tier.
+    pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
+        hit::deepest(&*self.session, &self.groups, chain, most)
+    }
+
+    /// The first `num_units` as each full-attention group has them.
+    fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
+        self.full_groups().filter_map(|group| group.number).for_each(|number| chain.extend_group(number));
+        let chain = &*chain;
+        let prefix = |group: &Group| {
+            let (root, keys) = chain.kept_by(group.number);
+            Prefix::new(root, &keys[..keys.len().min(num_units as usize)])
+        };
+        self.full_groups().map(prefix).collect()
+    }
+
+    /// Pins the chunks that a prefix of `num_units` needs of every group, and reads those from disk that are not in host memory.
+    pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
+        let num_units = num_units.min(chain.num_blocks());
+        let attached = self.groups.iter().filter(|group| !group.is_full());
+        let keys = attached.map(|group| chain.attached(group.number.unwrap_or_default(), group.units(num_units)));
+        let keys = keys.collect::<Result<Vec<_>>>()?;
+        let mut prefixes = self.prefixes(chain, num_units);
+        prefixes.extend(keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key))));
+        let num_chunks = prefixes.iter().map(|prefix| prefix.keys.len()).sum::<usize>();
+        let id = self.session.acquire_all(&prefixes);
+        Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
+    }
+
+    /// Units that are ready to load, and units behind them that are being read from disk.
+    ///
+    /// With several groups, or one that keeps a part of a prefix, a hit is whole or nothing: (0, 0) if a chunk will not come.
+    pub fn poll(&self, lease: &Lease) -> (u32, u32) {
+        let progress = self.session.poll(lease.id);
+        let (ready, pending) = (progress.ready_units, progress.pending_units);
+        if self.is_divisible() {
+            (ready, pending)
+        } else if ready.saturating_add(pending) < lease.num_chunks {
+            (0, 0)
+        } else if pending > 0 {
+            (0, lease.num_units)
+        } else {
+            (lease.num_units, 0)
+        }
+    }
+
+    /// Unpins; again does nothing.
+    pub fn release(&self, lease: &Lease) {
+        self.session.release(lease.id);
+    }
+
+    /// The blocks of each group's table that units `[begin, end)` of a prefix that ends with `end` are loaded to. vLLM has the
+    /// blocks before them, or null blocks for those that the group does not need.
+    pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
+        let blocks = |group: &Group| {
+            let each = group.blocks_per_unit;
+            let first = group.units(end).start.saturating_mul(each).max(group.first_block(end));
+            first.max(begin.saturating_mul(each))..end.saturating_mul(each)
+        };
+        self.groups.iter().map(blocks).collect()
+    }
+
+    /// Pairs the lease's chunks of units `[begin, end)` with blocks: `tables` has those of [`Self::loaded_blocks`]. Returns the
+    /// chunks, and units by tier. Nothing unless all chunks are there; with one group of full attention, as many as are there.
+    /// `InvalidConfig` for a negative block.
+    pub fn load(&self, lease: &Lease, begin: u32, end: u32, tables: &[Vec<i32>]) -> Result<(ChunkBatch, UnitsByTier)> {
+        let (leased, ranges, nothing) =
+            (self.session.frames(lease.id), self.loaded_blocks(begin, end), Ok(Default::default()));
+        let is_whole = leased.len() == lease.num_chunks as usize && end == lease.num_units;
+        if !self.is_divisible() && (!is_whole || tables.iter().any(|table| table.contains(&NULL_BLOCK))) {
+            return nothing;
+        }
+        let (mut batch, mut rest, mut by_tier) = (ChunkBatch::default(), leased.as_slice(), None);
+        for &nth in &self.order {
+            let (group, table) = (&self.groups[nth], &tables[nth]);
+            let units = if self.is_divisible() { 0..end } else { group.units(end) };
+            let (own, behind) = rest.split_at(units.len().min(rest.len()));
+            rest = behind;
+            let number = u32::try_from(nth).unwrap_or(u32::MAX);
+            let (found, num_filled) =
+                batch.add_loads(number, own, units.start, group.cut(), table, ranges[nth].start)?;
+            if !self.is_divisible() && num_filled != table.len() {
+                return nothing;
+            }
+            by_tier.get_or_insert(found);
+        }
+        let mut by_tier = by_tier.unwrap_or_default();
+        if self.full_groups().next().is_none() {
+            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunk
+        }
+        Ok((batch, by_tier))
+    }
+
+    // -- saves --------------------------------------------------------------------------------------------------
+
+    /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers one by one.
+    pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
+        let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
+        groups.filter(|(_, group)| group.kind != GroupKind::State)
+    }
+
+    /// Reserves frames for the chunks of each row that are not stored yet, and puts them in flight. Returns for each row its
+    /// chunks and how many units got no frame, of full-attention groups if there are any. On an error nothing is reserved.
+    ///
+    /// A chunk of another group is left out if vLLM has freed one of its blocks.
+    pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
+        let parts = rows.iter_mut().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
+        let chains = rows.iter().map(|row| &*row.chain);
+        self.reserve_parts(chains.zip(&parts).map(|(chain, parts)| (Some(chain), parts.as_slice())))
+    }
+
+    fn parts(&self, row: &mut SaveRow<'_>) -> Result<Vec<Part>> {
+        let (mut parts, mut rest) = (Vec::with_capacity(self.groups.len()), row.blocks);
+        for (nth, group) in self.saved_groups() {
+            let each = group.blocks_per_unit as usize;
+            let (own, behind) = rest.split_at((row.units.len() * each).min(rest.len()));
+            rest = behind;
+            if group.is_full() {
+                group.number.into_iter().for_each(|number| row.chain.extend_group(number));
+                let (root, keys) = (row.chain.kept_by(group.number).0, Keys::Chain(group.number));
+                parts.push(Part { group: nth, root, keys, units: row.units.clone(), blocks: own.to_vec() });
+            } else {
+                parts.push(attached_part(nth, group, row, own)?);
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Reserves frames for states; on an error for none.
+    pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
+        let part = |row: StateRow| Part {
+            group: row.group as usize,
+            root: row.root,
+            keys: Keys::Own(row.keys),
+            units: 0..1,
+            blocks: vec![row.block],
+        };
+        let parts: Vec<_> = rows.into_iter().map(|row| [part(row)]).collect();
+        let reserved = self.reserve_parts(parts.iter().map(|part| (None, part.as_slice())))?;
+        Ok(reserved.into_iter().map(|(batch, _)| batch).collect())
+    }
+
+    /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the chain has no such unit.
+    pub fn state_row(&self, chain: &KeyChain, group: usize, unit: u32, block: i32) -> Result<StateRow> {
+        let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
+        let (root, mut keys) = chain.attached(number, [unit])?;
+        keys.extend(chain.keys().get(unit as usize));
+        Ok(StateRow { group: u32::try_from(group).unwrap_or(u32::MAX), root, keys, block })
+    }
+
+    fn reserve_parts<'a>(
+        &self,
+        rows: impl Iterator<Item = (Option<&'a KeyChain>, &'a [Part])> + Clone,
+    ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
+        // Before the store is asked, so that its numbers come in their order.
+        let mut in_flight = self.in_flight();
+        let asked: Vec<_> =
+            rows.clone().flat_map(|(chain, parts)| parts.iter().map(move |part| part.to_save(chain))).collect();
+        let (reserved, got) = self.session.reserve_many(&asked)?;
+        let mut batches = Vec::new();
+        let (mut rest, mut got) = (reserved.as_slice(), got.iter());
+        for (_, parts) in rows {
+            let joined = self.join(parts, &mut rest, &mut got);
+            batches.push(joined.inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?);
+        }
+        let mut added = Vec::with_capacity(batches.len());
+        for (batch, without_kv, num_dropped) in batches {
+            self.give_back(without_kv);
+            added.push((in_flight.add(batch, self.num_ranks), num_dropped));
+        }
+        Ok(added)
+    }
+
+    /// One request's reservations as a batch, tickets of chunks that have no KV, and units without a frame.
+    fn join(
+        &self,
+        parts: &[Part],
+        reserved: &mut &[crate::store::Reservation],
+        got: &mut std::slice::Iter<'_, Got>,
+    ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
+        let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
+        let has_full = self.full_groups().next().is_some();
+        for (part, got) in parts.iter().zip(got) {
+            let (own, behind) = reserved.split_at(got.num_reserved.min(reserved.len()));
+            *reserved = behind;
+            let group = &self.groups[part.group];
+            let number = u32::try_from(part.group).unwrap_or(u32::MAX);
+            let kept = if matches!(part.keys, Keys::Chain(_)) { group.blocks_per_unit } else { group.cut().kept };
+            without_kv.extend(batch.add_saves(number, own, &part.blocks, part.units.start, kept)?);
+            if group.is_full() || !has_full {
+                num_dropped = num_dropped.max(got.num_dropped);
+            }
+        }
+        Ok((batch, without_kv, num_dropped))
+    }
+
+    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that
+    /// are not in flight mean nothing.
+    pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
+        let mut in_flight = self.in_flight();
+        for ticket in failed {
+            in_flight.fail(*ticket);
+        }
+        let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
+        for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
+            (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);
+        }
+        drop(in_flight);
+        self.give_back(aborted.iter().filter_map(|save| save.reservation));
+        let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
+        let num_visible = if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
+        (num_visible, aborted.len())
+    }
+
+    /// Gives reservations back that no rank will report.
+    pub fn abort(&self, tickets: &[u64]) {
+        let mut in_flight = self.in_flight();
+        let known: Vec<_> = tickets.iter().filter_map(|ticket| in_flight.remove(*ticket)?.reservation).collect();
+        drop(in_flight);
+        self.give_back(known);
+    }
+
+    /// Gives back everything that is in flight.
+    pub fn abort_all(&self) {
+        let every = self.in_flight().tickets();
+        self.abort(&every);
+    }
+
+    fn give_back(&self, reservations: impl IntoIterator<Item = u64>) {
+        let reservations: Vec<_> = reservations.into_iter().collect();
+        if !reservations.is_empty() {
+            self.session.abort(&reservations);
+        }
+    }
+
+    /// Forgets everything, also what is being saved.
+    pub fn clear(&self) {
+        self.in_flight().fail_all();
+        self.session.clear();
+    }
+
+    /// Saves that some rank has not reported.
+    pub fn num_in_flight(&self) -> usize {
+        self.in_flight().len()
+    }
+
+    /// Those of `blocks` that a save in flight reads; every such block for None.
+    pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
+        self.in_flight().being_read(blocks)
+    }
+}
+
+impl Part {
+    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> ToSave<'a> {
+        let keys = match (&self.keys, chain) {
+            (Keys::Own(keys), _) => keys,
+            (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
+            (Keys::Chain(_), None) => &[],
+        };
+        let is_attached = matches!(self.keys, Keys::Own(_));
+        ToSave { prefix: Prefix::new(self.root, keys), units: self.units.clone(), is_attached }
+    }
+}
+
+/// The chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are those of the row's units.
+fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -> Result<Part> {
+    let Cut { each, kept } = group.cut();
+    let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());
+    for (unit, own) in row.units.clone().zip(blocks.chunks_exact(each as usize)) {
+        let own = &own[(each - kept) as usize..];
+        if !own.contains(&NULL_BLOCK) {
+            units.push(unit);
+            kept_blocks.extend_from_slice(own);
+        }
+    }
+    let num_units = u32::try_from(units.len()).unwrap_or(u32::MAX);
+    let (root, keys) = row.chain.attached(group.number.unwrap_or_default(), units)?;
+    Ok(Part { group: nth, root, keys: Keys::Own(keys), units: 0..num_units, blocks: kept_blocks })
+}
