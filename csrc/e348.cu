@@ -317,7 +317,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
     begin = chunk.table_bytes + entry.offset * 16;
   }
   const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
-  if (end > p.part_room) return 0;  // damaged: left out of the sum, the tag differs
+  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr)) return 0;  // damaged: left out of the sum, the tag differs
   const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
   if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
 

@@ -39,7 +39,7 @@ static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
 // Where an encoded part is in host memory, for the kernels of e348.cu; one a segment.
 struct Part {
-  u64 address;  // of its first byte, in registered memory
+  u64 address;  // of its first byte, in registered memory; 0: nothing of it may be touched (loads only)
   u32 width;    // bytes that the copy engine moves; records that end behind them are written and read in place
   u32 is_raw;   // its payload is not encoded (loads only)
 };

@@ -31,6 +31,8 @@ class MoverSettings:
     staging_bytes: int = 80 << 20
     gathers_first: bool = False
     """The engine writes new blocks before it says which they are: it zeroes them."""
+    encodes: bool = False
+    """Parts of frames are encoded where the pages allow it."""
 
 
 def for_each(make: MakeMover, layouts: Sequence[PagedLayout], *, is_grouped: bool = False) -> Callable[[FrameWindow], Mover]:
@@ -64,7 +66,8 @@ def choose_mover(
 
     try:
         return prepare(
-            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first
-        )
+            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first,
+            encodes=settings.encodes,
+        )  # fmt: skip
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error

@@ -10,13 +10,15 @@ from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
+import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.plan.room import Room
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.frames import E348, RAW, TILE_BYTES, part_bytes_for
 
 GOOD_CHUNK_BYTES = 128 << 10
 """A block of at least this size, over all layers of a rank, is a chunk by itself: it moves and stores well."""
@@ -38,12 +40,15 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], config: Config) -> Cache
     has_stages = getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
     # A rank knows the size of its own stage's blocks only, and all must choose alike.
     blocks_per_chunk = choose_blocks(config, block_tokens, GOOD_CHUNK_BYTES if has_stages else largest)
+    encoding = encoding_of(ranks, config)
+    num_tiles = max(max(group_block_tiles(rank)) for rank in ranks) * blocks_per_chunk if encoding else 0
     return CacheShape(
         (GroupShape(block_tokens, blocks_per_chunk),),
-        part_bytes=part_bytes_for(largest * blocks_per_chunk),
+        part_bytes=part_bytes_for(largest * blocks_per_chunk, num_tiles),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
         lookahead=lookahead(vllm_config),
+        encoding=encoding,
     )
 
 
@@ -63,8 +68,27 @@ def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape
         )
     kept = [group.kept_blocks for group in shape.groups]
     payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
-    num_ranks = vllm_config.parallel_config.world_size
-    return replace(shape, part_bytes=part_bytes_for(payload), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+    encoding, num_tiles = encoding_of(ranks, config), 0
+    if encoding:
+        num_tiles = max(num * tiles for rank in ranks for num, tiles in zip(kept, group_block_tiles(rank), strict=True))
+    return replace(
+        shape, part_bytes=part_bytes_for(payload, num_tiles), num_ranks=vllm_config.parallel_config.world_size,
+        lookahead=lookahead(vllm_config), encoding=encoding,
+    )  # fmt: skip
+
+
+def encoding_of(ranks: Sequence[Any], config: Config) -> int:
+    """What parts of frames may be encoded with: a number of `kvloft.transfer.frames`, which is in the namespace too.
+
+    A worker may still write raw parts, where its pages' alignment or its staging do not allow more.
+    """
+    if config.compression == "off" or config.gpu_copies != "kernels":
+        return RAW
+    if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
+        return RAW
+    specs = [spec for rank in ranks for spec in layer_specs(rank).values()]
+    dtypes = {dtype for spec in specs for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))}
+    return E348 if torch.bfloat16 in dtypes else RAW
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -166,6 +190,12 @@ def group_block_bytes(kv_cache_config: Any) -> list[int]:
     """Bytes of one block of each group, on the rank whose config it is."""
     bytes_of = page_bytes(kv_cache_config)
     return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
+
+
+def group_block_tiles(kv_cache_config: Any) -> list[int]:
+    """Tiles of one block of each group at most, where K and V may lie apart."""
+    bytes_of = page_bytes(kv_cache_config)
+    return [sum(-(-bytes_of[name] // TILE_BYTES) + 1 for name in names) for names in group_layers(kv_cache_config)]
 
 
 def largest_block_bytes(kv_cache_config: Any) -> int:

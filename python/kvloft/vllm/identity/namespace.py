@@ -96,6 +96,8 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
+    if shape.encoding:  # engines whose parts are all raw cannot read encoded ones, and do not meet them
+        fields["encoding"] = shape.encoding
     if shape.is_grouped:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
         if any(group.block_tokens != shape.unit.block_tokens for group in shape.groups):
