@@ -58,7 +58,9 @@ def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
 
 def test_the_table_shows_the_median_of_shares() -> None:
     row = dict.fromkeys(WHATS, 49.0) | {f"{what}_share": share for what, share in zip(WHATS, (0.98, 1.0, 0.8, 0.5), strict=True)}
-    assert _rates(row) == ["49.00", "98.0%", "49.00", "100.0%", "49.00", "80.0%", "49.00", "50.0%"]
+    assert _rates(row) == ["49.00", "98.0%", "-", "49.00", "100.0%", "-", "49.00", "80.0%", "-", "49.00", "50.0%", "-"]
+    row["compressed"] = dict(zip(WHATS, (68.0, 69.0, 60.0, 67.0), strict=True))
+    assert _rates(row)[2::3] == ["68.00", "69.00", "60.00", "67.00"]
 
 
 def report(folder: Path, capsys: pytest.CaptureFixture[str], **files: Any) -> str:
