@@ -17,12 +17,14 @@ from vllm.v1.kv_cache_interface import (
 from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.frames import E348, RAW, part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
+from kvloft.vllm import shape as shape_module
 from kvloft.vllm.shape import (
     cache_shape,
     choose_blocks,
     draft_limit,
+    encoding_of,
     group_shape,
     has_draft_kv,
     lookahead,
@@ -89,6 +91,54 @@ def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
     assert cache_shape(pipeline(1, 1), ranks, Config(chunk_tokens=16)).part_bytes == part_bytes_for(
         sum(spec.page_size_bytes for spec in specs.values())
     )
+
+
+BF16 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+FP8 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> None:
+    platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda least: capability >= least)
+    monkeypatch.setattr(shape_module, "current_platform", platform)
+
+
+@pytest.mark.parametrize(
+    ("config", "specs", "capability", "expected"),
+    [
+        (Config(), [BF16], 90, E348), (Config(), [BF16], 80, E348), (Config(), [BF16], 75, RAW),
+        (Config(), [FP8], 90, RAW), (Config(), [FP8, BF16], 90, E348),
+        (Config(compression="off"), [BF16], 90, RAW), (Config(gpu_copies="torch"), [BF16], 90, RAW),
+    ],
+)  # fmt: skip
+def test_parts_are_encoded_where_the_gpu_has_kernels_for_some_layer(
+    config: Config, specs: list[Any], capability: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda(monkeypatch, capability)
+    assert encoding_of([stage(*((spec, [f"layer {i}"]) for i, spec in enumerate(specs)))], config) == expected
+
+
+def test_parts_are_raw_on_cpus() -> None:
+    assert encoding_of([stage((BF16, "ab"))], Config()) == RAW
+    assert cache_shape(pipeline(1, 1), [stage((BF16, "ab"))], Config()).encoding == RAW
+
+
+def test_encoded_parts_have_room_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry for each 4 KiB, and one more a layer where K and V are apart."""
+    on_cuda(monkeypatch)
+    ranks, raw = [stage((BF16, [f"layer {i}" for i in range(32)]))], Config(compression="off")
+    shape, without = (cache_shape(pipeline(1, 1), ranks, config) for config in (Config(), raw))
+    assert (shape.encoding, without.encoding) == (E348, RAW)
+    payload = 32 * BF16.page_size_bytes
+    assert shape.part_bytes == part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1)) > without.part_bytes
+
+
+def test_encoded_parts_of_groups_have_room_for_the_longest_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    windows = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=33)
+    ranks = [stage((windows, "ab"), (BF16, "cde"))]
+    shape = cache_shape(pipeline(1, 1), ranks, Config())
+    assert shape.is_grouped and shape.encoding == E348
+    assert shape.part_bytes == part_bytes_for(3 * BF16.page_size_bytes, 3 * (BF16.page_size_bytes // 4096 + 1))
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
