@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import e348
 import numpy as np
 import pytest
-import e348
 import torch
 from kernels_oracle import page_sum
 

@@ -206,7 +206,12 @@ def make_vectors() -> dict[str, object]:
     cases += [(f"gaussian, {size} bytes", gaussian(rng, size // 2).tobytes()) for size in (16, 1040, 2048, 2560, 3072)]
     return {
         "cases": [
-            {"name": name, "tile": tile.hex(), "entry": f"{made.entry(0):016x}", "record": made.record.hex() if not made.is_raw else None}
+            {
+                "name": name,
+                "tile": tile.hex(),
+                "entry": f"{made.entry(0):016x}",
+                "record": made.record.hex() if not made.is_raw else None,
+            }
             for name, tile in cases
             for made in [encode_tile(tile)]
         ]

@@ -18,8 +18,8 @@ from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import E348, RAW, part_bytes_for
-from kvloft.vllm.scheduler_half import _disk_path, tiers_text
 from kvloft.vllm import shape as shape_module
+from kvloft.vllm.scheduler_half import _disk_path, tiers_text
 from kvloft.vllm.shape import (
     cache_shape,
     choose_blocks,

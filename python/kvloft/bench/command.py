@@ -115,7 +115,9 @@ def run_copy(args: argparse.Namespace) -> int:
 
 def _copy_tables(result: dict[str, Any]) -> list[Table]:
     ceiling, machine = result["ceiling"], result["machine"]
-    columns = [text for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU") for text in (what, "of ceiling", "compressed")]
+    columns = [
+        text for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU") for text in (what, "of ceiling", "compressed")
+    ]
     pages = Table(
         "page", *columns,
         title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "

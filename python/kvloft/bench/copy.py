@@ -91,7 +91,11 @@ def _by_page(
     for page_bytes in pages:
         progress(f"pages of {page_bytes // KIB} KiB")
         case = Case.of(page_bytes)
-        yield {"page_bytes": page_bytes, "num_planes": case.num_planes, **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling)}
+        yield {
+            "page_bytes": page_bytes,
+            "num_planes": case.num_planes,
+            **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling),
+        }
 
 
 def _rows_of(

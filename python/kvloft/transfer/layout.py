@@ -24,8 +24,8 @@ class LayoutError(UnsupportedError):
 class Plane:
     """Pages of one layer (or of one head of it): page b is ``page_bytes`` bytes at ``base + b * block_stride``.
 
-    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes. ``is_bf16``: of bfloat16 words, which
-    can be compressed.
+    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes. ``is_bf16``: of bfloat16 words,
+    which can be compressed.
     """
 
     storage: torch.UntypedStorage

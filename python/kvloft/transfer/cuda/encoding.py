@@ -1,7 +1,7 @@
 """Encoded parts of frames: which layouts are encoded, and how much of a part the copy engine moves.
 
-The format "e348" is ARCHITECTURE.md's ("Frames"), the kernels are csrc/e348.cu. Sizes differ from chunk to chunk, so the copy engine
-moves a constant width of each part, and kernels write and read what lies behind it in host memory. Arithmetic only.
+The format "e348" is ARCHITECTURE.md's ("Frames"), the kernels are csrc/e348.cu. Sizes differ from chunk to chunk, so the copy
+engine moves a constant width of each part, and kernels write and read what lies behind it in host memory. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 def _saved_bytes(layout: PagedLayout) -> int:
     """What a block's pages are expected to shrink by, without the table."""
-    return int(sum(plane.page_bytes for plane in layout.planes if plane.is_bf16 and plane.page_bytes >= _MIN_PAGE_BYTES) * (1 - SHARE))
+    return int(
+        sum(plane.page_bytes for plane in layout.planes if plane.is_bf16 and plane.page_bytes >= _MIN_PAGE_BYTES) * (1 - SHARE)
+    )
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Whether chunks of ``num_blocks`` shrink, and one of any content fits a staging slot. Pages that are not bf16 stay as they are."""
+    """Whether chunks of ``num_blocks`` shrink, and one of any content fits a staging slot. Pages that are not bf16 stay as they
+    are."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
@@ -72,9 +75,7 @@ class PartEncoding:
         """Bytes of a part with ``num_blocks`` that the copy engine moves."""
         return min(self.room, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
-    def parts(
-        self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None
-    ) -> npt.NDArray[Any]:
+    def parts(self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None) -> npt.NDArray[Any]:
         """Of the chunks of a piece, dtype `PART`."""
         parts: npt.NDArray[Any] = np.zeros(len(frames), PART)
         if self.first_part is not None:

@@ -27,8 +27,8 @@ MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
 
 TILE: Final = np.dtype(
-    [("base", "<u8"), ("block_stride", "<u8"), ("payload_offset", "<u4"), ("num_bytes", "<u2"), ("is_bf16", "<u2"), ("plane", "<u4"),
-     ("first_word", "<u4")]
+    [("base", "<u8"), ("block_stride", "<u8"), ("payload_offset", "<u4"), ("num_bytes", "<u2"), ("is_bf16", "<u2"),
+     ("plane", "<u4"), ("first_word", "<u4")]
 )  # fmt: skip
 SEGMENT: Final = np.dtype(
     [("base", "<u8"), ("first_tile", "<u4"), ("chunk_tile", "<u4"), ("block_index", "<i4"), ("reserved", "<u4")]

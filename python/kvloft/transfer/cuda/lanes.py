@@ -106,8 +106,8 @@ class Lane:
         """Allocates the slots, which pieces of all ``kinds`` of pages go through."""
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
-        # Encoding and decoding take all SMs: with half of them a piece does not end between two kernels that fill the GPU, and loads
-        # beside such kernels were 1.5 times as long (36 instead of 54 GB/s beside 8192^3 matmuls on an H100).
+        # Encoding and decoding use all SMs: with half of them, a piece takes too long to run between two kernels that fill the GPU
+        # (loads with 8192^3 matmuls on an H100: 36 GB/s with half of the SMs, 54 with all).
         self._num_ctas = [2 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
         self.kernel_stream = driver.Stream.create()
@@ -123,7 +123,7 @@ class Lane:
         raw = (ctypes.c_uint64 * (MAX_PIECES * 2 * MAX_SEGMENTS)).from_address(self._tags_address)
         rows = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, 2, MAX_SEGMENTS)
         self._places = [
-            Sent(driver.Event(), driver.Event(), *row, self._tags_address + i * row.nbytes) for i, row in enumerate(rows)
+            Sent(driver.Event(), driver.Event(), row[0], row[1], self._tags_address + i * row.nbytes) for i, row in enumerate(rows)
         ]
         self._next_place = cycle(self._places)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,22 +62,14 @@ class CudaMover:
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
-        shapes = [
-            _shapes(layout, kernels, num_blocks, frames, frames_per_pin)
+        parts = [
+            _kind(layout, kernels, num_blocks, frames, frames_per_pin)
             for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
         ]
-        stride = max(shape.slot_stride for shape, _ in shapes)
-        tuning = tuning.fitted(stride, max((wide.slot_stride for _, wide in shapes if wide.encoding is not None), default=0))
-        parts = [
-            Kind(
-                *(replace(shape, slot_bytes=tuning.slot_bytes) for shape in each),
-                Trailers(
-                    frames, layout=layout.digest, block_bytes=layout.block_bytes,
-                    block_tiles=kernels.block_tiles.tiles_per_block if kernels.encodes else None,
-                ),
-            )  # fmt: skip
-            for (layout, kernels), each in zip(kinds, shapes, strict=True)
-        ]
+        stride = max(kind.shape.slot_stride for kind in parts)
+        widest = max((kind.unpinned_shape.slot_stride for kind in parts if kind.shape.encoding is not None), default=0)
+        tuning = tuning.fitted(stride, widest)
+        parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
         self._shared = shared = Shared(parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break)
         self.saves, self.loads = (Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
@@ -194,22 +187,24 @@ def _current_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
 
 
-def _shapes(
-    layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_pin: int
-) -> tuple[Shape, Shape]:
-    """How chunks are cut into pieces, and how those of frames that are not pinned are; slots have no size yet."""
-    shape = Shape(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_pin)
-    if not kernels.encodes:
-        return shape, shape
-    narrow, wide = (
-        PartEncoding.of(layout, frames.part(0), frames.frame_bytes, frames.part_room, everything=everything)
-        for everything in (False, True)
-    )
-    return replace(shape, encoding=narrow), replace(shape, encoding=wide)
+def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_pin: int) -> Kind:
+    """Of chunks of ``num_blocks``; slots have no size yet."""
+    shape = unpinned = Shape(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_pin)
+    if kernels.encodes:
+        of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
+        shape, unpinned = replace(shape, encoding=of()), replace(shape, encoding=of(everything=True))
+    block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
+    trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles)
+    return Kind(shape, unpinned, trailers)
 
 
 def prepare(
-    layouts: Sequence[PagedLayout], *, blocks_per_chunk: Sequence[int], staging_bytes: int, gathers_first: bool, encodes: bool = False
+    layouts: Sequence[PagedLayout],
+    *,
+    blocks_per_chunk: Sequence[int],
+    staging_bytes: int,
+    gathers_first: bool,
+    encodes: bool = False,
 ) -> Callable[[FrameWindow], CudaMover]:
     """Compile for ``layouts``, one a KV cache group, at engine start: an engine whose kernels cannot be had does not start.
     ``blocks_per_chunk``: that a frame holds, of each group. ``encodes``: parts are encoded where layout and device allow it.
@@ -217,19 +212,19 @@ def prepare(
     What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
-    kinds_of: dict[tuple[object, ...], PagedLayout] = {}
+    layout_of: dict[tuple[object, ...], PagedLayout] = {}
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
     most: dict[tuple[object, ...], int] = {}
     addresses = [(layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes)) for layout in layouts]
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
         most[where] = max(most.get(where, 0), num_blocks)
-        kinds_of[where] = layout
+        layout_of[where] = layout
     slot_bytes = Tuning.slot_bytes_of(staging_bytes)
     encodes = encodes and _device_encodes(device)
-    for where, layout in kinds_of.items():
-        is_encoded = encodes and can_encode(layout, most[where], slot_bytes)
+    for key, layout in layout_of.items():
+        is_encoded = encodes and can_encode(layout, most[key], slot_bytes)
         with torch.cuda.device(device):
-            kinds[where] = layout, Kernels(layout, device, default_cache_dir() / "kernels", encodes=is_encoded)
+            kinds[key] = layout, Kernels(layout, device, default_cache_dir() / "kernels", encodes=is_encoded)
     tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(

@@ -56,8 +56,8 @@ class Run(NamedTuple):
 class Piece:
     """One launch, of chunks [begin, end) or of a part of one.
 
-    Segment bases are relative to the slot, where chunks are ``slot_stride`` apart; segment s belongs to chunk ``begin + s``, and more
-    may be there. ``parts`` are where its encoded chunks are in host memory; None: raw pages.
+    Segment bases are relative to the slot, where chunks are ``slot_stride`` apart; segment s belongs to chunk ``begin + s``, and
+    more may be there. ``parts`` are where its encoded chunks are in host memory; None: raw pages.
     """
 
     begin: int

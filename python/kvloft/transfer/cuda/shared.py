@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,11 @@ class Kind(NamedTuple):
     shape: Shape
     unpinned_shape: Shape
     trailers: Trailers
+
+    def with_slots(self, slot_bytes: int) -> Kind:
+        """The same with staging slots of ``slot_bytes``."""
+        shape, unpinned = (replace(shape, slot_bytes=slot_bytes) for shape in (self.shape, self.unpinned_shape))
+        return Kind(shape, unpinned, self.trailers)
 
 
 @dataclass(slots=True, eq=False)

@@ -77,7 +77,9 @@ class Trailers:
         if rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
-        shape = np.logical_and.reduce([rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")])
+        shape = np.logical_and.reduce(
+            [rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")]
+        )
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
