@@ -233,8 +233,8 @@ def parser() -> argparse.ArgumentParser:
         type=some_of(*connectors),
         default=list(connectors[:3]),
         help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is another kvloft, the one in "
-        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one `kvloft serve` as their store "
-        "(default the first three)",
+        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one "
+        "`kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
         "--phases", type=some_of(*phases), default=list(phases[:4]),

@@ -37,8 +37,7 @@ def _saved_bytes(layout: PagedLayout) -> int:
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Whether chunks of ``num_blocks`` shrink, and one of any content fits a staging slot. Pages that are not bf16 stay as they
-    are."""
+    """Whether chunks of ``num_blocks`` shrink, and one of any content fits a staging slot. Other pages stay raw."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False

@@ -106,8 +106,8 @@ class Job:
 
     None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
     ``tags`` are what the kernels found so far, and ``used`` what an encoded chunk's records take, in 16 bytes. For loads,
-    ``wanted_tags`` is what the trailers say, ``problems`` is what they lack, and ``owners`` are the loads and how many of the chunks,
-    in order, are theirs.
+    ``wanted_tags`` is what the trailers say, ``problems`` is what they lack, and ``owners`` are the loads and how many of the
+    chunks, in order, are theirs.
     """
 
     kind: int
