@@ -120,6 +120,20 @@ def test_the_report_shows_every_figure_of_a_copy_row(tmp_path: Path, capsys: pyt
     assert "| 8 KiB | 49.00 | 98.00% | 49.50 | 99.00% | 45.00 | 90.00% | **missed** | - | - |" in out
 
 
+@pytest.mark.parametrize(("load", "verdict"), [(80.0, "met"), (65.0, "**missed**")])
+def test_the_report_compares_compressed_copies_with_raw_ones(
+    load: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = {"page_bytes": 4096.0, "save": 50.0, "load": 52.0, "both": 45.0}
+    copy = {
+        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 50.0), "beside": [],
+        "pages": [{**raw, "compressed": {"save": 75.0, "load": load, "both": 64.0}}],
+        "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
+    }  # fmt: skip
+    out = report(tmp_path, capsys, copy=copy)
+    assert f"| 4 KiB | 75.00 | 0.667 | {load:.2f} | {52 / load:.3f} | 64.00 | 0.703 | {verdict} |" in out
+
+
 @pytest.mark.parametrize(("last_ms", "verdict"), [(2010.0, "met"), (2020.0, "**missed**")])
 def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ import torch
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.compile import default_cache_dir
+from kvloft.transfer.cuda.compile import KernelError, default_cache_dir
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
@@ -175,6 +175,17 @@ class CudaMover:
         return driver.Stream.view(_current_stream(self._device))
 
 
+def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
+    """Those that encode where they are wanted and can be had: parts may be raw anyway. Raises as `Kernels`."""
+    cache_dir = default_cache_dir() / "kernels"
+    if encodes:
+        try:
+            return Kernels(layout, device, cache_dir, encodes=True)
+        except (KernelError, driver.CudaError) as error:
+            logger.warning("kvloft: KV is not compressed: the kernels for it failed to compile or load (%s)", error)
+    return Kernels(layout, device, cache_dir)
+
+
 def _device_encodes(device: torch.device) -> bool:
     """Whether the kernels of e348.cu run on ``device`` (`__reduce_add_sync`), and reach registered frames."""
     with torch.cuda.device(device):
@@ -224,7 +235,7 @@ def prepare(
     for key, layout in layout_of.items():
         is_encoded = encodes and can_encode(layout, most[key], slot_bytes)
         with torch.cuda.device(device):
-            kinds[key] = layout, Kernels(layout, device, default_cache_dir() / "kernels", encodes=is_encoded)
+            kinds[key] = layout, _kernels_of(layout, device, encodes=is_encoded)
     tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(

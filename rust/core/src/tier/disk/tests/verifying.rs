@@ -266,7 +266,7 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
             "superblock.json is of format {format} where this version has 3: an engine of this version starts this namespace over"
         );
         assert_eq!((&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()), (&told, Some(&told)));
-        fs::write(&path, good.replace("\"format\": 2", &format!("\"format\": {format}"))).unwrap();
+        fs::write(&path, good.replace("\"format\": 3", &format!("\"format\": {format}"))).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && !damage[0].is_other_format, "{damage:?}");
     }
