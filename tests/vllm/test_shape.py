@@ -97,23 +97,21 @@ BF16 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=tor
 FP8 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
 
 
-def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> None:
-    platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda least: capability >= least)
-    monkeypatch.setattr(shape_module, "current_platform", platform)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
 
 
 @pytest.mark.parametrize(
-    ("config", "specs", "capability", "expected"),
+    ("config", "specs", "expected"),
     [
-        (Config(), [BF16], 90, E348), (Config(), [BF16], 80, E348), (Config(), [BF16], 75, RAW),
-        (Config(), [FP8], 90, RAW), (Config(), [FP8, BF16], 90, E348),
-        (Config(compression="off"), [BF16], 90, RAW), (Config(gpu_copies="torch"), [BF16], 90, RAW),
+        (Config(), [BF16], E348), (Config(), [FP8], RAW), (Config(), [FP8, BF16], E348),
+        (Config(compression="off"), [BF16], RAW), (Config(gpu_copies="torch"), [BF16], RAW),
     ],
 )  # fmt: skip
-def test_parts_are_encoded_where_the_gpu_has_kernels_for_some_layer(
-    config: Config, specs: list[Any], capability: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_parts_are_encoded_where_some_layer_is_bf16(
+    config: Config, specs: list[Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cuda(monkeypatch, capability)
+    on_cuda(monkeypatch)
     assert encoding_of([stage(*((spec, [f"layer {i}"]) for i, spec in enumerate(specs)))], config) == expected
 
 

@@ -80,11 +80,10 @@ def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
     """What parts of frames may be encoded with: a number of `kvloft.transfer.frames`, which is in the namespace too.
 
-    A worker may still write raw parts, where its pages' alignment or its staging do not allow more.
+    Every process of an engine comes to the same answer, so nothing is asked of a GPU that a scheduler may not see. A worker may
+    still write raw parts: where its GPU, its pages' alignment or its staging do not allow more.
     """
-    if config.compression == "off" or config.gpu_copies != "kernels":
-        return RAW
-    if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
+    if config.compression == "off" or config.gpu_copies != "kernels" or not current_platform.is_cuda():
         return RAW
     specs = [spec for rank in ranks for spec in layer_specs(rank).values()]
     dtypes = {dtype for spec in specs for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))}
