@@ -103,7 +103,7 @@ __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
   return term(static_cast<u64>(words.y) << 32 | words.x, position) + term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Bytes of a page as they are, with the tag of what is moved. `to` null: only the tag.
+// Moves a page's bytes unchanged and returns their terms of the tag. `to` null: only the tag.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to, const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
   u64 sum = 0;
@@ -396,7 +396,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
 
 }  // namespace kvloft
 
-// 64 registers a thread: two CTAs fit beside each other on an SM.
+// 64 registers a thread: two CTAs fit on an SM.
 #define KVLOFT_KERNEL(NAME, FUNCTION)                                                                          \
   extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                         \
       NAME(const __grid_constant__ kvloft::PieceParams params) {                                               \

@@ -1,6 +1,6 @@
 """`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one large copy, the ceiling.
 
-Frames are raw, and compressed beside that: pages of bf16 whose distribution is like KV's, in GB/s of pages.
+Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal distribution, and counted in bytes of pages.
 
 Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
 """

@@ -176,7 +176,9 @@ class CudaMover:
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Those that encode where they are wanted and can be had: parts may be raw anyway. Raises as `Kernels`."""
+    """Return kernels that encode if ``encodes``, or else, and if those fail to compile, kernels for raw parts, which are always
+    legal. Raises as `Kernels`.
+    """
     cache_dir = default_cache_dir() / "kernels"
     if encodes:
         try:
