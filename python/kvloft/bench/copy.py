@@ -1,6 +1,6 @@
 """`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one large copy, the ceiling.
 
-Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal distribution, and counted in bytes of pages.
+Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal distribution; bytes of pages count.
 
 Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
 """
