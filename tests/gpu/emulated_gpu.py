@@ -63,6 +63,11 @@ class Gpu:
                 inside = begin <= address and address + num_bytes <= begin + size
                 assert inside, "the driver refuses a copy over the end of what was registered at once"
 
+    def check_registered(self, address: int, num_bytes: int) -> None:
+        """A kernel that touches host memory which is not registered faults."""
+        ranges = list(self.registered.items())
+        assert any(begin <= address and address + num_bytes <= begin + size for begin, size in ranges), "a kernel would fault"
+
     def advance(self, num_commands: int) -> None:
         """Run some commands, if there are as many that may run."""
         with self.lock:
@@ -242,6 +247,8 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
                 end = begin + len(made.record)
                 if end <= params.part_room:
                     for is_wanted, base in ((begin < width, slot), (end > width, host)):
+                        if is_wanted and base == host:
+                            gpu.check_registered(base + begin, len(made.record))
                         if is_wanted:
                             ctypes.memmove(base + begin, made.record, len(made.record))
             else:
@@ -253,6 +260,8 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
                 end = begin + e348.record_bytes(entry, num_bytes)
                 if end > params.part_room or (end > width and not host):
                     continue
+                if end > width:
+                    gpu.check_registered(host + begin, end - begin)
                 words = e348.decode_tile(entry, ctypes.string_at((slot if end <= width else host) + begin, end - begin), num_bytes)
                 if page is not None:
                     ctypes.memmove(page, words, num_bytes)

@@ -1,6 +1,7 @@
 """The format e348: golden vectors of the oracle, which bounds what the GPU tests compare with, and sizes of parts in staging."""
 
 import json
+from dataclasses import replace
 
 import e348
 import numpy as np
@@ -13,6 +14,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 from gpu_support import Paged, one_buffer, per_layer
 
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode, slot_stride
+from kvloft.transfer.cuda.kernels import BlockTiles
+from kvloft.transfer.cuda.pieces import Shape
+from kvloft.transfer.frames import part_bytes_for
 
 VECTORS = json.loads(e348.VECTORS.read_text(encoding="utf-8"))["cases"]
 
@@ -68,6 +72,16 @@ def test_a_width_holds_the_table_and_a_whole_one_everything(num_blocks: int, mon
     narrow, whole = (PartEncoding.of(layout, 4096, 1 << 20, 1 << 20, everything=each).width(num_blocks) for each in (False, True))
     assert table < narrow < 0.71 * payload and payload + table <= whole <= payload + table + 128
     assert slot_stride(narrow) >= narrow + 4096
+
+
+def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes on the link in a piece: else the link waits for a kernel more often."""
+    monkeypatch.setattr("gpu_support.DEVICE", "cpu")
+    layout = bf16(per_layer(16, 3, 64 << 10)).layout()
+    part_bytes = part_bytes_for(layout.block_bytes, 256)
+    raw = Shape(BlockTiles.of(layout), 40 << 20, part_bytes, 1, 10)
+    encoded = replace(raw, encoding=PartEncoding.of(layout, 0, part_bytes, part_bytes - 128))
+    assert (raw.chunks_per_piece, encoded.chunks_per_piece) == (39, 56)
 
 
 def test_parts_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
