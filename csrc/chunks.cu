@@ -7,7 +7,7 @@
 // size, some 22 times what PCIe takes, so a burst holds half the SMs for a few percent of the copy's time (measured:
 // benches/results). The tag costs two 64-bit multiplies per 8 bytes, hidden behind the memory. This file must not know why bytes
 // move, nor their dtype.
-#include "kv_layout.cuh"
+#include "piece.cuh"
 
 namespace kvloft {
 
@@ -60,15 +60,6 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
-// A word's part of the tag. A bench compiles it away to learn what it costs; nothing else does.
-__device__ __forceinline__ u64 term(const u64 word, const u64 position) {
-#ifdef KVLOFT_BENCH_WITHOUT_TAG
-  return 0;
-#else
-  return mix(word ^ position);
-#endif
-}
-
 // One warp moves one tile; returns this lane's part of the sum. `to` null: nothing is written.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
@@ -98,60 +89,17 @@ __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __rest
   return sum;
 }
 
-// Adds up what the lanes of a warp have of a segment's sum.
-__device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
-  if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
-}
-
-// The last CTA hands the sums over and leaves everything zero for the next launch: no memset, no second kernel.
-__device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();  // what every warp of this CTA added, before this CTA is counted as done
-    is_last = atomicAdd(p.num_done, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  for (u32 s = threadIdx.x; s < p.num_segments; s += kCtaThreads) p.tags_out[s] = atomicExch(&p.sums[s], 0ull);
-  if (threadIdx.x == 0) *p.num_done = 0;
-}
-
 template <int kVecBytes, Verb kVerb>
 __device__ __forceinline__ void run_piece(const PieceParams& p) {
-  // Each warp takes neighbouring tiles, so that it has one segment or two to add to: with tiles dealt out in turn every tile is
-  // of another segment, and all warps wait for each other's atomics (seen on an H200: 118 us a piece of 4 KiB pages, 26 this way).
-  constexpr u32 kWarps = kCtaThreads / kWarpSize;
-  const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
-  const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;
-  const u32 end = min(begin + num_each, p.num_tiles);
-  u32 segment = find_segment(p, begin < end ? begin : 0);
-  u64 sum = 0;
-  for (u32 tile = begin; tile < end; ++tile) {
-    while (segment + 1 < p.num_segments && p.segments[segment + 1].first_tile <= tile) {
-      flush_sum(p, segment, sum);
-      sum = 0;
-      ++segment;
-    }
-    const Segment& s = p.segments[segment];
-    const u32 chunk_tile = s.chunk_tile + (tile - s.first_tile);
-    const u32 block = chunk_tile / p.tiles_per_block;  // of the chunk
-    const Tile t = p.tiles[chunk_tile - block * p.tiles_per_block];
-    const int block_id = p.block_ids[s.block_index + static_cast<int>(block)];
-    u8* const page = block_id < 0 ? nullptr : reinterpret_cast<u8*>(t.base + static_cast<u64>(block_id) * t.block_stride);
-    u8* const payload = reinterpret_cast<u8*>(p.base + s.base + block * p.block_bytes + t.payload_offset);
-    const u64 position = tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
+  for_each_tile(p, [&p](const TileAt& at) -> u64 {
+    const Tile& t = at.tile;
+    u8* const payload = reinterpret_cast<u8*>(p.base + p.segments[at.segment].base + at.block * p.block_bytes + t.payload_offset);
     if constexpr (kVerb == Verb::kGather) {
-      if (page != nullptr) sum += move_tile<kVecBytes>(page, payload, t.num_bytes, position);
+      return at.page != nullptr ? move_tile<kVecBytes>(at.page, payload, t.num_bytes, at.position) : 0;
     } else {
-      sum += move_tile<kVecBytes>(payload, page, t.num_bytes, position);
+      return move_tile<kVecBytes>(payload, at.page, t.num_bytes, at.position);
     }
-  }
-  if (begin < end) flush_sum(p, segment, sum);
-  hand_over_sums(p);
+  });
 }
 
 }  // namespace kvloft

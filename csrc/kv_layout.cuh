@@ -3,7 +3,7 @@
 // A tile is at most kTileBytes of one page, the unit that a warp moves. The tile table lists the tiles of *one* block in
 // payload order, for all planes, once per engine; a block is reached by its stride. A segment is a run of tiles of one chunk.
 // All 64-bit address arithmetic of the kernels is here. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
-// compares their sizes. This file must not know dtypes, layers or streams.
+// compares their sizes. This file must not know layers or streams; of dtypes it has only whether a tile is of bf16 words.
 #pragma once
 #include "tag.cuh"
 
@@ -20,7 +20,8 @@ struct Tile {
   u64 base;
   u64 block_stride;
   u32 payload_offset;
-  u32 num_bytes;
+  unsigned short num_bytes;
+  unsigned short is_bf16;  // its 16-bit words have an 8-bit exponent that e348 can encode
   u32 plane;
   u32 first_word;  // of the tile inside its page: byte offset / 8
 };
@@ -36,6 +37,14 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
+// Where an encoded part is in host memory, for the kernels of e348.cu; one a segment.
+struct Part {
+  u64 address;  // of its first byte, in registered memory; 0: nothing of it may be touched (loads only)
+  u32 width;    // bytes that the copy engine moves; records that end behind them are written and read in place
+  u32 is_raw;   // its payload is not encoded (loads only)
+};
+static_assert(sizeof(Part) == 16, "mirrored in kernels.py");
+
 struct PieceParams {
   const Tile* tiles;  // [tiles_per_block]
   u64* sums;          // [kMaxSegments], zero between launches
@@ -43,14 +52,18 @@ struct PieceParams {
   u64* tags_out;      // [num_segments], the finished sums; may be host memory
   u64 block_bytes;    // payload of one block
   u64 base;           // what the segments' bases count from: a staging slot, or the frames
+  u32* num_used;      // [kMaxSegments] 16-byte units of records, zero between launches; with the rest below for e348.cu only
+  u64* used_out;      // [num_segments], the finished num_used; may be host memory; null elsewhere
+  u64 part_room;      // bytes of a part in front of its trailer
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
   u32 num_segments;
   Segment segments[kMaxSegments];
   int block_ids[kMaxBlocks];  // < 0: read and tag the payload, but touch no page (the part of a chunk that is not wanted)
+  Part parts[kMaxSegments];
 };
-static_assert(sizeof(PieceParams) == 64 + 24 * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
+static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
 
 // The segment that holds tile `tile` of the piece.
 __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {

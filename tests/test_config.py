@@ -19,6 +19,7 @@ GOOD = {
     "eviction": st.sampled_from(["adaptive", "lru"]),
     "on_pause": st.sampled_from(["keep", "clear"]),
     "kv_groups": st.sampled_from(["auto", "one", "all"]),
+    "compression": st.sampled_from(["auto", "off"]),
     "disk_threads": st.integers(1, 64),
     "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
     "salt_quota": st.none()

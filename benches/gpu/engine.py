@@ -226,15 +226,15 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors = ("none", "native", "kvloft", "before", "groups", *SERVED, *PEERS)
+    connectors = ("none", "native", "kvloft", "raw", "before", "groups", *SERVED, *PEERS)
     phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
     engine.add_argument(
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: before is another kvloft, the one in the folder that BENCH_BEFORE "
-        "names, groups is kvloft with kv_groups=all, served and served2 are engines with one `kvloft serve` as their store "
-        "(default the first three)",
+        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is another kvloft, the one in "
+        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one "
+        "`kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
         "--phases", type=some_of(*phases), default=list(phases[:4]),

@@ -25,7 +25,7 @@ from benches.gpu.peers import SERVED
 from benches.gpu.turns import Turns
 from kvloft.bench.link import Ceiling, HostFrames
 
-KVLOFT = ("kvloft", "before", "groups", *SERVED)
+KVLOFT = ("kvloft", "raw", "before", "groups", *SERVED)
 LANDED_S = 0.1
 """After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
 

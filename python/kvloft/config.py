@@ -240,6 +240,7 @@ class Config:
     kv_groups: Literal["auto", "one", "all"] = _set("auto", _choice("auto", "one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
+    compression: Literal["auto", "off"] = _set("auto", _choice("auto", "off"))
     salt_quota: int | float | None = _set(None, _QUOTA)
     salt_disk_quota: int | float | None = _set(None, _QUOTA)
     salt_ttl: int | None = _set(None, _TTL)

@@ -58,7 +58,9 @@ def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
 
 def test_the_table_shows_the_median_of_shares() -> None:
     row = dict.fromkeys(WHATS, 49.0) | {f"{what}_share": share for what, share in zip(WHATS, (0.98, 1.0, 0.8, 0.5), strict=True)}
-    assert _rates(row) == ["49.00", "98.0%", "49.00", "100.0%", "49.00", "80.0%", "49.00", "50.0%"]
+    assert _rates(row) == ["49.00", "98.0%", "-", "49.00", "100.0%", "-", "49.00", "80.0%", "-", "49.00", "50.0%", "-"]
+    row["compressed"] = dict(zip(WHATS, (68.0, 69.0, 60.0, 67.0), strict=True))
+    assert _rates(row)[2::3] == ["68.00", "69.00", "60.00", "67.00"]
 
 
 def report(folder: Path, capsys: pytest.CaptureFixture[str], **files: Any) -> str:
@@ -116,6 +118,20 @@ def test_the_report_shows_every_figure_of_a_copy_row(tmp_path: Path, capsys: pyt
     assert f"| 4 KiB | {cells.format('99.20', 'met')}" in out
     assert f"| 64 KiB, frames in pairs | {cells.format('97.00', '**missed**')}" in out
     assert "| 8 KiB | 49.00 | 98.00% | 49.50 | 99.00% | 45.00 | 90.00% | **missed** | - | - |" in out
+
+
+@pytest.mark.parametrize(("load", "verdict"), [(80.0, "met"), (65.0, "**missed**")])
+def test_the_report_compares_compressed_copies_with_raw_ones(
+    load: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = {"page_bytes": 4096.0, "save": 50.0, "load": 52.0, "both": 45.0}
+    copy = {
+        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 50.0), "beside": [],
+        "pages": [{**raw, "compressed": {"save": 75.0, "load": load, "both": 64.0}}],
+        "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
+    }  # fmt: skip
+    out = report(tmp_path, capsys, copy=copy)
+    assert f"| 4 KiB | 75.00 | 0.667 | {load:.2f} | {52 / load:.3f} | 64.00 | 0.703 | {verdict} |" in out
 
 
 @pytest.mark.parametrize(("last_ms", "verdict"), [(2010.0, "met"), (2020.0, "**missed**")])

@@ -57,7 +57,7 @@ def damage_one_payload(folder: Path) -> None:
     """Flip one payload bit of the first slot that holds a chunk."""
     path = frames_file(folder)
     data = bytearray(path.read_bytes())
-    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT02")
+    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT03")
     data[at + 7] ^= 1
     path.write_bytes(data)
 
@@ -207,7 +207,7 @@ def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
 
 def test_a_format_that_is_a_flipped_digit_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = frames_file(folder).with_name("superblock.json")
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
     assert main(["verify", "--json", str(folder)]) == 1
     assert "its checksum differs" in json.loads(capsys.readouterr().out)["damage"][0]["problem"]
 

@@ -181,7 +181,7 @@ def test_seal_and_check_say_what_is_wrong() -> None:
         memory[FRAME + i] = i
     assert arena.check(1, part()) == "unsealed"
     assert arena.seal(1, part()) == 0x1E1292E5A29B696D
-    assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT02"
+    assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT03"
     assert arena.check(1, part()) is None
     for change, word in [
         ({"key": b"K" * 32}, "key"),

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import e348
 import numpy as np
 import pytest
 import torch
@@ -61,6 +62,11 @@ class Gpu:
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
                 assert inside, "the driver refuses a copy over the end of what was registered at once"
+
+    def check_registered(self, address: int, num_bytes: int) -> None:
+        """A kernel that touches host memory which is not registered faults."""
+        ranges = list(self.registered.items())
+        assert any(begin <= address and address + num_bytes <= begin + size for begin, size in ranges), "a kernel would fault"
 
     def advance(self, num_commands: int) -> None:
         """Run some commands, if there are as many that may run."""
@@ -143,7 +149,8 @@ class Stream:
         pointer = ctypes.c_void_p.from_address(params_address).value
         assert pointer is not None
         params = PieceParams.from_buffer_copy(ctypes.string_at(pointer, ctypes.sizeof(PieceParams)))
-        self.enqueue(lambda: run_kernel(function, params, self.gpu))
+        run = run_coder if params.used_out else run_kernel
+        self.enqueue(lambda: run(function, params, self.gpu))
 
     def destroy(self) -> None:
         assert not self.queue or self.gpu.is_broken, "a stream with work was destroyed"
@@ -212,6 +219,60 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
     tags_out[:] = [total % 2**64 for total in sums]
 
 
+def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
+    """As e348.cu: whole chunks, records in any order, those behind the width in host memory."""
+    tiles = np.frombuffer(ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE)
+    segments = np.frombuffer(params.segments, kernels_module.SEGMENT)[: params.num_segments]
+    parts = np.frombuffer(params.parts, kernels_module.PART)
+    ends = [*segments["first_tile"][1:].tolist(), params.num_tiles]
+    sums, used = [0] * params.num_segments, [0] * params.num_segments
+    for at, (segment, part) in enumerate(zip(segments, parts[: params.num_segments], strict=True)):
+        slot, host, width = params.base + int(segment["base"]), int(part["address"]), int(part["width"])
+        count = ends[at] - int(segment["first_tile"])
+        table_bytes = -(-8 * count // 16) * 16
+        order = list(range(count))
+        gpu.random.shuffle(order)
+        for number in order:
+            block, rest = divmod(number, params.tiles_per_block)
+            tile = tiles[rest]
+            num_bytes = int(tile["num_bytes"])
+            block_id = int(params.block_ids[int(segment["block_index"]) + block])
+            page = int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
+            if verb == "encode":
+                words = ctypes.string_at(page, num_bytes)
+                made = e348.encode_tile(words, is_bf16=bool(tile["is_bf16"]))
+                begin = table_bytes + 16 * used[at]
+                ctypes.memmove(slot + 8 * number, made.entry(used[at]).to_bytes(8, "little"), 8)
+                used[at] += len(made.record) // 16
+                end = begin + len(made.record)
+                if end <= params.part_room:
+                    for is_wanted, base in ((begin < width, slot), (end > width, host)):
+                        if is_wanted and base == host:
+                            gpu.check_registered(base + begin, len(made.record))
+                        if is_wanted:
+                            ctypes.memmove(base + begin, made.record, len(made.record))
+            else:
+                begin, end = block * params.block_bytes + int(tile["payload_offset"]), 0
+                entry = 0xFFF << 32
+                if not part["is_raw"]:
+                    entry = int.from_bytes(ctypes.string_at(slot + 8 * number, 8), "little")
+                    begin = table_bytes + (entry & 0xFFFFFF) * 16
+                end = begin + e348.record_bytes(entry, num_bytes)
+                if end > params.part_room or (end > width and not host):
+                    continue
+                if end > width:
+                    gpu.check_registered(host + begin, end - begin)
+                words = e348.decode_tile(entry, ctypes.string_at((slot if end <= width else host) + begin, end - begin), num_bytes)
+                if page is not None:
+                    ctypes.memmove(page, words, num_bytes)
+            number_of_page = block * params.num_planes + int(tile["plane"])
+            sums[at] += page_sum(np.frombuffer(words, np.uint8), number_of_page, int(tile["first_word"]))
+    tags_out = (ctypes.c_uint64 * params.num_segments).from_address(params.tags_out)
+    tags_out[:] = [total % 2**64 for total in sums]
+    used_out = (ctypes.c_uint64 * params.num_segments).from_address(params.used_out)
+    used_out[:] = used
+
+
 def fake_driver(gpu: Gpu) -> Any:
     """What the movers use of `kvloft.transfer.cuda.driver`."""
     registered = gpu.registered
@@ -233,10 +294,11 @@ def fake_driver(gpu: Gpu) -> Any:
 class EmulatedKernels:
     """As kernels.Kernels, with nothing compiled."""
 
-    gather, scatter = "gather", "scatter"
     num_sms = 132
 
-    def __init__(self, layout: PagedLayout, *_: object) -> None:
+    def __init__(self, layout: PagedLayout, *_: object, encodes: bool = False, **__: object) -> None:
+        self.gather, self.scatter = ("encode", "decode") if encodes else ("gather", "scatter")
+        self.encodes = encodes
         self.vec_bytes = vec_bytes_of(layout)
         self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)

@@ -25,8 +25,8 @@ DEVICE = "cuda"
 """Where paged KV is; emulated_gpu.py changes it and what follows."""
 
 
-def make_kernels(layout: PagedLayout) -> Kernels:
-    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE)
+def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
+    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE, encodes=encodes)
 
 
 @dataclass
@@ -38,11 +38,14 @@ class Paged:
     """(buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
     digest: bytes = bytes(range(32))
+    are_bf16: Sequence[bool] = ()
+    """Of each plane; empty: none is."""
 
     def layout(self) -> PagedLayout:
+        kinds = self.are_bf16 or [False] * len(self.planes)
         planes = tuple(
-            Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks)
-            for i, offset, stride, size in self.planes
+            Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks, is_bf16)
+            for (i, offset, stride, size), is_bf16 in zip(self.planes, kinds, strict=True)
         )
         return PagedLayout(planes, self.num_blocks, self.digest)
 
@@ -131,13 +134,14 @@ def part_bytes_for(payload: int) -> int:
 def make_mover(
     paged: Paged, frames: Frames, blocks_per_chunk: int | Sequence[int], *, gathers_first: bool = False,
     ring: tuple[int, int] = (2, 1 << 20), num_ctas: int = 66, others: Sequence[Paged] = (), kind_of: Sequence[int] = (0,),
+    encodes: bool = False,
 ) -> CudaMover:  # fmt: skip
     """``blocks_per_chunk``: of all kinds, or of each. ``ring``: staging slots, and bytes of each. ``others``: kinds of pages beside
     ``paged``; ``kind_of``: each group's.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(
-        [(layout, make_kernels(layout)) for layout in layouts], frames.memory,
+        [(layout, make_kernels(layout, encodes=encodes)) for layout in layouts], frames.memory,
         blocks_per_chunk=[blocks_per_chunk] * len(layouts) if isinstance(blocks_per_chunk, int) else blocks_per_chunk,
         tuning=Tuning(*ring, num_ctas), kind_of=kind_of, gathers_first=gathers_first,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) ->
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
         for row in range(run.num_rows):
-            at = run.slot_offset + row * shape.part_bytes
+            at = run.slot_offset + row * piece.slot_stride
             parts[run.frame + row, run.part_offset : run.part_offset + run.row_bytes] = slot[at : at + run.row_bytes]
         last = run.frame + run.num_rows - 1
         assert run.frame // shape.frames_per_pin == last // shape.frames_per_pin, "a run crosses two pinned pieces"

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
-from kvloft.transfer.cuda.compile import KERNEL_NAMES, VEC_BYTES, KernelError, compile_kernels, kernel_source
+from kvloft.transfer.cuda.compile import CHUNKS, E348, VEC_BYTES, Family, KernelError, compile_kernels, kernel_source
 
 
 @pytest.mark.parametrize("vec_bytes", VEC_BYTES)
@@ -15,7 +15,15 @@ from kvloft.transfer.cuda.compile import KERNEL_NAMES, VEC_BYTES, KernelError, c
 def test_kernels_compile(arch: str, vec_bytes: int) -> None:
     cubin = compile_kernels(arch, vec_bytes)
     assert cubin.startswith(b"\x7fELF")
-    for name in KERNEL_NAMES:
+    for name in CHUNKS[1:]:
+        assert name.encode() in cubin
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+def test_kernels_that_encode_compile(arch: str) -> None:
+    cubin = compile_kernels(arch, 16, family=E348)
+    assert cubin.startswith(b"\x7fELF")
+    for name in E348[1:]:
         assert name.encode() in cubin
 
 
@@ -32,8 +40,9 @@ def test_a_failed_compilation_says_what_the_compiler_said() -> None:
         compile_kernels("sm_90", 3)
 
 
-def test_source_is_flat_and_has_each_header_once() -> None:
-    source = kernel_source()
+@pytest.mark.parametrize("family", [CHUNKS, E348])
+def test_source_is_flat_and_has_each_header_once(family: Family) -> None:
+    source = kernel_source(family)
     assert '#include "' not in source
     assert source.count("struct PieceParams {") == 1
     assert source.count("constexpr u64 kTagA") == 1

@@ -38,7 +38,7 @@ test_a_damaged_trailer_of_a_group_without_pages_is_told = on_gpu.test_a_damaged_
 def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have_one_mover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows beside full attention have the same pages: one batch, one tile table. The digest alone does not say so."""
     made: list[Any] = []
-    monkeypatch.setattr(mover, "Kernels", lambda layout, *_: EmulatedKernels(layout))
+    monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
     monkeypatch.setattr(
         mover, "CudaMover", lambda kinds, *_, **more: made.append((kinds, more["kind_of"], more["blocks_per_chunk"]))
     )

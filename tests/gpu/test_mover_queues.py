@@ -72,7 +72,7 @@ class Lane:
         if self.before_submit is not None:
             self.before_submit(piece)
         done = SimpleNamespace(is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number))
-        return SimpleNamespace(read=Gathered(number), done=done, tags=tags)
+        return SimpleNamespace(read=Gathered(number), done=done, tags=tags, used=np.zeros_like(tags))
 
     def finish(self, number: int) -> None:
         self.num_done = max(self.num_done, number + 1)
@@ -108,7 +108,7 @@ class Queues(RuleBasedStateMachine):
         memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
         layout: Any = SimpleNamespace(digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
         kernels: Any = SimpleNamespace(
-            block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
+            block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None), encodes=False
         )
         tuning = Tuning(2, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)

@@ -29,7 +29,8 @@ def test_sealed_trailer_is_as_documented_and_nothing_else_changes(rank: int, num
         np.array([4, 1]), b"".join(keys), np.array([2**63 + 5, 7], dtype=np.uint64), np.array([3, 1])
     )
     for frame, key, tag, blocks in ((4, keys[0], 2**63 + 5, 3), (1, keys[1], 7, 1)):
-        want = struct.pack("<8s32s32sQQII32x", b"KVLOFT02", key, layout, tag, blocks * BLOCK, blocks, rank)
+        size = blocks * BLOCK
+        want = struct.pack("<8s32s32sQQIIQI20x", b"KVLOFT03", key, layout, tag, size, blocks, rank, size, 0)
         assert raw[frame, rank, -128:].tobytes() == want
         raw[frame, rank, -128:] = 0xA5
     assert (raw == 0xA5).all()
@@ -46,6 +47,47 @@ def test_each_wrong_field_has_its_name() -> None:
         raw[frame, 0, PART - 128 + at] ^= 1
     _, found = trailers.read(every, b"".join(keys), blocks)
     assert found == {0: "unsealed", 1: "key", 2: "layout", 3: "shape", 4: "shape", 5: "shape"}
+    trailers.seal(every, b"".join(keys), np.zeros(FRAMES, np.uint64), blocks)
+    for frame, at in ((0, 96), (1, 103), (2, 104), (3, 107), (4, 108), (5, 127)):
+        raw[frame, 0, PART - 128 + at] ^= 1
+    assert trailers.read(every, b"".join(keys), blocks)[1] == dict.fromkeys(range(4), "shape")
+
+
+def encoded(frames: FrameMemory) -> Trailers:
+    return Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK, block_tiles=1)
+
+
+def test_an_encoded_part_says_how_long_it_is() -> None:
+    frames, raw = memory()
+    used = np.array([40, 101], dtype=np.uint64)
+    assert encoded(frames).seal(np.array([4, 1]), b"a" * 32 + b"b" * 32, np.array([5, 7], np.uint64), np.array([3, 2]), used) == []
+    for frame, key, tag, blocks, size in ((4, b"a" * 32, 5, 3, 32 + 640), (1, b"b" * 32, 7, 2, 16 + 1616)):
+        want = struct.pack("<8s32s32sQQIIQI20x", b"KVLOFT03", key, b"L" * 32, tag, blocks * BLOCK, blocks, 0, size, 1)
+        assert raw[frame, 0, -128:].tobytes() == want
+    tags, problems = encoded(frames).read(np.array([4, 1]), b"a" * 32 + b"b" * 32, np.array([3, 2]))
+    assert (tags.tolist(), problems) == ([5, 7], {})
+
+
+def test_parts_of_both_encodings_are_read_where_parts_are_encoded_and_raw_ones_elsewhere() -> None:
+    frames, raw = memory()
+    plain, keys, blocks = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK), b"a" * 32 + b"b" * 32, np.array([1, 1])
+    plain.seal(np.array([0]), b"a" * 32, np.array([1], np.uint64), np.array([1]))
+    encoded(frames).seal(np.array([1]), b"b" * 32, np.array([2], np.uint64), np.array([1]), np.array([3], np.uint64))
+    assert encoded(frames).are_raw([0, 1]).tolist() == [True, False]
+    assert encoded(frames).read([0, 1], keys, blocks)[1] == {}
+    assert plain.read([0, 1], keys, blocks)[1] == {1: "shape"}
+    raw[0, 0, -128 + 104] = 2  # an encoding that nobody has
+    raw[1, 0, -128 + 105] = 1
+    assert encoded(frames).read([0, 1], keys, blocks)[1] == {0: "shape", 1: "shape"}
+
+
+def test_records_that_do_not_fit_leave_the_part_unsealed() -> None:
+    frames, _ = memory()
+    room = (PART - 128) // 16
+    keys, blocks, tags = b"a" * 32 + b"b" * 32, np.array([1, 1]), np.zeros(2, np.uint64)
+    assert encoded(frames).seal([2, 3], keys, tags, blocks, np.array([5, 5], np.uint64)) == []
+    assert encoded(frames).seal([2, 3], keys, tags, blocks, np.array([room - 1, room], np.uint64)) == [1]
+    assert encoded(frames).read([2, 3], keys, blocks)[1] == {1: "unsealed"}
 
 
 def test_rust_and_numpy_read_each_others_trailers() -> None:

@@ -142,3 +142,14 @@ def test_planes_keep_the_memory_alive() -> None:
     flat = torch.empty(0, dtype=torch.uint8).set_(plane.storage).numpy()
     begin = plane.offset + 3 * plane.block_stride
     np.testing.assert_array_equal(flat[begin : begin + plane.page_bytes], expected)
+
+
+def test_planes_say_which_of_them_are_bf16() -> None:
+    """Each by its own tensor's dtype, in one layer too."""
+    caches = {
+        "a": torch.zeros(4, 2, 8, dtype=torch.bfloat16),
+        "b": [torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.float32)],
+        "c": torch.zeros(4, 16, dtype=torch.float16),
+        "d": torch.zeros(4, 16, dtype=torch.uint8),
+    }
+    assert [plane.is_bf16 for plane in read_layout(caches, 4).planes] == [True, True, False, False, False]

@@ -64,7 +64,7 @@ def digest(**changes: Any) -> bytes:
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
-    shape = CacheShape(v.get("groups") or (GroupShape(v["block"]),))
+    shape = CacheShape(v.get("groups") or (GroupShape(v["block"]),), encoding=v.get("encoding", 0))
     return _core.namespace_digest(namespace_fields(config, v.get("ranks", [kv]), shape, v["user"]))  # type: ignore[arg-type]
 
 
@@ -73,7 +73,7 @@ def digest(**changes: Any) -> bytes:
     [
         {"model": "hub/other"}, {"revision": "v2"}, {"commit": "def"}, {"config": {"hidden_size": 65}}, {"load_format": "dummy"},
         {"dtype": torch.bfloat16}, {"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"kv_heads": 2},
-        {"block": 64}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
+        {"block": 64}, {"encoding": 1}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
         {"model_weights": "s3://other"}, {"load_extra": {"tensorizer_uri": "other.tensors"}},
         {"quantization_config": {"ignore": ["lm_head"]}}, {"model_impl": "transformers"}, {"model_class_overrides": {"A": "b:B"}},
         {"max_model_len": 128}, {"additional": {"a": 1}},

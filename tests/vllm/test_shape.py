@@ -16,11 +16,13 @@ from vllm.v1.kv_cache_interface import (
 
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.frames import E348, RAW, part_bytes_for
+from kvloft.vllm import shape as shape_module
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
 from kvloft.vllm.shape import (
     cache_shape,
     draft_limit,
+    encoding_of,
     group_shape,
     has_draft_kv,
     lookahead,
@@ -85,6 +87,49 @@ def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
     specs: Any = {"a": FullAttentionSpec(head_size=32, **kv), "b": FullAttentionSpec(head_size=128, **kv)}
     ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
     assert cache_shape(pipeline(1, 1), ranks).part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
+
+
+BF16 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+FP8 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
+@pytest.mark.parametrize(
+    ("config", "specs", "expected"),
+    [
+        (Config(), [BF16], E348), (Config(), [FP8], RAW), (Config(), [FP8, BF16], E348),
+        (Config(compression="off"), [BF16], RAW), (Config(gpu_copies="torch"), [BF16], RAW),
+    ],
+)  # fmt: skip
+def test_parts_are_encoded_where_some_layer_is_bf16(
+    config: Config, specs: list[Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda(monkeypatch)
+    assert encoding_of([stage(*((spec, [f"layer {i}"]) for i, spec in enumerate(specs)))], config) == expected
+
+
+def test_parts_are_raw_on_cpus() -> None:
+    assert encoding_of([stage((BF16, "ab"))], Config()) == RAW
+
+
+def test_encoded_parts_have_room_for_a_table() -> None:
+    """An entry for each 4 KiB, and one more a layer where K and V are apart."""
+    ranks = [stage((BF16, [f"layer {i}" for i in range(32)]))]
+    shape, without = (cache_shape(pipeline(1, 1), ranks, encoding) for encoding in (E348, RAW))
+    assert (shape.encoding, without.encoding) == (E348, RAW)
+    payload = 32 * BF16.page_size_bytes
+    assert shape.part_bytes == part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1)) > without.part_bytes
+
+
+def test_encoded_parts_of_groups_have_room_for_the_longest_table() -> None:
+    windows = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=33)
+    ranks = [stage((windows, "ab"), (BF16, "cde"))]
+    shape = cache_shape(pipeline(1, 1), ranks, E348)
+    assert not shape.is_divisible and shape.encoding == E348
+    assert shape.part_bytes == part_bytes_for(3 * BF16.page_size_bytes, 3 * (BF16.page_size_bytes // 4096 + 1))
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:

@@ -148,7 +148,7 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(mover, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
+    monkeypatch.setattr(mover, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132, encodes=False))
     monkeypatch.setattr(mover, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")

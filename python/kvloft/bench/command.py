@@ -115,8 +115,11 @@ def run_copy(args: argparse.Namespace) -> int:
 
 def _copy_tables(result: dict[str, Any]) -> list[Table]:
     ceiling, machine = result["ceiling"], result["machine"]
+    columns = [
+        text for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU") for text in (what, "of ceiling", "compressed")
+    ]
     pages = Table(
-        "page", "save GB/s", "of ceiling", "load GB/s", "of ceiling", "both, each", "of ceiling", "save, idle GPU", "of ceiling",
+        "page", *columns,
         title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "
         f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each both ways",
     )  # fmt: skip
@@ -137,9 +140,12 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """GB/s in each direction, and the median share of the ceiling measured right before."""
-    whats = ("save", "load", "both", "save_idle")
-    return [text for what in whats for text in (f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}")]
+    """GB/s in each direction, the median share of the ceiling measured right before, and GB/s of pages with compressed frames."""
+    whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
+    return [
+        text for what in whats
+        for text in (f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}", f"{compressed[what]:.2f}" if compressed else "-")
+    ]  # fmt: skip
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one large copy, the ceiling.
 
+Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal distribution; bytes of pages count.
+
 Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
 """
 
@@ -88,10 +90,26 @@ def _by_page(
 ) -> Iterator[dict[str, Any]]:
     for page_bytes in pages:
         progress(f"pages of {page_bytes // KIB} KiB")
-        rig = Rig(Case.of(page_bytes), host, payload_bytes, tuning, cache_dir)
+        case = Case.of(page_bytes)
+        yield {
+            "page_bytes": page_bytes,
+            "num_planes": case.num_planes,
+            **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling),
+        }
+
+
+def _rows_of(
+    case: Case, host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling, **options: Any
+) -> dict[str, Any]:
+    """As `_row_of` of raw frames, and under "compressed" of compressed ones, in GB/s of payload. Each is verified first."""
+    rows: list[dict[str, Any]] = []
+    for encodes in (False, True):
+        rig = Rig(case, host, payload_bytes, tuning, cache_dir, encodes=encodes, **options)
         rig.verify()
-        yield {"page_bytes": page_bytes, "num_planes": rig.case.num_planes, **_row_of(rig, ceiling)}
+        rows.append(_row_of(rig, ceiling))
         rig.close()
+        del rig  # before the next one's pages are made
+    return {**rows[0], "compressed": rows[1]}
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
@@ -109,10 +127,8 @@ def _by_frame_order(
 ) -> Iterator[dict[str, Any]]:
     """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
-        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, frame_order=order)
-        rig.verify()
-        yield {"order": order, **_row_of(rig, ceiling)}
-        rig.close()
+        case = Case.of(64 * KIB)
+        yield {"order": order, **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling, frame_order=order)}
 
 
 def workloads() -> dict[str, Callable[[], object]]:
@@ -135,13 +151,15 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
 
             found = [beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)]
             yield _row("copy engine", name, what, NUM_ROUNDS * payload_bytes, found)
-    rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
-    rig.verify()
-    for name, work in works.items():
-        for what in ("save", "load"):
-            found = [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)]
-            yield _row("kvloft", name, what, NUM_ROUNDS * rig.num_bytes, found)
-    rig.close()
+    for by, encodes in (("kvloft", False), ("kvloft, compressed", True)):
+        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, encodes=encodes)
+        rig.verify()
+        for name, work in works.items():
+            for what in ("save", "load"):
+                found = [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)]
+                yield _row(by, name, what, NUM_ROUNDS * rig.num_bytes, found)
+        rig.close()
+        del rig
 
 
 def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:

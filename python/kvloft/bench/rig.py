@@ -26,10 +26,10 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.frames import part_bytes_for
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
 
-TRAILER_BYTES = 128
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
 """Some 30 ms: longer than it takes to queue both directions."""
@@ -83,21 +83,29 @@ class Rig:
         *,
         macros: tuple[tuple[str, str], ...] = (),
         frame_order: str = "ascending",
+        encodes: bool = False,
     ) -> None:
-        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks."""
+        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks. ``encodes``: pages are bf16, normally
+        distributed as KV nearly is, and frames are compressed.
+        """
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
         num_blocks = 2 * self.num_chunks + 1
         self.buffer = torch.empty(case.num_planes * num_blocks * case.page_bytes, dtype=torch.uint8, device="cuda")
-        self.buffer.random_(0, 256)
+        if encodes:
+            self.buffer.view(torch.bfloat16).normal_()
+        else:
+            self.buffer.random_(0, 256)
         self.pages = self.buffer.view(case.num_planes, num_blocks, case.page_bytes)
         storage = self.buffer.untyped_storage()
         step = num_blocks * case.page_bytes
-        planes = tuple(Plane(storage, i * step, case.page_bytes, case.page_bytes, num_blocks) for i in range(case.num_planes))
+        planes = tuple(
+            Plane(storage, i * step, case.page_bytes, case.page_bytes, num_blocks, encodes) for i in range(case.num_planes)
+        )
         layout = PagedLayout(planes, num_blocks, bytes(32))
-        part = -(-(case.block_bytes + TRAILER_BYTES) // 4096) * 4096
+        kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros, encodes=encodes)
+        part = part_bytes_for(case.block_bytes, kernels.block_tiles.tiles_per_block if encodes else 0)
         memory = host.memory(part, 2 * self.num_chunks)
-        kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros)
         self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
         self.mover.wait_pinned()
         order = list(map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)))

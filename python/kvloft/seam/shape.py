@@ -45,7 +45,8 @@ class CacheShape:
 
     Every ``num_replicas`` neighbouring ranks are a shard: they hold the same bytes (MLA, fewer KV heads than ranks). The first one
     writes the shard's part of each frame, ``part_bytes`` long, all of them read it. A frame holds a chunk of any one group.
-    ``lookahead``: tokens behind a block that a drafter's KV in it depends on. Raises ValueError where ranks are left over.
+    ``lookahead``: tokens behind a block that a drafter's KV in it depends on. ``encoding``: what parts may be encoded with, a
+    number of `kvloft.transfer.frames`; 0: all are raw. Raises ValueError where ranks are left over.
     """
 
     groups: tuple[GroupShape, ...]
@@ -53,6 +54,7 @@ class CacheShape:
     num_ranks: int = 1
     num_replicas: int = 1
     lookahead: int = 0
+    encoding: int = 0
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.num_replicas:

@@ -21,9 +21,18 @@ PART_ALIGN = 4096
 """Parts start and end on pages, so that frames can be read and written without bounce copies."""
 
 
-def part_bytes_for(payload_bytes: int) -> int:
-    """Bytes of one rank's part of a frame that holds ``payload_bytes``: payload, padding, trailer."""
-    return -(-(payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
+RAW, E348 = 0, 1
+"""Encodings of a part, as trailers and namespaces name them; a number stands for one format permanently."""
+TABLE_ENTRY_BYTES = 8
+"""Of each tile of an encoded part."""
+TILE_BYTES = 4096
+"""A tile is at most so much of one page, as csrc/kv_layout.cuh has it."""
+
+
+def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
+    """Bytes of one rank's part of a frame that holds ``payload_bytes``: table of ``num_tiles``, payload, padding, trailer."""
+    table_bytes = num_tiles * TABLE_ENTRY_BYTES
+    return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,11 @@ class FrameMemory:
     @property
     def size_bytes(self) -> int:
         return self.num_frames * self.frame_bytes
+
+    @property
+    def part_room(self) -> int:
+        """Bytes of a part in front of its trailer."""
+        return self.part_bytes - _core.TRAILER_BYTES
 
     def part(self, frame: int) -> int:
         """Address of our part of ``frame``."""

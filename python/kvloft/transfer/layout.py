@@ -24,7 +24,8 @@ class LayoutError(UnsupportedError):
 class Plane:
     """Pages of one layer (or of one head of it): page b is ``page_bytes`` bytes at ``base + b * block_stride``.
 
-    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes.
+    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes. ``is_bf16``: of bfloat16 words,
+    which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -32,6 +33,7 @@ class Plane:
     block_stride: int
     page_bytes: int
     num_blocks: int
+    is_bf16: bool = False
 
     @property
     def base(self) -> int:
@@ -122,4 +124,5 @@ def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     offsets = [0]
     for dim in outer:
         offsets = [o + i * tensor.stride(dim) for o in offsets for i in range(tensor.shape[dim])]
-    return [Plane(storage, start + o * size, block_stride * size, span * size, num_blocks) for o in offsets]
+    is_bf16 = tensor.dtype == torch.bfloat16
+    return [Plane(storage, start + o * size, block_stride * size, span * size, num_blocks, is_bf16) for o in offsets]

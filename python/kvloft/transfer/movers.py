@@ -31,6 +31,8 @@ class MoverSettings:
     staging_bytes: int = 80 << 20
     gathers_first: bool = False
     """The engine writes new blocks before it says which they are: it zeroes them."""
+    encodes: bool = False
+    """Parts of frames are encoded where the pages allow it."""
 
 
 def choose_mover(
@@ -54,7 +56,8 @@ def choose_mover(
 
     try:
         return prepare(
-            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first
-        )
+            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first,
+            encodes=settings.encodes,
+        )  # fmt: skip
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error

@@ -26,7 +26,7 @@ from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.vllm.patches import ADD_REQUEST, listen
 from kvloft.vllm.ranks import configs_of_ranks
 from kvloft.vllm.scheduler_half import SchedulerHalf
-from kvloft.vllm.shape import cache_shape
+from kvloft.vllm.shape import cache_shape, encoding_of
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
 from kvloft.vllm.support import HAS_GROUPS, check_supported
 from kvloft.vllm.views import hit_sources
@@ -91,7 +91,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
         ranks = configs_of_ranks(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else [kv_cache_config]
-        shape = cache_shape(vllm_config, ranks)
+        shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
             listen(ADD_REQUEST, self.meet_scheduler)

@@ -10,14 +10,17 @@ from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
+import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
 
+from kvloft.config import Config
 from kvloft.plan.room import Room
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.frames import E348, RAW, TILE_BYTES, part_bytes_for
 
 
-def cache_shape(vllm_config: Any, ranks: Sequence[Any]) -> CacheShape:
+def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
     """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a worker's own.
 
     A shard has the size that the largest rank needs. A worker sees only its own layers, so with pipeline stages its shape may be
@@ -26,12 +29,16 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any]) -> CacheShape:
     shape = CacheShape(in_units([group_shape(spec) for spec in group_specs(ranks[0])]))
     kept = [group.kept_blocks for group in shape.groups]
     payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
+    num_tiles = 0
+    if encoding:
+        num_tiles = max(num * tiles for rank in ranks for num, tiles in zip(kept, group_block_tiles(rank), strict=True))
     return replace(
         shape,
-        part_bytes=part_bytes_for(payload),
+        part_bytes=part_bytes_for(payload, num_tiles),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config) if shape.is_divisible else 1,
         lookahead=lookahead(vllm_config),
+        encoding=encoding,
     )
 
 
@@ -39,6 +46,19 @@ def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
     """Return ``groups`` with the smallest unit that is whole blocks of each: vLLM's own hits end at its multiples."""
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
+
+
+def encoding_of(ranks: Sequence[Any], config: Config) -> int:
+    """Return the encoding of frames: `RAW` or `E348`. It is part of the namespace.
+
+    The answer depends on no GPU, so all processes of an engine agree. A worker may still write raw parts, if its GPU, the alignment
+    of its pages or its staging buffer rule encoding out.
+    """
+    if config.compression == "off" or config.gpu_copies != "kernels" or not current_platform.is_cuda():
+        return RAW
+    specs = [spec for rank in ranks for spec in layer_specs(rank).values()]
+    dtypes = {dtype for spec in specs for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))}
+    return E348 if torch.bfloat16 in dtypes else RAW
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -140,6 +160,12 @@ def group_block_bytes(kv_cache_config: Any) -> list[int]:
     """Bytes of one block of each group, on the rank whose config it is."""
     bytes_of = page_bytes(kv_cache_config)
     return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
+
+
+def group_block_tiles(kv_cache_config: Any) -> list[int]:
+    """Return an upper bound of the tiles in one block of each group; K and V may be stored apart."""
+    bytes_of = page_bytes(kv_cache_config)
+    return [sum(-(-bytes_of[name] // TILE_BYTES) + 1 for name in names) for names in group_layers(kv_cache_config)]
 
 
 def num_replicas(vllm_config: Any) -> int:

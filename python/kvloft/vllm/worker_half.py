@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 import vllm
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape
+from kvloft.transfer.frames import RAW
 from kvloft.transfer.layout import LayoutError
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
@@ -42,7 +43,9 @@ class WorkerHalf:
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
         moves_states = any(group.kind == "state" for group in shape.groups)  # into new blocks, before any hook, too
-        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first or moves_states)
+        settings = MoverSettings(
+            config.gpu_copies, config.staging_size, gathers_first=zeroes_first or moves_states, encodes=shape.encoding != RAW
+        )
         self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
         if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             settle([SLEEP])

@@ -10,13 +10,24 @@ import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvloft.errors import UnsupportedError
 
-SOURCES = ("tag.cuh", "kv_layout.cuh", "chunks.cu")
+HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
 """Each includes only those before it."""
-KERNEL_NAMES = ("gather_chunks", "scatter_chunks")
+
+
+class Family(NamedTuple):
+    """Kernels of one source file: from pages to parts of frames, and back."""
+
+    source: str
+    gather: str
+    scatter: str
+
+
+CHUNKS = Family("chunks.cu", "gather_chunks", "scatter_chunks")
+E348 = Family("e348.cu", "encode_chunks", "decode_chunks")
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
 
@@ -26,15 +37,17 @@ class KernelError(UnsupportedError):
 
 
 @cache
-def kernel_source() -> str:
-    """All device code as one text, with no file to include: what the program cache needs."""
+def kernel_source(family: Family = CHUNKS) -> str:
+    """The device code of ``family`` as one text, with no file to include: what the program cache needs."""
     folder = resources.files("kvloft") / "csrc"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in (*HEADERS, family.source))
     return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
 
 
-def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *, macros: tuple[tuple[str, str], ...] = ()) -> bytes:
-    """The cubin for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
+def compile_kernels(
+    arch: str, vec_bytes: int, cache_dir: Path | None = None, *, family: Family = CHUNKS, macros: tuple[tuple[str, str], ...] = ()
+) -> bytes:
+    """The cubin of ``family`` for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
 
     ``macros`` are for benches that price a part of the kernels. Raises KernelError with the compiler's log.
     """
@@ -50,7 +63,7 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *,
     options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined)
     try:
         store: Any = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES) if cache_dir is not None else None
-        program = Program(kernel_source(), "c++", options)
+        program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
     except Exception as error:  # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
         raise KernelError(f"kvloft's GPU kernels could not be compiled for {arch}: {error}") from error

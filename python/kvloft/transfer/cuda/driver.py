@@ -24,14 +24,17 @@ _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
 _PORTABLE_AND_MAPPED = 1 | 2
+_CAN_USE_HOST_POINTER = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
 
 _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuCtxSynchronize", ()),
-    ("cuCtxGetCurrent cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost cuMemHostUnregister", (c_void_p,)),
+    ("cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost cuMemHostUnregister", (c_void_p,)),
     ("cuEventDestroy_v2 cuEventQuery cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize", (c_void_p,)),
     ("cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData", (c_void_p, c_void_p)),
     ("cuEventElapsedTime cuModuleGetFunction", (c_void_p, c_void_p, c_void_p)),
     ("cuEventCreate", (c_void_p, c_uint)),
+    ("cuDeviceGetAttribute", (c_void_p, c_int, c_int)),
     ("cuMemHostAlloc cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     ("cuStreamCreateWithPriority", (c_void_p, c_uint, c_int)),
     ("cuStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
@@ -194,6 +197,12 @@ def current_context() -> int | None:
 def use_context(context: int | None) -> None:
     """Make ``context`` current on this thread."""
     _cu.cuCtxSetCurrent(context)
+
+
+def kernels_reach_registered() -> bool:
+    """Whether kernels on the current context's device use registered host memory by its host address."""
+    device = _made(c_int, _cu.cuCtxGetDevice)
+    return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 
 
 def host_register(address: int, num_bytes: int) -> None:

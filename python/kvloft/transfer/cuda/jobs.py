@@ -105,8 +105,9 @@ class Job:
     """Chunks of one kind that finish together: as many as one piece takes, or one that takes many pieces.
 
     None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
-    ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
-    lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
+    ``tags`` are what the kernels found so far, and ``used`` what an encoded chunk's records take, in 16 bytes. For loads,
+    ``wanted_tags`` is what the trailers say, ``problems`` is what they lack, and ``owners`` are the loads and how many of the
+    chunks, in order, are theirs.
     """
 
     kind: int
@@ -114,6 +115,7 @@ class Job:
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
+    used: npt.NDArray[np.uint64]
     after: Mark | None
     owners: Sequence[tuple[Load, int]] = ()
     wanted_tags: npt.NDArray[np.uint64] | None = None

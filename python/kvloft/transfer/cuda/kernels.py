@@ -17,22 +17,24 @@ import torch
 
 from kvloft.errors import UnsupportedError
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.compile import KERNEL_NAMES, VEC_BYTES, compile_kernels
+from kvloft.transfer.cuda.compile import CHUNKS, E348, VEC_BYTES, compile_kernels
+from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
 CTA_THREADS: Final = 512
 WARPS_PER_CTA: Final = CTA_THREADS // 32
-TILE_BYTES: Final = 4096
 MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
 
 TILE: Final = np.dtype(
-    [("base", "<u8"), ("block_stride", "<u8"), *((name, "<u4") for name in ("payload_offset", "num_bytes", "plane", "first_word"))]
-)
+    [("base", "<u8"), ("block_stride", "<u8"), ("payload_offset", "<u4"), ("num_bytes", "<u2"), ("is_bf16", "<u2"),
+     ("plane", "<u4"), ("first_word", "<u4")]
+)  # fmt: skip
 SEGMENT: Final = np.dtype(
     [("base", "<u8"), ("first_tile", "<u4"), ("chunk_tile", "<u4"), ("block_index", "<i4"), ("reserved", "<u4")]
 )
-assert TILE.itemsize == 32 and SEGMENT.itemsize == 24  # as kv_layout.cuh asserts
+PART: Final = np.dtype([("address", "<u8"), ("width", "<u4"), ("is_raw", "<u4")])
+assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16  # as kv_layout.cuh asserts
 
 
 class PieceParams(ctypes.Structure):
@@ -40,13 +42,15 @@ class PieceParams(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")),
+        *((name, ctypes.c_uint64) for name in ("num_used", "used_out", "part_room")),
         *((name, ctypes.c_uint32) for name in ("tiles_per_block", "num_planes", "num_tiles", "num_segments")),
         ("segments", ctypes.c_uint8 * (SEGMENT.itemsize * MAX_SEGMENTS)),
         ("block_ids", ctypes.c_int32 * MAX_BLOCKS),
+        ("parts", ctypes.c_uint8 * (PART.itemsize * MAX_SEGMENTS)),
     )
 
 
-assert ctypes.sizeof(PieceParams) == 64 + 24 * MAX_SEGMENTS + 4 * MAX_BLOCKS  # as kv_layout.cuh asserts
+assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS  # as kv_layout.cuh asserts
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
@@ -61,12 +65,12 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
     """The tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError beyond 32-bit offsets."""
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size")
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
     payload_offset = 0
     for number, plane in enumerate(layout.planes):
         for at in range(0, plane.page_bytes, TILE_BYTES):
             num_bytes = min(TILE_BYTES, plane.page_bytes - at)
-            rows.append((plane.base + at, plane.block_stride, payload_offset + at, num_bytes, number, at // 8))
+            rows.append((plane.base + at, plane.block_stride, payload_offset + at, num_bytes, plane.is_bf16, number, at // 8))
         payload_offset += plane.page_bytes
     return np.array(rows, dtype=TILE)
 
@@ -94,15 +98,20 @@ class Kernels:
     """The compiled kernels for one layout, and its tile table on the device. Made once; launching allocates nothing."""
 
     def __init__(
-        self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, macros: tuple[tuple[str, str], ...] = ()
-    ) -> None:
-        """Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded."""
+        self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, encodes: bool = False,
+        macros: tuple[tuple[str, str], ...] = (),
+    ) -> None:  # fmt: skip
+        """``encodes``: those that encode parts of frames (see `encoding.can_encode`).
+
+        Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded.
+        """
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
-        self.vec_bytes = vec_bytes_of(layout)
-        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, macros=macros)
-        functions = driver.load_functions(cubin, KERNEL_NAMES)
-        self.gather, self.scatter = (functions[name] for name in KERNEL_NAMES)
+        self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
+        family = E348 if encodes else CHUNKS
+        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, family=family, macros=macros)
+        functions = driver.load_functions(cubin, family[1:])
+        self.gather, self.scatter = functions[family.gather], functions[family.scatter]
         self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)
         self.tiles = torch.from_numpy(tile_table(layout).view(np.uint8)).to(device)

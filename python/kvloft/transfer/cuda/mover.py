@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ import torch
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.compile import default_cache_dir
+from kvloft.transfer.cuda.compile import KernelError, default_cache_dir
+from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
 from kvloft.transfer.cuda.kernels import Kernels
@@ -59,19 +62,18 @@ class CudaMover:
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
-        tuning = tuning.fitted(frames.part_bytes)
-        slot_bytes, part_bytes = tuning.slot_bytes, frames.part_bytes
         parts = [
-            Kind(
-                Shape(kernels.block_tiles, slot_bytes, part_bytes, num_blocks, frames_per_pin),
-                Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes),
-            )
+            _kind(layout, kernels, num_blocks, frames, frames_per_pin)
             for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
         ]
+        stride = max(kind.shape.slot_stride for kind in parts)
+        widest = max((kind.unpinned_shape.slot_stride for kind in parts if kind.shape.encoding is not None), default=0)
+        tuning = tuning.fitted(stride, widest)
+        parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
         self._shared = shared = Shared(parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break)
         self.saves, self.loads = (Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
-        few_saved, few_loaded = (ramp(shared.chunks_per_job, frames.part_bytes, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
+        few_saved, few_loaded = (ramp(shared.chunks_per_job, stride, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
         self._loads = Loads(shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers)
         self._feeders = [
@@ -173,16 +175,52 @@ class CudaMover:
         return driver.Stream.view(_current_stream(self._device))
 
 
+def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
+    """Return kernels that encode if ``encodes``, or else, and if those fail to compile, kernels for raw parts, which are always
+    legal. Raises as `Kernels`.
+    """
+    cache_dir = default_cache_dir() / "kernels"
+    if encodes:
+        try:
+            return Kernels(layout, device, cache_dir, encodes=True)
+        except (KernelError, driver.CudaError) as error:
+            logger.warning("kvloft: KV is not compressed: the kernels for it failed to compile or load (%s)", error)
+    return Kernels(layout, device, cache_dir)
+
+
+def _device_encodes(device: torch.device) -> bool:
+    """Whether the kernels of e348.cu run on ``device`` (`__reduce_add_sync`), and reach registered frames."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
+        return torch.cuda.get_device_capability(device) >= (8, 0) and driver.kernels_reach_registered()
+
+
 def _current_stream(device: torch.device) -> int:
     """What ``torch.cuda.current_stream(device).cuda_stream`` is, 60 to 90 us sooner where the host's caches hold other things."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
 
 
+def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_pin: int) -> Kind:
+    """Of chunks of ``num_blocks``; slots have no size yet."""
+    shape = unpinned = Shape(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_pin)
+    if kernels.encodes:
+        of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
+        shape, unpinned = replace(shape, encoding=of()), replace(shape, encoding=of(everything=True))
+    block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
+    trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles)
+    return Kind(shape, unpinned, trailers)
+
+
 def prepare(
-    layouts: Sequence[PagedLayout], *, blocks_per_chunk: Sequence[int], staging_bytes: int, gathers_first: bool
+    layouts: Sequence[PagedLayout],
+    *,
+    blocks_per_chunk: Sequence[int],
+    staging_bytes: int,
+    gathers_first: bool,
+    encodes: bool = False,
 ) -> Callable[[FrameWindow], CudaMover]:
     """Compile for ``layouts``, one a KV cache group, at engine start: an engine whose kernels cannot be had does not start.
-    ``blocks_per_chunk``: that a frame holds, of each group.
+    ``blocks_per_chunk``: that a frame holds, of each group. ``encodes``: parts are encoded where layout and device allow it.
 
     What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
     """
@@ -193,17 +231,20 @@ def prepare(
         (num_blocks, layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes))
         for num_blocks, layout in zip(blocks_per_chunk, layouts, strict=True)
     ]
+    slot_bytes = Tuning.slot_bytes_of(staging_bytes)
+    encodes = encodes and _device_encodes(device)
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
         if where not in kinds:
             sizes.append(num_blocks)
+            is_encoded = encodes and can_encode(layout, num_blocks, slot_bytes)
             with torch.cuda.device(device):
-                kinds[where] = layout, Kernels(layout, device, default_cache_dir() / "kernels")
+                kinds[where] = layout, _kernels_of(layout, device, encodes=is_encoded)
     tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(
-            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
-            kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
-            tuning.num_slots, tuning.slot_bytes >> 20,
+            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, %s, on %s; %d x %d MiB of staging each way",
+            kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, "compressed" if kernels.encodes else "not compressed",
+            torch.cuda.get_device_name(device), tuning.num_slots, tuning.slot_bytes >> 20,
         )  # fmt: skip
 
     def make(window: FrameWindow) -> CudaMover:

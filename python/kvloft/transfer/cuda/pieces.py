@@ -1,7 +1,7 @@
 """Cuts a batch of chunks into pieces: what one kernel launch and one staging slot take. Arithmetic only.
 
-A piece is whole chunks while they fit in a slot, or a run of tiles of one chunk that does not. In a slot, chunks stand as far
-apart as their parts do in the arena, so that chunks in neighbouring frames are one copy. It must not know CUDA.
+A piece is whole chunks while they fit in a slot, or a run of tiles of one chunk that does not. In a slot, chunks are equally far
+apart, as their parts are in the arena, so that chunks in neighbouring frames are one copy. It must not know CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloft.seam.batch import ChunkBatch
+from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 NOT_WANTED = -1
@@ -57,7 +58,8 @@ class Run(NamedTuple):
 class Piece:
     """One launch, of chunks [begin, end) or of a part of one.
 
-    Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
+    Segment bases are relative to the slot, where chunks are ``slot_stride`` apart; segment s belongs to chunk ``begin + s``, and
+    more may be there. ``parts`` are where its encoded chunks are in host memory; None: raw pages.
     """
 
     begin: int
@@ -67,6 +69,13 @@ class Piece:
     num_tiles: int
     num_bytes: int
     runs: tuple[Run, ...]
+    slot_stride: int
+    parts: npt.NDArray[Any] | None = None
+
+    @property
+    def link_bytes(self) -> int:
+        """What the copy engine moves."""
+        return sum(run.row_bytes * run.num_rows for run in self.runs)
 
     @property
     def num_segments(self) -> int:
@@ -75,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What bounds a piece: a slot's size, and how parts lie in frames.
+    """What bounds a piece: a slot's size, and how parts lie in frames. ``encoding`` None: parts are raw.
 
     No copy may cross a multiple of ``frames_per_pin``: memory is pinned in pieces, and a copy over two of them is an error.
     """
@@ -85,12 +94,15 @@ class Shape:
     part_bytes: int
     blocks_per_chunk: int
     frames_per_pin: int
+    encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
     """Of a piece whose chunks are all full, which is nearly every one."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
         segments = _segments(blocks, self)
+        if self.encoding is not None and self.slot_bytes and not self.chunks_per_piece:
+            raise ValueError(f"a staging slot of {self.slot_bytes} bytes is too small for an encoded chunk")
         segments.flags.writeable = False  # launches that begin with them write them once
         object.__setattr__(self, "full_segments", segments)
 
@@ -99,21 +111,30 @@ class Shape:
         """0: chunks are cut. Those without pages take no room in a slot, and name no blocks."""
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
-        return min(self.slot_bytes // self.part_bytes, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
+        return min(self.slot_bytes // self.slot_stride, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
+
+    @property
+    def slot_stride(self) -> int:
+        """From one chunk of a slot to the next."""
+        return slot_stride(self.encoding.width(self.blocks_per_chunk)) if self.encoding is not None else self.part_bytes
+
+    def row_bytes(self, num_blocks: int) -> int:
+        """What the copy engine moves of a chunk."""
+        return self.encoding.width(num_blocks) if self.encoding is not None else num_blocks * self.block_tiles.block_bytes
 
 
-def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
-    """The pieces of ``table``, in order."""
+def split(table: ChunkTable, shape: Shape, is_raw: npt.NDArray[np.bool_] | None = None) -> Iterator[Piece]:
+    """The pieces of ``table``, in order. ``is_raw``: which parts are raw where ``shape`` has an encoding; None: none."""
     per_piece = shape.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
             yield from _parts_of_chunk(table, chunk, shape)
         return
     for begin in range(0, len(table.frames), per_piece):
-        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), shape)
+        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), shape, is_raw)
 
 
-def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:
+def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape, is_raw: npt.NDArray[np.bool_] | None) -> Piece:
     tiles, num_chunks = shape.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
@@ -121,9 +142,12 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
+    frames, parts = table.frames[begin:end], None
+    if shape.encoding is not None:
+        parts = shape.encoding.parts(frames, lengths, None if is_raw is None else is_raw[begin:end])
     return Piece(
         begin, end, segments, table.block_ids[first:named], total * tiles.tiles_per_block, total * tiles.block_bytes,
-        tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
+        tuple(_runs(frames, lengths, shape, are_full=are_full)), shape.slot_stride, parts,
     )  # fmt: skip
 
 
@@ -131,7 +155,7 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
     """Of chunks of so many blocks, one after the other."""
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
-    segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.part_bytes)
+    segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.slot_stride)
     segments["first_tile"] = blocks_before * shape.block_tiles.tiles_per_block
     segments["block_index"] = blocks_before
     return segments
@@ -142,14 +166,14 @@ def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are
 
     Chunks of a run are equally long: behind a shorter one's payload, a slot has what was there before.
     """
-    part, block_bytes, per_pin = shape.part_bytes, shape.block_tiles.block_bytes, shape.frames_per_pin
-    if not block_bytes:
+    stride, per_pin = shape.slot_stride, shape.frames_per_pin
+    if not shape.block_tiles.block_bytes:
         return
     apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
     if not are_full:
         apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
     for first, stop in pairwise((0, *apart, len(frames))):
-        yield Run(frames[first], 0, first * part, num_blocks[first] * block_bytes, stop - first)
+        yield Run(frames[first], 0, first * stride, shape.row_bytes(num_blocks[first]), stop - first)
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
@@ -169,7 +193,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         yield Piece(
             chunk, chunk + 1, segments,
             table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),),
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), shape.slot_stride,
         )  # fmt: skip
         tile = stop
 

@@ -107,7 +107,7 @@ class Saves(Half):
     def _must_wait(self) -> bool:
         """Whether the next piece has frames that are still to be pinned. Both the store and pinning begin with the lowest."""
         shared = self._shared
-        return self.waits_for_pins and not shared.is_pinned(self.queued[0][0]) and not shared.pinned.is_over
+        return self.waits_for_pins and not shared.are_pinned(self.queued[0][0].table.frames) and not shared.pinned.is_over
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         done = self._shared.done
@@ -117,8 +117,10 @@ class Saves(Half):
         if piece is not job.pieces[-1]:
             return
         if job.is_all_pinned:
-            self._shared.trailers_of(job).seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
-            done.saved += job.chunks.tickets()
+            tickets, table = job.chunks.tickets(), job.table
+            too_long = self._shared.trailers_of(job).seal(table.frames, table.keys, job.tags, table.num_blocks, job.used)
+            done.saved += [ticket for i, ticket in enumerate(tickets) if i not in too_long] if too_long else tickets
+            done.failed += [tickets[i] for i in too_long]
         else:
             self._drop(job.chunks)
         del self._open[job]

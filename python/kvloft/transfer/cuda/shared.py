@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
@@ -36,10 +37,19 @@ NUM_MARKS = 8
 
 
 class Kind(NamedTuple):
-    """Pages that lie alike: how they are cut into pieces, and the trailers of their frames. KV cache groups may share one."""
+    """Pages that lie alike: how they are cut into pieces, and the trailers of their frames. KV cache groups may share one.
+
+    ``unpinned_shape``: that of loads from frames that are not pinned yet.
+    """
 
     shape: Shape
+    unpinned_shape: Shape
     trailers: Trailers
+
+    def with_slots(self, slot_bytes: int) -> Kind:
+        """The same with staging slots of ``slot_bytes``."""
+        shape, unpinned = (replace(shape, slot_bytes=slot_bytes) for shape in (self.shape, self.unpinned_shape))
+        return Kind(shape, unpinned, self.trailers)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +118,13 @@ class Shared:
         return None
 
     def new_job(self, kind: int, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
-        """``chunks`` have no problem."""
-        table = ChunkTable.of(chunks)
-        pieces = tuple(split(table, self.kinds[kind].shape))
-        return Job(kind, chunks, table, pieces, np.zeros(len(chunks), dtype=np.uint64), after, owners)
+        """``chunks`` have no problem. With ``owners`` it is a load's."""
+        table, pages = ChunkTable.of(chunks), self.kinds[kind]
+        shape = pages.unpinned_shape if owners and not self.are_pinned(table.frames) else pages.shape
+        pieces = tuple(split(table, shape, pages.trailers.are_raw(table.frames) if owners and shape.encoding is not None else None))
+        tags: npt.NDArray[np.uint64] = np.zeros(len(chunks), np.uint64)
+        used = tags.copy()
+        return Job(kind, chunks, table, pieces, tags, used, after, owners)
 
     def trailers_of(self, job: Job) -> Trailers:
         return self.kinds[job.kind].trailers
@@ -121,8 +134,8 @@ class Shared:
         """Frames from the first on that copies can use directly."""
         return self.pinned.num_pinned_bytes // self.memory.frame_bytes
 
-    def is_pinned(self, job: Job) -> bool:
-        return self.pinned.is_complete or max(job.table.frames) < self.num_pinned
+    def are_pinned(self, frames: Sequence[int]) -> bool:
+        return self.pinned.is_complete or max(frames) < self.num_pinned
 
 
 class InFlight(NamedTuple):
@@ -191,17 +204,18 @@ class Half(ABC):
         if job.after is not None:
             self.lane.kernel_stream.wait(job.after.event)
             job.after = None
-        is_pinned = self._shared.is_pinned(job)
+        is_pinned = self._shared.are_pinned(job.table.frames)
         job.is_all_pinned = job.is_all_pinned and is_pinned
         sent = self.lane.submit(piece, kind=job.kind, is_pinned=is_pinned)
-        self.num_bytes += piece.num_bytes
+        self.num_bytes += piece.link_bytes
         self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
 
     def _land(self) -> None:
         while self.flying and self.flying[0].sent.done.is_done():
             job, piece, sent, submitted = self.flying.popleft()
-            self.num_bytes -= piece.num_bytes
+            self.num_bytes -= piece.link_bytes
             job.tags[piece.begin : piece.end] += sent.tags[: piece.num_segments]
+            job.used[piece.begin : piece.end] = sent.used[: piece.num_segments]
             now = time.perf_counter()
             seconds, self._busy_until = now - max(submitted, self._busy_until), now
             self._has_landed(job, piece, seconds)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvloft.transfer.frames import FrameMemory
+from kvloft.transfer.frames import E348, RAW, TABLE_ENTRY_BYTES, FrameMemory
 
-MAGIC: Final = b"KVLOFT02"
+MAGIC: Final = b"KVLOFT03"
 TRAILER: Final = np.dtype(
     [("magic", "V8"), ("key", "V32"), ("layout", "V32"), ("tag", "<u8"), ("payload_bytes", "<u8"), ("num_blocks", "<u4"),
-     ("rank", "<u4"), ("zeros", "V32")]
+     ("rank", "<u4"), ("encoded_bytes", "<u8"), ("encoding", "<u4"), ("zeros", "V20")]
 )  # fmt: skip
 assert TRAILER.itemsize == 128
 
@@ -30,30 +30,56 @@ def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
 
 
 class Trailers:
-    """Seals and checks frames of one layout."""
+    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block where parts are encoded; None: all are raw."""
 
-    def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int) -> None:
+    def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int, block_tiles: int | None = None) -> None:
         self._column = trailers_of(memory)
-        self._block_bytes = block_bytes
+        self._block_bytes, self._block_tiles, self._room = block_bytes, block_tiles, memory.part_room
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
         blank["layout"] = np.frombuffer(layout, dtype="V32")
         blank["rank"] = memory.rank
         self._blank = blank[0]
 
-    def seal(self, frames: npt.ArrayLike, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> None:
-        """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each."""
-        self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
+    def seal(
+        self, frames: npt.ArrayLike, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike,
+        used: npt.NDArray[np.uint64] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each.
+
+        ``used``: 16-byte units of their records where parts are encoded. Returns which chunks do not fit their parts: those are not
+        whole, and stay unsealed.
+        """
+        frames, rows = np.asarray(frames), self._rows(keys, tags, num_blocks)
+        if self._block_tiles is None or used is None:
+            self._column[frames] = rows
+            return []
+        table_bytes = (np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES + 15) // 16 * 16
+        rows["encoding"], rows["encoded_bytes"] = E348, table_bytes.astype(np.uint64) + used * np.uint64(16)
+        fits = rows["encoded_bytes"] <= self._room
+        self._column[frames[fits]] = rows[fits]
+        self._column["magic"][frames[~fits]] = np.zeros(1, "V8")
+        return [int(i) for i in np.flatnonzero(~fits)]
+
+    def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of ``frames`` are not encoded, before anything of them was checked."""
+        return np.asarray(self._column["encoding"][np.asarray(frames)] != E348)
 
     def read(self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """The tags of ``frames``, and what is wrong with which, before any byte moves: 'unsealed', 'key', 'layout' or 'shape'."""
         rows = self._column[np.asarray(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
+        if self._block_tiles is not None:
+            are_encoded = rows["encoding"] == E348  # of any length: the decoder bounds what it reads by itself
+            good["encoding"] = np.where(are_encoded, E348, RAW)
+            good["encoded_bytes"] = np.where(are_encoded, rows["encoded_bytes"], good["encoded_bytes"])
         if rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
-        shape = np.logical_and.reduce([rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes")])
+        shape = np.logical_and.reduce(
+            [rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")]
+        )
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
@@ -64,5 +90,5 @@ class Trailers:
         rows["key"] = np.frombuffer(keys, dtype="V32")
         rows["tag"] = tags
         rows["num_blocks"] = num_blocks
-        rows["payload_bytes"] = np.asarray(num_blocks) * self._block_bytes
+        rows["payload_bytes"] = rows["encoded_bytes"] = np.asarray(num_blocks) * self._block_bytes
         return rows

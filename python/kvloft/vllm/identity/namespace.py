@@ -95,6 +95,8 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
+    if shape.encoding:  # an engine that reads raw parts only cannot read encoded ones
+        fields["encoding"] = shape.encoding
     if not shape.is_divisible:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
         if any(group.block_tokens != shape.unit_tokens for group in shape.groups):

@@ -11,7 +11,7 @@ use crate::{Error, ErrorKind, Result};
 pub const TRAILER_BYTES: usize = 128;
 
 /// How a trailer begins. The number covers the tag's definition too: a part of another format reads as unsealed.
-pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT02";
+pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// What a part is said to hold: whose KV, in which layout, of which shape.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +37,7 @@ pub enum Damage {
     Key,
     /// The right chunk in another layout.
     Layout,
-    /// Another number of blocks, payload bytes, or rank.
+    /// Another number of blocks, payload bytes, or rank; or an encoded payload, which only the GPU kernels read.
     Shape,
     /// The payload changed after it was sealed.
     Tag,
@@ -92,6 +92,7 @@ impl PartSpec<'_> {
         }
     }
 
+    /// The trailer of a raw part: its encoding, bytes 104 to 108, is 0, and the encoded bytes are the payload's.
     fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
         let mut trailer = [0; TRAILER_BYTES];
         trailer[..8].copy_from_slice(&MAGIC);
@@ -101,6 +102,7 @@ impl PartSpec<'_> {
         trailer[80..88].copy_from_slice(&(payload_bytes as u64).to_le_bytes());
         trailer[88..92].copy_from_slice(&self.num_blocks.to_le_bytes());
         trailer[92..96].copy_from_slice(&self.rank.to_le_bytes());
+        trailer[96..104].copy_from_slice(&(payload_bytes as u64).to_le_bytes());
         trailer
     }
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 /// Version of the formats of superblock, index and frames together.
-pub(super) const FORMAT: u32 = 2;
+pub(super) const FORMAT: u32 = 3;
 /// The file's name in a namespace directory.
 pub(super) const FILE_NAME: &str = "superblock.json";
 /// Where the next superblock is written before it takes the name.

@@ -237,7 +237,7 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         ("empty", &|| fs::write(&superblock, "").unwrap()),
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
         ("older", &|| fs::write(&superblock, of_format(1, &good)).unwrap()),
-        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 2", "\"format\": 3")).unwrap()),
+        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 3", "\"format\": 4")).unwrap()),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),
     ];

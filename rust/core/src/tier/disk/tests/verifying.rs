@@ -230,7 +230,7 @@ fn test_verify_compares_the_frames_own_trailer() {
     for (i, named) in [(0, 0), (1, 5)] {
         let mut frame = frame_of(i, 0);
         let trailer = frame.len() - 128;
-        frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT02");
+        frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT03");
         frame[trailer + 8..trailer + 40].copy_from_slice(&key_of(named).0);
         tier.write(tier.reserve().unwrap(), &meta_of(i), &frame).unwrap();
     }
@@ -258,15 +258,15 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = file(&filled(dir.path()), "superblock.json");
     let good = fs::read_to_string(&path).unwrap();
-    for format in [1, 3] {
+    for format in [2, 4] {
         fs::write(&path, of_format(format, &good)).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
         let told = format!(
-            "superblock.json is of format {format} where this version has 2: an engine of this version starts this namespace over"
+            "superblock.json is of format {format} where this version has 3: an engine of this version starts this namespace over"
         );
         assert_eq!((&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()), (&told, Some(&told)));
-        fs::write(&path, good.replace("\"format\": 2", &format!("\"format\": {format}"))).unwrap();
+        fs::write(&path, good.replace("\"format\": 3", &format!("\"format\": {format}"))).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && !damage[0].is_other_format, "{damage:?}");
     }

@@ -1,0 +1,409 @@
+// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, losslessly, with the tag of the raw pages on the way.
+//
+// In: PieceParams (kv_layout.cuh). Every address and length of a piece is a multiple of 16. Out: as chunks.cu, and used_out[s],
+// the 16-byte units of segment s' records. A segment is a whole chunk. The format "e348" is ARCHITECTURE.md's, "Frames": a table
+// with an entry of 8 bytes a tile, then the tiles' records in any order.
+//
+// The width rule: the copy engine moves `width` bytes of a part, whatever is in them. A record that ends behind them is also written
+// to the part in host memory by encode_chunks, and read from there by decode_chunks. So the host needs no sizes.
+// Damaged parts: every position is computed from table and record and is bounded before it is used, so that a read stays in the slot
+// or the part; a tile that cannot be decoded is left out of the sum.
+// Expected: 1.7 bytes of HBM traffic per payload byte, but some 1,300 instructions a tile: 550 (encode) and 650 (decode) GB/s of
+// payload with 66 CTAs of an H100, eight times what PCIe takes.
+#include "piece.cuh"
+
+namespace kvloft {
+
+constexpr u32 kAllLanes = 0xffffffffu;
+constexpr int kRows = kTileBytes / 512;  // of 512 bytes, 16 a lane
+constexpr int kPairs = kRows / 2;        // of rows: 16 words a lane, whose low code bits are one u32
+constexpr int kLaneStride = 17;          // u32 between lanes' exponents in shared memory: no bank conflicts
+constexpr u32 kMaxNibbles = 1728;        // more, and the tile is raw: what 16 warps have room for in 48 KiB
+constexpr u32 kMaxBytes = 255;
+constexpr u32 kRawEntry = 0xfff;
+constexpr u32 kLowBits = 0x55555555u;  // the lower bit of each pair of bits
+
+struct WarpMemory {
+  u32 exponents[kWarpSize * kLaneStride];
+  u32 nibbles[kMaxNibbles / 8];
+};
+
+// A table entry. `offset` counts from the table's end, in 16 bytes; `top` is the largest exponent of the window of 3-bit codes.
+struct Entry {
+  u32 offset, top, num_nibbles, num_bytes;
+  bool is_raw;
+
+  __device__ __forceinline__ u64 packed() const {
+    const u64 high = is_raw ? kRawEntry : num_nibbles << 12 | num_bytes << 24;
+    return high << 32 | top << 24 | offset;
+  }
+  __device__ __forceinline__ static Entry of(const u64 packed) {
+    const u32 low = static_cast<u32>(packed);
+    const u32 high = static_cast<u32>(packed >> 32);
+    return {low & 0xffffffu, low >> 24, high >> 12 & 0xfffu, high >> 24, (high & 0xfffu) == kRawEntry};
+  }
+};
+
+// The parts of a record whose tile has `num_rows` rows, as offsets in it.
+struct RecordLayout {
+  u32 num_pairs, low_codes, high_codes, nibbles;
+
+  __device__ __forceinline__ explicit RecordLayout(const u32 tile_bytes)
+      : num_pairs((tile_bytes + 1023) / 1024),
+        low_codes(num_pairs * 512),
+        high_codes(num_pairs * 640),
+        nibbles(num_pairs * 640 + (num_pairs + 1) / 2 * 128) {}
+
+  __device__ __forceinline__ u32 bytes_at(const u32 num_nibbles) const { return nibbles + (num_nibbles + 7) / 8 * 4; }
+  __device__ __forceinline__ u32 size(const Entry& entry) const {
+    return (bytes_at(entry.num_nibbles) + entry.num_bytes + 15) & ~15u;
+  }
+};
+
+// Places of a chunk's table and records.
+struct ChunkAt {
+  u8* slot;
+  u8* host;
+  u32 width;
+  u32 table_bytes;
+
+  __device__ __forceinline__ ChunkAt(const PieceParams& p, const u32 segment)
+      : slot(reinterpret_cast<u8*>(p.base + p.segments[segment].base)),
+        host(reinterpret_cast<u8*>(p.parts[segment].address)),
+        width(p.parts[segment].width) {
+    const u32 next = segment + 1 < p.num_segments ? p.segments[segment + 1].first_tile : p.num_tiles;
+    table_bytes = ((next - p.segments[segment].first_tile) * 8 + 15) & ~15u;
+  }
+};
+
+// How many of a tile's rows reach this lane.
+__device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
+  return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
+}
+
+// All code bits of the words of pair `pair` that are in the tile: 2 bits a word, 8 words a row.
+__device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
+  const int in_pair = num_rows - 2 * pair;
+  return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
+}
+
+// The sum over the lanes before this one; `total` is that over all.
+__device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& total) {
+  u32 sum = mine;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const u32 other = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  total = __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+  return sum - mine;
+}
+
+__device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
+  return term(static_cast<u64>(words.y) << 32 | words.x, position) + term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
+}
+
+// Moves a page's bytes unchanged and returns their terms of the tag. `to` null: only the tag.
+__device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to, const int num_rows, const u64 position) {
+  const u32 lane_byte = threadIdx.x % kWarpSize * 16;
+  u64 sum = 0;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    if (row < num_rows) {
+      const uint4 words = *reinterpret_cast<const uint4*>(from + row * 512 + lane_byte);
+      if (to != nullptr) __stcs(reinterpret_cast<uint4*>(to + row * 512 + lane_byte), words);
+      sum += terms(words, position + row * 64 * kTagB);
+    }
+  }
+  return sum;
+}
+
+// Two words, each rotated left by one bit: the exponent is the high byte, mantissa and sign are the low one.
+__device__ __forceinline__ u32 rotated(const u32 words) { return (words << 1 & 0xfffefffeu) | (words >> 15 & 0x00010001u); }
+__device__ __forceinline__ u32 rotated_back(const u32 words) { return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u); }
+
+// The nibble of an exponent outside of the window.
+__device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
+  const u32 below = (top - exponent) & 255u;
+  if (exponent == 0) return 14;           // zeros and denormals
+  if (below >= 251) return 255 - below;   // top + 1 .. top + 5
+  return below < 16 ? below - 2 : 15;     // top - 7 .. top - 15; else a byte follows
+}
+__device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
+  return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
+}
+
+// Calls visit(exponent) for each bit of `escapes`, in order; an escape's bit is 2 * word + the half of the pair of pairs.
+template <typename Visit>
+__device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
+  while (escapes != 0) {
+    const u32 bit = __ffs(escapes) - 1;
+    escapes &= escapes - 1;
+    visit(half[(bit & 1) * 16 + bit / 2], bit);
+  }
+}
+
+// What a lane has of a tile that is being encoded.
+struct LaneCodes {
+  uint4 low_bytes[kPairs];
+  u32 low_codes[kPairs];
+  u32 high_codes[kPairs / 2];
+  u32 escapes[kPairs / 2];  // then those that a byte follows
+
+  // Words -> low bytes here, exponents in shared memory; returns the tag's terms and, packed, sum and number of nonzero exponents.
+  __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position, u32* mine, u32& stats) {
+    const u32 lane_byte = threadIdx.x % kWarpSize * 16;
+    u64 sum = 0;
+    u32 total = 0, nonzero = 0;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (row < num_rows) {
+        words = __ldcs(reinterpret_cast<const uint4*>(page + row * 512 + lane_byte));
+        sum += terms(words, position + row * 64 * kTagB);
+      }
+      const u32 r0 = rotated(words.x), r1 = rotated(words.y), r2 = rotated(words.z), r3 = rotated(words.w);
+      const u32 low = __byte_perm(r0, r1, 0x6420), high = __byte_perm(r2, r3, 0x6420);
+      if (row % 2 == 0) {
+        low_bytes[row / 2].x = low, low_bytes[row / 2].y = high;
+      } else {
+        low_bytes[row / 2].z = low, low_bytes[row / 2].w = high;
+      }
+      const u32 exponents[2] = {__byte_perm(r0, r1, 0x7531), __byte_perm(r2, r3, 0x7531)};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 four = exponents[i];
+        total = __dp4a(four, 0x01010101u, total);
+        nonzero += ((((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u) >> 7;
+        mine[2 * row + i] = four;
+      }
+    }
+    stats = total | __dp4a(nonzero, 0x01010101u, 0u) << 20;  // at most 2048 * 255 and 2048, also over a warp
+    return sum;
+  }
+
+  // The codes of all words; returns the number of escapes.
+  __device__ __forceinline__ u32 encode(const u32* mine, const u32 top, const int num_rows) {
+    const u32 tops = top * 0x01010101u;
+    u32 num_escapes = 0;
+#pragma unroll
+    for (int half = 0; half < kPairs / 2; ++half) high_codes[half] = escapes[half] = 0;
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      u32 low = 0, high = 0;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const u32 codes = __vminu4(__vsub4(tops, mine[4 * pair + q]), 0x07070707u);
+        low |= ((codes & 0x03030303u) * 0x01041040u >> 24) << (8 * q);
+        high |= ((codes >> 2 & 0x01010101u) * 0x01041040u >> 24) << (8 * q);
+      }
+      low &= word_mask(num_rows, pair);
+      high &= word_mask(num_rows, pair);
+      low_codes[pair] = low;
+      high_codes[pair / 2] |= high << (pair % 2);
+      const u32 all_ones = low & low >> 1 & high;
+      escapes[pair / 2] |= all_ones << (pair % 2);
+      num_escapes += __popc(all_ones);
+    }
+    return num_escapes;
+  }
+
+  // Nibbles of the escapes from number `at` on, to shared memory; returns how many bytes follow.
+  __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top, u32 at) {
+    u32 num_bytes = 0;
+#pragma unroll
+    for (int half = 0; half < kPairs / 2; ++half) {
+      u32 with_byte = 0;
+      for_each_escape(escapes[half], row + 32 * half, [&](const u32 exponent, const u32 bit) {
+        const u32 nibble = nibble_of(exponent, top);
+        atomicOr(&memory.nibbles[at / 8], nibble << (4 * (at % 8)));
+        if (nibble == 15) with_byte |= 1u << bit;
+        ++at;
+      });
+      escapes[half] = with_byte;
+      num_bytes += __popc(with_byte);
+    }
+    return num_bytes;
+  }
+
+  __device__ __forceinline__ void write(u8* record, const RecordLayout& layout, const Entry& entry, const WarpMemory& memory, u8* row, const u32 byte_at) {
+    const u32 lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (u32 pair = 0; pair < kPairs; ++pair) {
+      if (pair < layout.num_pairs) {
+        __stcs(reinterpret_cast<uint4*>(record + pair * 512 + lane * 16), low_bytes[pair]);
+        __stcs(reinterpret_cast<u32*>(record + layout.low_codes + pair * 128 + lane * 4), low_codes[pair]);
+        if (pair % 2 == 0) __stcs(reinterpret_cast<u32*>(record + layout.high_codes + pair * 64 + lane * 4), high_codes[pair / 2]);
+      }
+    }
+    u32* const nibbles = reinterpret_cast<u32*>(record + layout.nibbles);
+    for (u32 i = lane; i < (entry.num_nibbles + 7) / 8; i += kWarpSize) nibbles[i] = memory.nibbles[i];
+    if (entry.num_bytes == 0) return;
+    u8* bytes = record + layout.bytes_at(entry.num_nibbles) + byte_at;
+#pragma unroll
+    for (int half = 0; half < kPairs / 2; ++half) {
+      for_each_escape(escapes[half], row + 32 * half, [&](const u32 exponent, u32) { *bytes++ = static_cast<u8>(exponent); });
+    }
+  }
+};
+
+// One warp encodes one tile: into the slot, into the part in host memory, or, across the width, into both.
+__device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
+  if (at.page == nullptr) return 0;
+  const u32 lane = threadIdx.x % kWarpSize;
+  const u32 tile_bytes = at.tile.num_bytes;
+  const int num_rows = rows_of_lane(tile_bytes, lane);
+  const u64 position = at.position + lane * 2 * kTagB;
+  u32* const mine = memory.exponents + lane * kLaneStride;
+  u8* const row = reinterpret_cast<u8*>(mine);
+  const RecordLayout layout(tile_bytes);
+  LaneCodes codes;
+  u32 stats, byte_at = 0;
+  __syncwarp();  // the tile before is out of shared memory
+  const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
+  Entry entry{0, 0, 0, 0, true};
+  if (at.tile.is_bf16) {
+    for (u32 i = lane; i < kMaxNibbles / 8; i += kWarpSize) memory.nibbles[i] = 0;
+    stats = __reduce_add_sync(kAllLanes, stats);
+    const u32 nonzero = stats >> 20;
+    entry.top = nonzero != 0 ? ((stats & 0xfffffu) / nonzero + 3) & 255u : 0;
+    const u32 nibble_at = sum_before(codes.encode(mine, entry.top, num_rows), lane, entry.num_nibbles);
+    __syncwarp();
+    if (entry.num_nibbles <= kMaxNibbles) {
+      const u32 num_bytes = codes.encode_nibbles(memory, row, entry.top, nibble_at);
+      if (__any_sync(kAllLanes, num_bytes != 0)) byte_at = sum_before(num_bytes, lane, entry.num_bytes);
+      entry.is_raw = entry.num_bytes > kMaxBytes || layout.size(entry) >= tile_bytes;
+      __syncwarp();
+    }
+  }
+  const u32 size = entry.is_raw ? tile_bytes : layout.size(entry);
+  if (lane == 0) entry.offset = atomicAdd(&p.num_used[at.segment], size / 16);
+  entry.offset = __shfl_sync(kAllLanes, entry.offset, 0);
+  const ChunkAt chunk(p, at.segment);
+  if (lane == 0) reinterpret_cast<u64*>(chunk.slot)[at.chunk_tile] = entry.packed();
+  const u32 begin = chunk.table_bytes + entry.offset * 16;
+  if (begin + size > p.part_room) return sum;  // the host sees it in used_out and drops the chunk
+  const auto write = [&](u8* const record) {
+    if (entry.is_raw) {
+      move_raw(at.page, record, num_rows, position);
+    } else {
+      codes.write(record, layout, entry, memory, row, byte_at);
+    }
+  };
+  if (begin < chunk.width) write(chunk.slot + begin);
+  if (begin + size > chunk.width) write(chunk.host + begin);
+  return sum;
+}
+
+// Spreads 16 pairs of bits over half-bytes: bit pair i of x to bits 4 i of the result. Only the low 16 bits of x are taken.
+__device__ __forceinline__ u32 spread(u32 x) {
+  x = (x | x << 8) & 0x00ff00ffu;
+  x = (x | x << 4) & 0x0f0f0f0fu;
+  return (x | x << 2) & 0x33333333u;
+}
+
+// One warp decodes one tile; a tile that is not wanted is decoded for its tag.
+__device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
+  const u32 lane = threadIdx.x % kWarpSize;
+  const u32 tile_bytes = at.tile.num_bytes;
+  const int num_rows = rows_of_lane(tile_bytes, lane);
+  u64 position = at.position + lane * 2 * kTagB;
+  const ChunkAt chunk(p, at.segment);
+  const RecordLayout layout(tile_bytes);
+  Entry entry{0, 0, 0, 0, true};
+  u32 begin = static_cast<u32>(at.block * p.block_bytes) + at.tile.payload_offset;  // of a raw part, whose payload starts it
+  if (!p.parts[at.segment].is_raw) {
+    entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
+    begin = chunk.table_bytes + entry.offset * 16;
+  }
+  const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
+  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr)) return 0;  // damaged: left out of the sum, the tag differs
+  const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
+  if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
+
+  uint4 low_bytes[kPairs];
+  u32 low_codes[kPairs], high_codes[kPairs / 2] = {0, 0}, escapes[kPairs / 2] = {0, 0};
+#pragma unroll
+  for (u32 pair = 0; pair < kPairs; ++pair) {
+    low_bytes[pair] = make_uint4(0, 0, 0, 0);
+    low_codes[pair] = 0;
+    if (pair < layout.num_pairs) {
+      low_bytes[pair] = __ldcs(reinterpret_cast<const uint4*>(record + pair * 512 + lane * 16));
+      low_codes[pair] = __ldcs(reinterpret_cast<const u32*>(record + layout.low_codes + pair * 128 + lane * 4));
+      if (pair % 2 == 0) high_codes[pair / 2] = __ldcs(reinterpret_cast<const u32*>(record + layout.high_codes + pair * 64 + lane * 4));
+    }
+  }
+  const u32 top = entry.top;
+  const u32 window0 = top | (top - 1 & 255u) << 8 | (top - 2 & 255u) << 16 | (top - 3) << 24;
+  const u32 window1 = (top - 4 & 255u) | (top - 5 & 255u) << 8 | (top - 6 & 255u) << 16;
+  u32* const mine = memory.exponents + lane * kLaneStride;
+  u8* const row = reinterpret_cast<u8*>(mine);
+  u32 num_escapes = 0, total;
+  __syncwarp();
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const u32 high = high_codes[pair / 2] >> (pair % 2) & kLowBits;
+    const u32 all_ones = low_codes[pair] & low_codes[pair] >> 1 & high;
+    escapes[pair / 2] |= all_ones << (pair % 2);
+    num_escapes += __popc(all_ones);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 codes = spread(low_codes[pair] >> (16 * half) & 0xffffu) | spread(high >> (16 * half) & 0xffffu) << 2;
+      mine[4 * pair + 2 * half] = __byte_perm(window0, window1, codes);
+      mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
+    }
+  }
+  // At most one word or byte behind those that the entry counts is read, which is still in the slot or the part.
+  const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
+  const u32 last_word = (entry.num_nibbles + 7) / 8;
+  u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;
+#pragma unroll
+  for (int half = 0; half < kPairs / 2; ++half) {
+    u32 with_byte = 0;
+    for_each_escape(escapes[half], row + 32 * half, [&](u8& exponent, const u32 bit) {
+      const u32 nibble = nibbles[min(nibble_at / 8, last_word)] >> (4 * (nibble_at % 8)) & 15u;
+      exponent = static_cast<u8>(exponent_of(nibble, top));
+      if (nibble == 15) with_byte |= 1u << bit;
+      ++nibble_at;
+    });
+    escapes[half] = with_byte;
+    num_bytes += __popc(with_byte);
+  }
+  if (__any_sync(kAllLanes, num_bytes != 0)) {
+    const u8* const bytes = record + layout.bytes_at(entry.num_nibbles);
+    u32 byte_at = sum_before(num_bytes, lane, total);
+#pragma unroll
+    for (int half = 0; half < kPairs / 2; ++half) {
+      for_each_escape(escapes[half], row + 32 * half, [&](u8& exponent, u32) { exponent = bytes[min(byte_at++, entry.num_bytes)]; });
+    }
+  }
+  u64 sum = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const u32 low = r % 2 == 0 ? low_bytes[r / 2].x : low_bytes[r / 2].z;
+    const u32 high = r % 2 == 0 ? low_bytes[r / 2].y : low_bytes[r / 2].w;
+    const u32 e0 = mine[2 * r], e1 = mine[2 * r + 1];
+    const uint4 words = make_uint4(
+        rotated_back(__byte_perm(low, e0, 0x5140)), rotated_back(__byte_perm(low, e0, 0x7362)),
+        rotated_back(__byte_perm(high, e1, 0x5140)), rotated_back(__byte_perm(high, e1, 0x7362)));
+    if (r < num_rows) {
+      if (at.page != nullptr) __stcs(reinterpret_cast<uint4*>(at.page + r * 512 + lane * 16), words);
+      sum += terms(words, position + r * 64 * kTagB);
+    }
+  }
+  return sum;
+}
+
+}  // namespace kvloft
+
+// 64 registers a thread: two CTAs fit on an SM.
+#define KVLOFT_KERNEL(NAME, FUNCTION)                                                                          \
+  extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                         \
+      NAME(const __grid_constant__ kvloft::PieceParams params) {                                               \
+    __shared__ kvloft::WarpMemory memory[kvloft::kCtaThreads / kvloft::kWarpSize];                             \
+    kvloft::WarpMemory& mine = memory[threadIdx.x / kvloft::kWarpSize];                                        \
+    kvloft::for_each_tile(params, [&](const kvloft::TileAt& at) { return kvloft::FUNCTION(params, at, mine); }); \
+  }
+
+KVLOFT_KERNEL(encode_chunks, encode_tile)
+KVLOFT_KERNEL(decode_chunks, decode_tile)

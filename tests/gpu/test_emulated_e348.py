@@ -1,0 +1,95 @@
+"""Encoded parts on the emulated GPU: widths, raw parts, pinning, parts without room. Needs no GPU."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import e348
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import test_gpu_e348 as on_gpu
+from emulated_gpu import EmulatedKernels, Gpu, emulated
+
+from kvloft.transfer.cuda import mover
+from kvloft.transfer.cuda.compile import KernelError
+from kvloft.transfer.layout import PagedLayout
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[Gpu]:
+    with emulated() as gpu:
+        yield gpu
+
+
+@pytest.fixture(autouse=True)
+def few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "ORACLE_TILES", 20)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.7, 1.0])
+@pytest.mark.parametrize("layout", ["pages_of_6k", "mixed", "pages_of_1k"])
+def test_any_width_comes_back(layout: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
+    on_gpu.check_round_trip(on_gpu.bf16(layout), "outliers", 3, ring=(2, 300 << 10))
+
+
+@pytest.mark.parametrize("sample", e348.SAMPLES)
+def test_any_content_comes_back(sample: str) -> None:
+    on_gpu.check_round_trip(on_gpu.bf16("pages_of_6k"), sample, 2)
+
+
+test_parts_saved_raw_are_loaded_with_encoded_ones = on_gpu.test_parts_saved_raw_are_loaded_with_encoded_ones
+test_an_encoded_part_is_a_miss_where_parts_are_raw = on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
+test_chunks_that_do_not_fit_their_parts_are_not_saved = on_gpu.test_chunks_that_do_not_fit_their_parts_are_not_saved
+test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
+test_frames_not_pinned_yet_are_loaded_and_not_saved_to = on_gpu.test_frames_not_pinned_yet_are_loaded_and_not_saved_to
+test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
+
+
+def kernels_of(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], *, device_encodes: bool, compiles: bool = True, **options: Any
+) -> list[bool]:
+    """Which of the layouts `prepare` encodes."""
+
+    def make(layout: PagedLayout, *_: object, encodes: bool = False) -> EmulatedKernels:
+        if encodes and not compiles:
+            raise KernelError("no such architecture")
+        return EmulatedKernels(layout, encodes=encodes)
+
+    made: list[Any] = []
+    monkeypatch.setattr(mover, "Kernels", make)
+    monkeypatch.setattr(mover, "CudaMover", lambda kinds, *_, **__: made.extend(kinds))
+    monkeypatch.setattr(mover, "_device_encodes", lambda _: device_encodes)
+    monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
+    layouts = [on_gpu.bf16(name).layout() for name in names]
+    window: Any = SimpleNamespace(memory=None)
+    mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(window)
+    return [kernels.encodes for _, kernels in made]
+
+
+def test_parts_are_encoded_where_settings_device_and_pages_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["pages_of_64k", "mixed", "pages_of_2m"]
+    chosen = [
+        kernels_of(monkeypatch, names, device_encodes=device, encodes=encodes, staging_bytes=size)
+        for device, encodes, size in (
+            (True, True, 80 << 20),
+            (False, True, 80 << 20),
+            (True, False, 80 << 20),
+            (True, True, 2 << 20),
+        )
+    ]
+    assert chosen == [[True] * 3, [False] * 3, [False] * 3, [True, True, False]]
+
+
+def test_parts_are_raw_where_the_kernels_that_encode_do_not_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvloft"):
+        found = kernels_of(monkeypatch, ["pages_of_4k"], device_encodes=True, compiles=False, encodes=True, staging_bytes=80 << 20)
+    assert found == [False]
+    assert "KV is not compressed: the kernels for it failed to compile or load (no such architecture)" in caplog.text

@@ -1,0 +1,322 @@
+"""Encoded parts on a GPU: bits, tags and records against the numpy oracle, any content, page size, width, damage."""
+
+import os
+import random
+from collections.abc import Sequence
+
+import e348
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.gpu
+
+from gpu_support import (
+    Frames,
+    Paged,
+    block_outermost,
+    copies_of,
+    load,
+    make_mover,
+    mixed,
+    one_buffer,
+    part_bytes_for,
+    per_layer,
+    save,
+)  # fmt: skip
+from kernels_oracle import chunk_tag
+from test_gpu_mover import NothingPinned, check_load, random_chunks
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId
+from kvloft.transfer.cuda.trailers import trailers_of
+
+NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
+ORACLE_TILES = 300
+"""Tiles of a test whose records are compared."""
+LAYOUTS = {
+    "pages_of_4k": lambda: per_layer(5, 29, 4096),
+    "pages_of_6k": lambda: one_buffer(3, 31, 6 << 10),
+    "pages_of_18k": lambda: one_buffer(3, 23, 18 << 10),
+    "pages_of_64k": lambda: block_outermost(3, 17, 64 << 10),
+    "pages_of_2m": lambda: block_outermost(1, 7, 2 << 20),
+    "pages_of_1k": lambda: per_layer(3, 29, 1024, gap=16),
+    "pages_of_odd_rows": lambda: per_layer(3, 29, 4096 + 1552),
+    "mixed": lambda: some_bf16(mixed(23, [18432, 8448, 2048, 528]), [True, False, True, False]),
+}
+
+
+def some_bf16(paged: Paged, are_bf16: Sequence[bool]) -> Paged:
+    paged.are_bf16 = are_bf16
+    return paged
+
+
+def bf16(name: str) -> Paged:
+    """All planes are, unless the layout says otherwise."""
+    paged = LAYOUTS[name]()
+    return paged if paged.are_bf16 else some_bf16(paged, [True] * len(paged.planes))
+
+
+def fill(paged: Paged, sample: str, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    for buffer in paged.buffers:
+        words = e348.SAMPLES[sample](rng, len(buffer) // 2)
+        buffer.copy_(torch.from_numpy(words.view(np.uint8).copy()))
+
+
+def tiles_of(paged: Paged, num_blocks: int) -> e348.Tiles:
+    return e348.tiles_of([plane[3] for plane in paged.planes], num_blocks, paged.are_bf16)
+
+
+def encoded_frames(paged: Paged, num_frames: int, num_blocks: int, **ranks: int) -> Frames:
+    return Frames(num_frames, part_bytes_for(paged.block_bytes * num_blocks + 8 * len(tiles_of(paged, num_blocks)) + 16), **ranks)
+
+
+def check_part(part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int) -> None:
+    """Its records are the oracle's, without gaps or overlaps, and decode to ``payload``."""
+    table_bytes = -(-8 * len(tiles) // 16) * 16
+    entries = part[: 8 * len(tiles)].view("<u8").tolist()
+    at, spans = 0, []
+    for i, (entry, (num_bytes, is_bf16)) in enumerate(zip(entries, tiles, strict=True)):
+        offset, size = entry & 0xFFFFFF, e348.record_bytes(entry, num_bytes)
+        spans.append((offset * 16, size))
+        if i < num_tiles:
+            want = e348.encode_tile(payload[at : at + num_bytes], is_bf16=is_bf16)
+            assert entry == want.entry(offset), (i, hex(entry), hex(want.entry(offset)))
+            record = part[table_bytes + 16 * offset :][:size].tobytes()
+            assert record[: len(record) - 15] == want.record[: len(record) - 15], i  # padding may be anything
+            assert e348.decode_tile(entry, record, num_bytes) == payload[at : at + num_bytes]
+        at += num_bytes
+    end = 0
+    for begin, size in sorted(spans):
+        assert begin == end
+        end += size
+    assert encoded_bytes == table_bytes + end
+
+
+def check_round_trip(paged: Paged, sample: str, blocks_per_chunk: int, *, seed: int = 0, **route) -> float:
+    """Bytes of the encoded parts, as a share of the payload."""
+    num_frames = paged.num_blocks + 3
+    frames = encoded_frames(paged, num_frames, blocks_per_chunk)
+    mover = make_mover(paged, frames, blocks_per_chunk, encodes=True, **route)
+    fill(paged, sample, seed)
+    before = paged.snapshot()
+    places, chunks = random_chunks(paged, blocks_per_chunk, num_frames, seed)
+    copies = copies_of(places, chunks)
+    done = save(mover, copies)
+    assert sorted(done.saved) == [copy.ticket for copy in copies] and not done.failed
+    trailers, page_bytes = trailers_of(frames.memory), [plane[3] for plane in paged.planes]
+    budget, stored, raw = ORACLE_TILES, 0, 0
+    for frame, blocks in zip(places, chunks, strict=True):
+        payload, tiles = paged.payload(blocks).cpu().numpy(), tiles_of(paged, len(blocks))
+        assert int(trailers[frame]["tag"]) == chunk_tag(payload, page_bytes, len(blocks))
+        assert int(trailers[frame]["encoding"]) == 1
+        check_part(frames.parts[frame], payload.tobytes(), tiles, int(trailers[frame]["encoded_bytes"]), budget)
+        budget = max(0, budget - len(tiles))
+        stored, raw = stored + int(trailers[frame]["encoded_bytes"]), raw + len(payload)
+    for frame in set(range(num_frames)) - set(places):
+        assert (frames.raw[frame] == 0xA5).all(), "a frame that was not asked for was written"
+    for now, then in zip(paged.buffers, before, strict=True):
+        assert torch.equal(now, then), "a save changed its source"
+    check_load(paged, mover, copies, before, seed)
+    mover.close()
+    return stored / raw
+
+
+@pytest.mark.parametrize("sample", e348.SAMPLES)
+def test_any_content_comes_back(sample: str) -> None:
+    check_round_trip(bf16("pages_of_18k"), sample, 2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.7, 1.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_page_size_and_width_comes_back(layout: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With width 0.6, a part of each chunk is written and read in host memory."""
+    monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
+    for sample in ("gaussian", "random words"):
+        check_round_trip(bf16(layout), sample, 1 if layout == "pages_of_2m" else 3, ring=(2, 9 << 20), num_ctas=20)
+
+
+@pytest.mark.parametrize(
+    ("sample", "most"), [("gaussian", 0.70), ("5 % zeros", 0.72), ("half zeros", 0.83), ("zeros", 0.69), ("random words", 1.003)]
+)
+def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
+    assert check_round_trip(bf16("pages_of_64k"), sample, 1) <= most
+
+
+def test_a_part_is_loaded_whatever_width_it_was_saved_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = bf16("pages_of_64k")
+    frames = encoded_frames(paged, 20, 1)
+    copies = copies_of(range(16), [[block] for block in range(16)])
+    fill(paged, "outliers")
+    before = paged.snapshot()
+    monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
+    mover = make_mover(paged, frames, 1, encodes=True)
+    save(mover, copies)
+    mover.close()
+    monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.9)
+    mover = make_mover(paged, frames, 1, encodes=True)
+    check_load(paged, mover, copies, before, seed=1)
+    mover.close()
+
+
+def test_parts_saved_raw_are_loaded_with_encoded_ones() -> None:
+    paged = bf16("pages_of_18k")
+    frames = encoded_frames(paged, 20, 3)
+    copies = copies_of(range(7), [[block, block + 7, block + 14][: 1 + block % 3] for block in range(7)])
+    fill(paged, "gaussian")
+    before = paged.snapshot()
+    for part, encodes in ((copies[::2], False), (copies[1::2], True)):
+        mover = make_mover(paged, frames, 3, encodes=encodes)
+        assert len(save(mover, part).saved) == len(part)
+        mover.close()
+    mover = make_mover(paged, frames, 3, encodes=True)
+    check_load(paged, mover, copies, before, seed=1)
+    mover.close()
+
+
+def test_an_encoded_part_is_a_miss_where_parts_are_raw() -> None:
+    paged = bf16("pages_of_4k")
+    frames = encoded_frames(paged, 10, 1)
+    copies = copies_of(range(6), [[block] for block in range(6)])
+    fill(paged, "gaussian")
+    mover = make_mover(paged, frames, 1, encodes=True)
+    save(mover, copies)
+    mover.close()
+    mover = make_mover(paged, frames, 1)
+    done = load(mover, copies)
+    assert {problem for _, problem in done.loads[0].bad_keys} == {"shape"} and done.bad_blocks == set(range(6))
+    mover.close()
+
+
+def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
+    """Parts are smaller than a payload, and noise does not shrink. What is behind a part stays as it was."""
+    paged = bf16("pages_of_4k")
+    frames = Frames(12, part_bytes_for(paged.block_bytes * 3) - 4096, 0, 2)
+    copies = copies_of(range(9), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(9)])
+    fill(paged, "gaussian")
+    for buffer in paged.buffers:
+        pages = buffer.view(paged.num_blocks, -1)
+        for copy in copies[::3]:
+            pages[list(copy.blocks)] = torch.randint(0, 256, (3, 4096), dtype=torch.uint8, device=buffer.device)
+    mover = make_mover(paged, frames, 3, encodes=True)
+    done = save(mover, copies)
+    assert done.failed == [copy.ticket for copy in copies[::3]]
+    assert done.saved == [copy.ticket for copy in copies if copy not in copies[::3]]
+    assert (frames.raw[:, 1] == 0xA5).all()
+    done = load(mover, copies)
+    assert done.loads[0].bad_keys == tuple((copy.key, "unsealed") for copy in copies[::3])
+    mover.close()
+
+
+def test_partial_loads_write_only_what_they_want() -> None:
+    paged = bf16("pages_of_6k")
+    frames = encoded_frames(paged, 6, 7)
+    mover = make_mover(paged, frames, 7, encodes=True)
+    fill(paged, "outliers")
+    saved = paged.snapshot()
+    copies = copies_of([4, 1, 2, 5], [list(range(7 * i, 7 * i + 7)) for i in range(4)])
+    save(mover, copies)
+    paged.poison()
+    want = paged.snapshot()
+    part = []
+    for (first, count), copy, target in zip([(0, 7), (2, 5), (1, 3), (6, 1)], copies, [20, 14, 10, 0], strict=True):
+        ids = tuple(BlockId(target + i) for i in range(count))
+        part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
+        paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
+    assert not load(mover, part).bad_blocks
+    for now, then in zip(paged.buffers, want, strict=True):
+        assert torch.equal(now, then)
+    mover.close()
+
+
+def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel may touch them: their parts are copied whole."""
+    monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
+    paged = bf16("pages_of_18k")
+    frames = encoded_frames(paged, 20, 1)
+    fill(paged, "outliers")
+    before = paged.snapshot()
+    copies = copies_of(random.Random(4).sample(range(20), 15), [[block] for block in range(15)])
+    mover = make_mover(paged, frames, 1, encodes=True)
+    save(mover, copies)
+    mover.close()
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
+    mover = make_mover(paged, frames, 1, encodes=True)
+    check_load(paged, mover, copies, before, seed=5)
+    held = frames.raw.copy()
+    fill(paged, "gaussian")
+    done = save(mover, copies)
+    assert sorted(done.failed) == sorted(copy.ticket for copy in copies) and not done.saved
+    assert np.array_equal(frames.raw, held)
+    frames.parts[:, :800] = 0xFF  # tables that point behind everything
+    assert len(load(mover, copies).loads[0].bad_keys) == 15
+    mover.close()
+
+
+def test_ranks_stay_in_their_part() -> None:
+    paged = bf16("pages_of_18k")
+    frames = encoded_frames(paged, 12, 1, rank=1, num_ranks=3)
+    fill(paged, "random words")
+    mover = make_mover(paged, frames, 1, encodes=True)
+    copies = copies_of([3, 4, 5, 6, 9], [[5], [2], [15], [0], [7]])
+    assert len(save(mover, copies).saved) == 5
+    assert (np.delete(frames.raw, 1, axis=1) == 0xA5).all()
+    assert not load(mover, copies).bad_blocks
+    mover.close()
+
+
+def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) -> None:
+    """Change what is stored, above all the table."""
+    kind = rng.choice(("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate"))
+    at = rng.randrange(size)
+    if kind == "bit":
+        part[at] ^= 1 << rng.randrange(8)
+    elif kind == "entry bit":
+        part[rng.randrange(table_bytes)] ^= 1 << rng.randrange(8)
+    elif kind == "entry":
+        entry = rng.randrange(table_bytes // 8) * 8
+        part[entry : entry + 8] = np.frombuffer(rng.randbytes(8), np.uint8)
+    elif kind == "swap":
+        one, two = (rng.randrange(table_bytes // 8) * 8 for _ in range(2))
+        first = part[one : one + 8].copy()
+        part[one : one + 8] = part[two : two + 8]
+        part[two : two + 8] = first
+    else:
+        end = min(size, at + rng.choice([16, 256, 4096]))
+        noise = np.frombuffer(rng.randbytes(end - at), np.uint8)
+        part[at : size if kind == "truncate" else end] = {"noise": noise, "zero": 0, "ones": 0xFF, "truncate": 0x5A}[kind]
+
+
+@pytest.mark.parametrize("layout", ["pages_of_6k", "mixed"])
+def test_damage_is_a_miss_or_has_no_effect(layout: str) -> None:
+    """Never a fault, never a wrong byte under a matching tag."""
+    num_chunks = 50
+    paged = bf16(layout)
+    paged = some_bf16(mixed(2 * num_chunks, [plane[3] for plane in paged.planes]), paged.are_bf16)
+    frames = encoded_frames(paged, num_chunks, 1)
+    mover = make_mover(paged, frames, 1, encodes=True)
+    fill(paged, "every exponent")
+    saved = [buffer.view(2 * num_chunks, -1)[:num_chunks].clone() for buffer in paged.buffers]
+    save(mover, copies_of(range(num_chunks), [[block] for block in range(num_chunks)]))
+    sizes = trailers_of(frames.memory)["encoded_bytes"].tolist()
+    good, table_bytes = frames.raw.copy(), 8 * len(tiles_of(paged, 1))
+    copies = copies_of(range(num_chunks), [[num_chunks + block] for block in range(num_chunks)])
+    assert not load(mover, copies).bad_blocks
+    rng, injected, missed = random.Random(7), 0, 0
+    while injected < NUM_FAULTS // 2:
+        frames.raw[:] = good
+        hurt = [i for i in range(num_chunks) if rng.random() < 0.97]
+        for i in hurt:
+            damage(frames.parts[i], sizes[i], table_bytes, rng)
+        done = load(mover, copies)
+        bad = {int(block) - num_chunks for block in done.bad_blocks}
+        assert bad <= set(hurt)
+        fine = [i for i in range(num_chunks) if i not in bad]
+        for buffer, then in zip(paged.buffers, saved, strict=True):
+            assert torch.equal(buffer.view(2 * num_chunks, -1)[num_chunks:][fine], then[fine])
+        injected += len(hurt)
+        missed += len(bad)
+    assert missed > 0.5 * injected
+    print(f"{layout}: {injected} damaged parts, {missed} misses, the others decoded to the same bytes")
+    mover.close()
