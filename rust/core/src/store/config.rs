@@ -123,8 +123,7 @@ impl StoreConfig {
         match u32::try_from(host_bytes / frame_bytes) {
             Ok(num_frames) if num_frames < u32::MAX => Ok(num_frames),
             _ => fail(format!(
-                "{host_size} = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower it, or make chunks longer \
-                 (chunk_tokens)",
+                "{host_size} = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower it",
                 size_text(host_bytes)
             )),
         }
