@@ -54,9 +54,9 @@ pub(crate) enum Filler {
 /// As a time: it does not come.
 pub(crate) const NEVER: u32 = u32::MAX;
 
-/// Whose chunk it is: see `store/owners.rs`. The default has no salt.
+/// Whose chunk it is: see `store/tenants/table.rs`. The default has no salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(crate) struct OwnerId(pub(crate) u32);
+pub(crate) struct TenantId(pub(crate) u32);
 
 /// Whether a chunk should get to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,7 +78,7 @@ pub(crate) struct Entry {
     pub(crate) key: ChunkKey,
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
-    pub(crate) owner: OwnerId,
+    pub(crate) tenant: TenantId,
     /// Chunks before it; its unit in the prefix. 0 for a chunk that depends on no other one.
     pub(crate) depth: u32,
     /// Its place and those of all above it are known to be right.
@@ -94,7 +94,7 @@ pub(crate) struct Entry {
     /// It is forgotten, and with it all below it.
     pub(crate) detached: bool,
     /// It will be forgotten, with all below it; no key leads here any more.
-    pub(crate) doomed: bool,
+    pub(crate) removing: bool,
     pub(crate) host: Presence<FrameId>,
     pub(crate) disk: Presence<SlotId>,
     pub(crate) filler: Filler,
@@ -114,7 +114,7 @@ pub(crate) struct Entry {
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
     /// It is the end of a prefix that was used again, or kept beside it: policies that hear of it later are told so.
-    pub(crate) goes_on: bool,
+    pub(crate) reused: bool,
 }
 
 impl Entry {
@@ -139,7 +139,7 @@ impl Entry {
 
     /// On its way to host, as far as anybody knows.
     pub(crate) fn is_coming(&self) -> bool {
-        matches!(self.host, Presence::Coming(_)) && self.filler != Filler::Failed && !self.detached && !self.doomed
+        matches!(self.host, Presence::Coming(_)) && self.filler != Filler::Failed && !self.detached && !self.removing
     }
 
     /// A disk thread or a worker has its frame.

@@ -9,7 +9,7 @@ mod table;
 
 use std::ops;
 
-pub(crate) use entry::{Entry, Filler, NEVER, OwnerId, Presence, Wish};
+pub(crate) use entry::{Entry, Filler, NEVER, Presence, TenantId, Wish};
 use table::Table;
 
 use crate::evict::ChunkId;

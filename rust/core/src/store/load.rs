@@ -2,12 +2,12 @@
 
 use std::iter::Sum;
 
-use super::lookup::Prefix;
-use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
+use crate::store::lookup::Prefix;
+use crate::store::state::State;
 
 /// Where a chunk was when its lease was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,8 +117,8 @@ impl State {
             }
             self.enter_host(id, Filler::Read);
             self.sync_disk(id);
-            self.disk.num_queued += 1;
-            self.disk.reads.push(&self.index, id, self.disk.num_queued, Entry::is_queued);
+            self.disk.num_queued_reads += 1;
+            self.disk.read_queue.push(&self.index, id, self.disk.num_queued_reads, Entry::is_queued);
         }
         self.hold(id);
         true
@@ -140,7 +140,7 @@ impl State {
         let answers = self.disk.answers(self.now);
         let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].is_read());
         if !held.loads.get(held.ready).is_some_and(comes) {
-            self.let_go(held, held.ready);
+            self.release_loads(held, held.ready);
         }
         let ready_units = held.ready_end().map_or(0, |id| self.index[id].depth + 1);
         let last_unit = held.loads.last().map_or(ready_units, |&id| self.index[id].depth + 1);
@@ -162,7 +162,7 @@ impl State {
     }
 
     /// Gives up the loads from the `keep`th on, deepest first: reads that have not begun end with their last lease.
-    fn let_go(&mut self, held: &mut Held, keep: usize) {
+    fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
             self.unhold(id);
@@ -173,7 +173,7 @@ impl State {
 
     /// Ends a lease. Reads under way go on: what they bring is found by others.
     pub(crate) fn release(&mut self, mut held: Held) {
-        self.let_go(&mut held, 0);
+        self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();
         self.stats.read_leases -= 1;
         if let Some(end) = held.host_end {

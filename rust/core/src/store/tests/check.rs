@@ -19,7 +19,7 @@ impl Store {
     /// Counts everything again and compares; for tests. The error is the first contradiction.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
-        check(&*self.inner.books().ok_or_else(|| "the store failed".to_owned())?)
+        check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
     }
 }
 
@@ -33,7 +33,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
         if entry.detached {
             check_detached(entry)?;
         } else {
-            let is_mapped = !entry.doomed && !is_old(id);
+            let is_mapped = !entry.removing && !is_old(id);
             check_attached(state, id, entry, is_mapped)?;
             attached += usize::from(is_mapped);
         }
@@ -42,9 +42,9 @@ pub(super) fn check(state: &State) -> Result<(), String> {
             *(if entry.host.is_here() { &mut visible } else { &mut reserved }) += 1;
         }
     }
-    ensure!(state.owners.check(state.index.iter().map(|(_, entry)| (entry.owner, entry))), "{:?}", state.owners);
+    ensure!(state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry))), "{:?}", state.tenants);
     let gauges = state.stats();
-    ensure!(state.check_ages(), "{:?}", state.ages);
+    ensure!(state.check_expiry(), "{:?}", state.expiries);
     ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
     ensure!(
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),
@@ -59,9 +59,13 @@ fn check_disk(state: &State) -> Result<(), String> {
     let count = |holds: &dyn Fn(&Entry) -> bool| state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64;
     let counts = [
         ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.place().is_some())),
-        ("forgotten ones there", disk.num_lingering, count(&|entry| entry.disk.place().is_some() && entry.detached)),
-        ("chunks to write", disk.num_dirty, count(&|entry| entry.wish != Wish::None)),
-        ("chunks to read", disk.num_queued, count(&Entry::is_queued)),
+        (
+            "forgotten ones there",
+            disk.num_detached_slots,
+            count(&|entry| entry.disk.place().is_some() && entry.detached),
+        ),
+        ("chunks to write", disk.num_unwritten, count(&|entry| entry.wish != Wish::None)),
+        ("chunks to read", disk.num_queued_reads, count(&Entry::is_queued)),
         ("writes", disk.writing.into(), count(&|entry| entry.wish == Wish::Writing)),
     ];
     for (what, said, counted) in counts {
@@ -69,7 +73,7 @@ fn check_disk(state: &State) -> Result<(), String> {
     }
     let mut slots = HashSet::new();
     let here = state.index.iter().filter_map(|(_, entry)| entry.disk.place());
-    for slot in here.chain(disk.trash.iter().chain(&disk.stuck).copied()) {
+    for slot in here.chain(disk.to_free.iter().chain(&disk.unfreed).copied()) {
         ensure!(slots.insert(slot), "{slot:?} is held twice");
     }
     Ok(())
@@ -98,12 +102,15 @@ fn check_detached(entry: &Entry) -> Result<(), String> {
 
 fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) -> Result<(), String> {
     ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
-    ensure!(is_mapped || state.is_forgetting(), "{entry:?} is never forgotten");
+    ensure!(is_mapped || state.is_removing(), "{entry:?} is never forgotten");
     let may_go = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.place().map(|_| may_go);
-    ensure!(entry.host_evictable == known, "the host policy was not told about {entry:?}");
+    ensure!(entry.host_evictable == known, "the host policy was not last_event about {entry:?}");
     let may_go = entry.disk.is_here() && entry.disk_children == 0 && !entry.is_read();
-    ensure!(entry.disk_evictable == entry.disk.place().map(|_| may_go), "the disk policy was not told about {entry:?}");
+    ensure!(
+        entry.disk_evictable == entry.disk.place().map(|_| may_go),
+        "the disk policy was not last_event about {entry:?}"
+    );
     ensure!(!entry.host.is_absent() || !entry.disk.is_absent(), "{entry:?} is nowhere");
     let failed = entry.filler == Filler::Failed;
     ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");

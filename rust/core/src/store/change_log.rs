@@ -1,4 +1,4 @@
-//! The last keys of chunks that came to a tier or left one, and how their places are told. Data only; `changes` asks.
+//! The last keys of chunks that came to a tier or left one, and how their places are told. Data only; `listener` reads it.
 
 use std::collections::VecDeque;
 
@@ -48,20 +48,20 @@ impl Changes {
 
 /// The last keys of chunks that came or went. They are counted, so that a listener's place is a number.
 #[derive(Debug, Default)]
-pub(crate) struct Watch {
-    pub(super) keys: VecDeque<ChunkKey>,
-    pub(super) capacity: usize,
+pub(crate) struct ChangeLog {
+    pub(crate) keys: VecDeque<ChunkKey>,
+    pub(crate) capacity: usize,
     /// Number of the first of `keys`.
-    pub(super) first: u64,
-    pub(super) num_listeners: usize,
+    pub(crate) first: u64,
+    pub(crate) num_listeners: usize,
 }
 
-impl Watch {
-    pub(super) fn end(&self) -> u64 {
+impl ChangeLog {
+    pub(crate) fn end(&self) -> u64 {
         self.first + self.keys.len() as u64
     }
 
-    pub(super) fn push(&mut self, key: ChunkKey) {
+    pub(crate) fn push(&mut self, key: ChunkKey) {
         if self.keys.len() == self.capacity {
             self.keys.pop_front();
             self.first += 1;
@@ -70,14 +70,14 @@ impl Watch {
     }
 
     /// Whoever listens lacks some from now on.
-    pub(super) fn lose(&mut self) {
+    pub(crate) fn lose(&mut self) {
         self.first = self.end() + 1;
         self.keys.clear();
     }
 
     /// Up to `limit` keys from the place `next` on, which moves behind them; and whether some before were dropped. Then the others
     /// are left out too: all are asked for again once it is told.
-    pub(super) fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
+    pub(crate) fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
         let lost = *next < self.first;
         let from = if lost { self.keys.len() } else { usize::try_from(*next - self.first).unwrap_or(usize::MAX) };
         let until = from.saturating_add(limit).min(self.keys.len());

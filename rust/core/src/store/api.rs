@@ -4,15 +4,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::books::Clearing;
-use super::config::ArenaInfo;
-use super::lease::{ReadLease, WriteLease};
-use super::lookup::{Anchors, Prefix};
-use super::open::Store;
-use super::save::{Got, ToSave};
-use super::state::State;
 use crate::Result;
 use crate::key::ChunkKey;
+use crate::store::config::ArenaInfo;
+use crate::store::disk::work::Clearing;
+use crate::store::lease::{ReadLease, WriteLease};
+use crate::store::lookup::{Anchors, Prefix};
+use crate::store::open::Store;
+use crate::store::save::{Got, ToSave};
+use crate::store::state::State;
 
 /// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,7 +49,7 @@ impl Store {
     /// The same of many, at one moment.
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
-        let found: Option<Vec<_>> = self.inner.with_open_books(find);
+        let found: Option<Vec<_>> = self.inner.with_open_state(find);
         let of = |(host_units, stored_units)| Lookup { host_units, stored_units };
         found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
     }
@@ -57,7 +57,7 @@ impl Store {
     /// How many of a prefix's `anchors` are stored and known. An anchor is a number of units and the key of their prefix; they
     /// come in order. Behind a known one a prefix needs no other keys (see [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
-        self.inner.with_open_books(|state| state.anchors(anchors)).unwrap_or_default()
+        self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
@@ -69,7 +69,7 @@ impl Store {
     /// The same for many prefixes, as one lease; it counts the units of all of them.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
-        ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_books(hold))
+        ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
     }
 
     /// Reserves frames for the chunks of `units` that are neither in host memory nor being filled.
@@ -83,7 +83,7 @@ impl Store {
     /// As [`Self::reserve`] for many: the leases of all, one prefix's after the other's, and how many are whose. With a `limit`,
     /// saves take frames below it only from now on. Nothing is reserved if one prefix is shorter than its units.
     pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
-        let reserved = self.inner.with_open_books(|state| {
+        let reserved = self.inner.with_open_state(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
@@ -105,13 +105,13 @@ impl Store {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
         ids.extend(leases.filter(|lease| lease.is_of(&self.inner)).map(WriteLease::disarm));
-        self.inner.with_books(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
+        self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
     /// Forgets chunks and all that hangs on them, in every tier. Pinned ones cannot be found any more and are freed with
     /// their last pin. Returns how many are forgotten already; what hangs on a large one is forgotten piece by piece.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
-        self.inner.with_books(|state| state.discard(keys)).unwrap_or(0)
+        self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
 
     /// Forgets everything in every tier. Pinned and reserved frames are freed when their owners end.
@@ -119,38 +119,38 @@ impl Store {
     /// Nothing is found from the moment it is called. It waits some seconds at most for the disk, so that nothing comes back
     /// after a restart either; a disk that does not answer is cleared later, and an event says so.
     pub fn clear(&self) {
-        self.inner.with_books(State::clear);
+        self.inner.with_state(State::clear);
         let cleared = |state: &State| {
             let is_cleared = state.disk.clearing == Clearing::No;
-            (is_cleared || !state.disk.is_hopeless(state.now)).then_some(is_cleared)
+            (is_cleared || !state.disk.cannot_settle_by(state.now)).then_some(is_cleared)
         };
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
-            self.inner.with_books(|state| {
-                state.tell("the disk tier is not cleared yet; until it is, a restart finds its chunks".to_owned());
+            self.inner.with_state(|state| {
+                state.log("the disk tier is not cleared yet; until it is, a restart finds its chunks".to_owned());
             });
         }
     }
 
     /// Whether a clear has not reached the disk yet.
     pub fn is_clearing(&self) -> bool {
-        self.inner.with_books(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
+        self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
     /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
     pub fn limit_frames(&self, num_frames: u32) {
-        self.inner.with_books(|state| state.host.limit(num_frames));
+        self.inner.with_state(|state| state.host.limit(num_frames));
     }
 
     /// What a person should see in the log since the last call, oldest first: each once, and not many.
     pub fn take_events(&self) -> Vec<String> {
-        let mut events = self.inner.with_books(|state| std::mem::take(&mut state.events)).unwrap_or_default();
+        let mut events = self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
         events.extend(self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default());
         events
     }
 
     /// Counters and gauges by name; all 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
-        self.inner.books().map(|state| state.stats()).unwrap_or_default().named()
+        self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
 
     /// What the store's thread does each second, now; for tests.

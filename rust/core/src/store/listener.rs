@@ -7,11 +7,11 @@
 
 use std::sync::{Arc, PoisonError};
 
-use super::inner::Inner;
-use super::open::Store;
-use super::state::State;
-use super::watch::{Changes, Tiers};
 use crate::key::ChunkKey;
+use crate::store::change_log::{Changes, Tiers};
+use crate::store::locked::Locked;
+use crate::store::open::Store;
+use crate::store::state::State;
 use crate::sync::Mutex;
 
 impl State {
@@ -57,7 +57,7 @@ impl State {
 #[derive(Debug)]
 #[must_use = "dropping a listener ends it"]
 pub struct Listener {
-    store: Arc<Inner>,
+    store: Arc<Locked>,
     next: Mutex<u64>,
 }
 
@@ -65,14 +65,14 @@ impl Listener {
     /// Where the chunks `asked` for are now, and up to `limit` of those that came or went since this listener was last told.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let told = self.store.with_books(|state| state.changes(asked, &mut next, limit));
-        told.unwrap_or_else(|| Changes::of_none(asked))
+        let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
+        last_event.unwrap_or_else(|| Changes::of_none(asked))
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.store.with_books(State::stop_listening);
+        self.store.with_state(State::stop_listening);
     }
 }
 
@@ -80,7 +80,7 @@ impl Store {
     /// Notes from now on which chunks come and go; what is here already is for the listener to ask. At least the last `capacity` keys
     /// wait for it, some 32 bytes each: as many as the most that any listener asks for.
     pub fn watch(&self, capacity: usize) -> Listener {
-        let next = self.inner.with_books(|state| state.listen(capacity)).unwrap_or_default();
+        let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }
     }
 }

@@ -1,12 +1,12 @@
 //! Children that came to host memory before their parent was visible. A prompt is saved chunk by chunk, so nearly every parent has
-//! one that waits for it: the first costs no memory of its own. Data only; `filling` says who still waits.
+//! one that waits for it: the first costs no memory of its own. Data only; `fill` says who still waits.
 
 use rustc_hash::FxHashMap;
 
 use crate::evict::ChunkId;
 
 #[derive(Debug, Default)]
-pub(super) struct Waiters {
+pub(crate) struct Waiters {
     /// By parent.
     first: FxHashMap<ChunkId, ChunkId>,
     /// Those behind the first, in order.
@@ -15,14 +15,14 @@ pub(super) struct Waiters {
 
 impl Waiters {
     /// `child` waits for `parent`, behind those that do already. It may do so twice.
-    pub(super) fn push(&mut self, parent: ChunkId, child: ChunkId) {
+    pub(crate) fn push(&mut self, parent: ChunkId, child: ChunkId) {
         if *self.first.entry(parent).or_insert(child) != child {
             self.others.entry(parent).or_default().push(child);
         }
     }
 
     /// Nothing waits for `parent` any more; returns what did.
-    pub(super) fn take(&mut self, parent: ChunkId) -> impl Iterator<Item = ChunkId> + use<> {
+    pub(crate) fn take(&mut self, parent: ChunkId) -> impl Iterator<Item = ChunkId> + use<> {
         let first = self.first.remove(&parent);
         let others = if self.others.is_empty() { None } else { self.others.remove(&parent) };
         first.into_iter().chain(others.into_iter().flatten())

@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 
-use super::config::StoreConfig;
-use super::open::Store;
-use super::opening::Opener;
-use super::state::{Drain, Drains, Next, State, Step};
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::pool::{Pool, SlabId};
+use crate::store::config::StoreConfig;
+use crate::store::disk::opener::Opener;
+use crate::store::host::drains::{Drain, Drains, Next, Step};
+use crate::store::open::Store;
+use crate::store::state::State;
 
 /// Chunks looked at by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -49,24 +50,24 @@ impl Store {
 
     /// Whether the store has a share of its pool. One without keeps what it has until others want it.
     pub fn set_active(&self, is_active: bool) {
-        self.inner.with_books(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
+        self.inner.with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
     }
 
     /// Slabs of its pool that the store has, and how many of them are more than its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let of = |state: &mut State| state.host.grid().map(|grid| grid.member().num_slabs());
-        self.inner.with_books(of).flatten().unwrap_or_default()
+        self.inner.with_state(of).flatten().unwrap_or_default()
     }
 
     /// Gives up some of what this store has beyond its share, if another one below its own wants it. Never waits; each call does
     /// a little.
     pub fn give_way(&self) -> Way {
-        self.inner.with_books(State::give_way).unwrap_or(Way::Unasked)
+        self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
     }
 }
 
 impl State {
-    pub(super) fn give_way(&mut self) -> Way {
+    pub(crate) fn give_way(&mut self) -> Way {
         self.host.collect();
         let asked = self.host.grid().and_then(|grid| grid.member().asked());
         let mut drains = std::mem::take(&mut self.drains);

@@ -48,52 +48,52 @@ impl TenantLimits {
     }
 
     /// Whether there is a limit at all.
-    pub(super) fn is_set(&self) -> bool {
+    pub(crate) fn is_set(&self) -> bool {
         self.all().any(|limits| *limits != Limits::default())
     }
 }
 
 /// A row of the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub(super) struct Class(u32);
+pub(crate) struct Class(u32);
 
 /// What has no salt.
-pub(super) const UNSALTED: Class = Class(0);
+pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
 /// The limits of a class in frames; the largest number where there is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Ceiling {
-    pub(super) host: u32,
-    pub(super) disk: u32,
-    pub(super) ttl_s: u32,
+pub(crate) struct Ceiling {
+    pub(crate) host: u32,
+    pub(crate) disk: u32,
+    pub(crate) ttl_s: u32,
 }
 
 impl Ceiling {
-    pub(super) const NONE: u32 = u32::MAX;
+    pub(crate) const NONE: u32 = u32::MAX;
 }
 
 /// What percentages are of, in frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Bases {
-    pub(super) host: u64,
-    pub(super) disk: u64,
+pub(crate) struct Bases {
+    pub(crate) host: u64,
+    pub(crate) disk: u64,
 }
 
 /// Limits by class.
 #[derive(Debug, Default)]
-pub(super) struct Table {
+pub(crate) struct Table {
     limits: Vec<Limits>,
     ceilings: Vec<Ceiling>,
     by_salt: FxHashMap<SaltTag, Class>,
     frame_bytes: u64,
     bases: Bases,
-    pub(super) has_quotas: bool,
+    pub(crate) has_quotas: bool,
 }
 
 impl Table {
     /// Empty where nothing is limited.
-    pub(super) fn new(of: &TenantLimits, frame_bytes: u64, bases: Bases) -> Self {
+    pub(crate) fn new(of: &TenantLimits, frame_bytes: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();
         }
@@ -111,14 +111,14 @@ impl Table {
     }
 
     /// Percentages are of this from now on.
-    pub(super) fn set_bases(&mut self, bases: Bases) {
+    pub(crate) fn set_bases(&mut self, bases: Bases) {
         if self.bases != bases {
             self.bases = bases;
             self.count();
         }
     }
 
-    pub(super) fn bases(&self) -> Bases {
+    pub(crate) fn bases(&self) -> Bases {
         self.bases
     }
 
@@ -143,14 +143,14 @@ impl Table {
         }
     }
 
-    pub(super) fn class_of(&self, tag: Option<SaltTag>) -> Class {
+    pub(crate) fn class_of(&self, tag: Option<SaltTag>) -> Class {
         match tag {
             None => UNSALTED,
             Some(tag) => self.by_salt.get(&tag).copied().unwrap_or(SALTED),
         }
     }
 
-    pub(super) fn ceiling(&self, class: Class) -> Ceiling {
+    pub(crate) fn ceiling(&self, class: Class) -> Ceiling {
         let none = Ceiling { host: Ceiling::NONE, disk: Ceiling::NONE, ttl_s: Ceiling::NONE };
         self.ceilings.get(class.0 as usize).copied().unwrap_or(none)
     }

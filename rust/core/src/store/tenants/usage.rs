@@ -1,11 +1,11 @@
 //! Lists what each tenant has in a store, for status reports.
 
-use super::limits::Ceiling;
-use super::open::Store;
-use super::owners::OWNERS;
-use super::state::State;
-use crate::index::OwnerId;
+use crate::index::TenantId;
 use crate::key::SaltTag;
+use crate::store::open::Store;
+use crate::store::state::State;
+use crate::store::tenants::limits::Ceiling;
+use crate::store::tenants::table::TENANTS_PER_SLICE;
 
 /// One salt, or what has none, and what it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,20 +27,21 @@ pub struct Tenant {
 impl State {
     fn tenants(&self, next: &mut usize) -> (Vec<Tenant>, u64) {
         let is_set = |number: u32| Some(number).filter(|number| *number != Ceiling::NONE);
-        let tenant = |owner: OwnerId| {
-            let ceiling = self.owners.ceiling(owner);
+        let tenant = |tenant: TenantId| {
+            let ceiling = self.tenants.ceiling(tenant);
             Tenant {
-                tag: self.owners.tag(owner),
-                num_host: self.owners.num_frames(owner),
-                num_disk: self.owners.num_slots(owner),
+                tag: self.tenants.tag(tenant),
+                num_host: self.tenants.num_frames(tenant),
+                num_disk: self.tenants.num_slots(tenant),
                 max_host: is_set(ceiling.host),
                 max_disk: is_set(ceiling.disk),
                 ttl_s: is_set(ceiling.ttl_s),
             }
         };
-        let some: Vec<_> = (*next..*next + OWNERS).map_while(|nth| self.owners.nth(nth)).map(tenant).collect();
+        let some: Vec<_> =
+            (*next..*next + TENANTS_PER_SLICE).map_while(|nth| self.tenants.nth(nth)).map(tenant).collect();
         *next += some.len();
-        (some, self.owners.num_salts())
+        (some, self.tenants.num_salts())
     }
 }
 
@@ -48,7 +49,7 @@ impl Store {
     /// Those of its salts that have most, in host memory first, and how many salts have something.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
-        while let Some((some, num_salts)) = self.inner.with_books(|state| state.tenants(&mut next)) {
+        while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next)) {
             num = num_salts;
             if some.is_empty() {
                 break;

@@ -1,4 +1,4 @@
-//! Ages: a chunk is not found any more some time after it was saved, and is forgotten soon after.
+//! Expiries: a chunk is not found any more some time after it was saved, and is forgotten soon after.
 //!
 //! Time counts from the reservation of a chunk, which is before its bytes are there, and goes on over restarts: the disk keeps
 //! when a chunk was saved. Using a chunk does not make it younger. No chunk outlives its parent, so `expires_s` never grows
@@ -7,13 +7,13 @@
 
 use std::sync::Arc;
 
-use super::config::DiskSettings;
-use super::limits::{Bases, Ceiling, Table, TenantLimits};
-use super::state::State;
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::index::{Entry, NEVER};
 use crate::key::SaltTag;
+use crate::store::config::DiskSettings;
+use crate::store::state::State;
+use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, Erased};
 
 /// What was saved later than now by more than this has an age that is not known: it counts as expired.
@@ -46,13 +46,13 @@ pub fn erase_expired(
 
 impl State {
     /// Seconds of Unix time after which the chunk, which was saved at `saved_s`, must not be found.
-    pub(super) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
+    pub(crate) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
     }
 
     /// Whether it was saved too long ago.
-    pub(super) fn is_expired(&self, entry: &Entry) -> bool {
+    pub(crate) fn is_expired(&self, entry: &Entry) -> bool {
         entry.expires_s <= self.unix_s
     }
 
@@ -61,27 +61,27 @@ impl State {
     }
 
     /// The chunk was entered.
-    pub(super) fn note_age(&mut self, id: ChunkId) {
+    pub(crate) fn track_expiry(&mut self, id: ChunkId) {
         if self.expires_alone(&self.index[id]) {
-            self.ages.0.insert((self.index[id].expires_s, id));
+            self.expiries.0.insert((self.index[id].expires_s, id));
         }
     }
 
     /// The chunk's entry is about to be freed.
-    pub(super) fn forget_age(&mut self, id: ChunkId) {
+    pub(crate) fn untrack_expiry(&mut self, id: ChunkId) {
         if self.index[id].expires_s != NEVER {
-            self.ages.0.remove(&(self.index[id].expires_s, id));
+            self.expiries.0.remove(&(self.index[id].expires_s, id));
         }
     }
 
     /// Whether every entry that expires by itself is noted, and nothing else; for checks.
     #[cfg(any(test, feature = "faults"))]
-    pub(super) fn check_ages(&self) -> bool {
-        let is_noted = |id: ChunkId, entry: &Entry| self.ages.0.contains(&(entry.expires_s, id));
+    pub(crate) fn check_expiry(&self) -> bool {
+        let is_noted = |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));
         let is_right = |(id, entry): (ChunkId, &Entry)| {
-            let is_old = entry.doomed || entry.detached;
+            let is_old = entry.removing || entry.detached;
             is_noted(id, entry) == self.expires_alone(entry) || is_old && !is_noted(id, entry)
         };
-        self.index.iter().all(is_right) && self.ages.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
+        self.index.iter().all(is_right) && self.expiries.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
     }
 }

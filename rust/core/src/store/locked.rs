@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::config::ArenaInfo;
-use super::opening::{Opener, Opening};
-use super::state::State;
+use crate::store::config::ArenaInfo;
+use crate::store::disk::opener::{Opener, Opening};
+use crate::store::state::State;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
 
@@ -16,21 +16,21 @@ const WAIT_SLICE: Duration = Duration::from_millis(20);
 /// Time since some moment before; it never goes back.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-pub(crate) struct Inner {
-    pub(super) state: Mutex<State>,
+pub(crate) struct Locked {
+    pub(crate) state: Mutex<State>,
     /// There are jobs.
-    pub(super) work: Condvar,
+    pub(crate) work: Condvar,
     /// A job ended.
-    pub(super) idle: Condvar,
+    pub(crate) idle: Condvar,
     /// Time to look at limits, or the end.
-    pub(super) tend: Condvar,
+    pub(crate) tend: Condvar,
     /// None while it is not open. It changes only while no job is under way; its lock is taken last.
-    pub(super) disk: Mutex<Option<Arc<dyn LocalTier>>>,
-    pub(super) opener: Option<Arc<Opener>>,
+    pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
+    pub(crate) opener: Option<Arc<Opener>>,
     /// A first try that takes long, for a disk thread to wait for.
-    pub(super) late: Mutex<Option<Opening>>,
-    pub(super) clock: Clock,
-    pub(super) arena: ArenaInfo,
+    pub(crate) late: Mutex<Option<Opening>>,
+    pub(crate) clock: Clock,
+    pub(crate) arena: ArenaInfo,
 }
 
 /// Wakes the disk threads when a panic poisons the lock: they would wait for work that cannot come.
@@ -44,19 +44,19 @@ impl Drop for WakeOnPanic<'_> {
     }
 }
 
-impl Inner {
+impl Locked {
     /// The tier, while it is open.
-    pub(super) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
+    pub(crate) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Replaces the tier; returns the one before.
-    pub(super) fn change_tier(&self, new: Option<Arc<dyn LocalTier>>) -> Option<Arc<dyn LocalTier>> {
+    pub(crate) fn change_tier(&self, new: Option<Arc<dyn LocalTier>>) -> Option<Arc<dyn LocalTier>> {
         std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
     }
 
     /// The books, with the time; None from a panic under the lock on.
-    pub(super) fn books(&self) -> Option<MutexGuard<'_, State>> {
+    pub(crate) fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
         Some(state)
@@ -64,12 +64,12 @@ impl Inner {
 
     /// Works on the books, then forgets a slice of what is to be forgotten and wakes the disk threads if there is something to
     /// do. None after a failure.
-    pub(crate) fn with_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+    pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
-        let mut state = self.books()?;
+        let mut state = self.lock()?;
         let result = work(&mut state);
-        if state.is_forgetting() {
-            state.forget_slice();
+        if state.is_removing() {
+            state.remove_slice();
         }
         let has_jobs = state.disk.has_jobs();
         drop(state);
@@ -79,18 +79,18 @@ impl Inner {
         Some(result)
     }
 
-    /// As `with_books`, but None for a closed store too.
-    pub(super) fn with_open_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
-        self.with_books(|state| (!state.closed).then(|| work(state))).flatten()
+    /// As `with_state`, but None for a closed store too.
+    pub(crate) fn with_open_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+        self.with_state(|state| (!state.closed).then(|| work(state))).flatten()
     }
 
     /// Waits until `done` says so, the deadline, or `done` has no hope (None); true if done. False at once after a failure.
-    pub(super) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
+    pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
         loop {
-            let Some(mut state) = self.books() else { return false };
+            let Some(mut state) = self.lock() else { return false };
             let left = deadline.saturating_duration_since(Instant::now());
-            if state.is_forgetting() && !left.is_zero() {
-                state.forget_slice();
+            if state.is_removing() && !left.is_zero() {
+                state.remove_slice();
                 continue;
             }
             match done(&state) {
@@ -105,8 +105,8 @@ impl Inner {
     }
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for Locked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner").field("arena", &self.arena).field("disk", &self.disk).finish_non_exhaustive()
+        f.debug_struct("Locked").field("arena", &self.arena).field("disk", &self.disk).finish_non_exhaustive()
     }
 }

@@ -2,23 +2,23 @@
 
 use std::time::Duration;
 
-use super::books::{Attached, Clearing};
-use super::removal::LOOK_EVERY;
-use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, NEVER};
+use crate::store::disk::removed_dir::CHECK_EVERY;
+use crate::store::disk::work::{Attached, Clearing};
+use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 
 /// Chunks entered by one call: some 0.2 ms.
-pub(super) const SLICE: usize = 512;
+pub(crate) const SLICE: usize = 512;
 
 impl State {
     /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
-    pub(super) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
+    pub(crate) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
-        self.disk.look_at = self.now + LOOK_EVERY;
-        if !std::mem::take(&mut self.disk.told).is_empty() {
-            self.tell(format!("the disk tier is open now, with {} chunks; it is used again", found.len()));
+        self.disk.check_at = self.now + CHECK_EVERY;
+        if !std::mem::take(&mut self.disk.last_event).is_empty() {
+            self.log(format!("the disk tier is open now, with {} chunks; it is used again", found.len()));
         }
         if self.disk.clearing == Clearing::No {
             found.reverse();
@@ -28,25 +28,25 @@ impl State {
     }
 
     /// The tier could not be opened: again after `wait`.
-    pub(super) fn postpone(&mut self, wait: Duration, why: &str) {
+    pub(crate) fn postpone(&mut self, wait: Duration, why: &str) {
         self.disk.attached = Attached::NotBefore(self.now + wait);
-        if self.disk.told != why {
-            why.clone_into(&mut self.disk.told);
-            self.tell(format!("the disk tier cannot be opened; using host memory only and retrying: {why}"));
+        if self.disk.last_event != why {
+            why.clone_into(&mut self.disk.last_event);
+            self.log(format!("the disk tier cannot be opened; using host memory only and retrying: {why}"));
         }
     }
 
     /// It is still being opened: a disk thread is to wait for that.
-    pub(super) fn open_later(&mut self, waited: Duration) {
+    pub(crate) fn open_later(&mut self, waited: Duration) {
         self.disk.attached = Attached::NotBefore(self.now);
         let seconds = waited.as_secs();
-        self.disk.told =
+        self.disk.last_event =
             format!("the disk tier has not opened within {seconds} s; using host memory only until it has");
-        self.tell(self.disk.told.clone());
+        self.log(self.disk.last_event.clone());
     }
 
     /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
-    pub(super) fn must_open(&mut self) -> bool {
+    pub(crate) fn must_open(&mut self) -> bool {
         let is_due = matches!(self.disk.attached, Attached::NotBefore(time) if self.now >= time);
         if is_due {
             self.disk.attached = Attached::Opening;
@@ -55,7 +55,7 @@ impl State {
     }
 
     /// Enters some of what was found; false if nothing is left. What does not fit is freed.
-    pub(super) fn recover_some(&mut self) -> bool {
+    pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
@@ -64,8 +64,8 @@ impl State {
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
             } else {
-                self.disk.trash.push(entry.slot);
-                self.disk.unwelcome.insert(entry.meta.key);
+                self.disk.to_free.push(entry.slot);
+                self.disk.rejected.insert(entry.meta.key);
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
@@ -74,7 +74,7 @@ impl State {
             self.sync_disk(id);
         }
         if !self.disk.is_recovering() {
-            self.disk.unwelcome.clear();
+            self.disk.rejected.clear();
         }
         !self.disk.found.is_empty()
     }
@@ -88,8 +88,8 @@ impl State {
             let parent = &self.index[parent];
             parent.depth + 1 == depth && parent.disk.is_here()
         });
-        let unwelcome = &self.disk.unwelcome;
-        if !fits || unwelcome.contains(&key) || depth > 0 && unwelcome.contains(&parent_key) {
+        let rejected = &self.disk.rejected;
+        if !fits || rejected.contains(&key) || depth > 0 && rejected.contains(&parent_key) {
             return None;
         }
         let id = if let Some(id) = self.index.get(&key) {
@@ -105,7 +105,7 @@ impl State {
         self.unwant(id);
         self.begin_disk(id);
         self.arrive_on_disk(id, slot);
-        self.wake_behind(id);
+        self.unblock_children(id);
         Some(id)
     }
 }

@@ -23,13 +23,13 @@ impl Run {
     /// Does one job of `took` and returns its letter: R, W or F; None if there is none.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
-        let letter = match self.under_way.last()?.1 {
+        let letter = match self.in_flight.last()?.1 {
             Under::Read { .. } => 'R',
             Under::Write { .. } => 'W',
             Under::Free { .. } | Under::Clear { .. } => 'F',
         };
         self.state.set_time(self.state.now + took);
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             self.go(0, Io::Works);
         }
         Some(letter)
@@ -71,14 +71,14 @@ fn two_threads_are_never_both_reading_while_chunks_wait_to_be_written() {
     run.take_job();
     run.take_job();
     let is_read = |(_, job): &(u64, Under)| matches!(job, Under::Read { .. });
-    assert_eq!(run.under_way.iter().filter(|job| is_read(job)).count(), 1);
+    assert_eq!(run.in_flight.iter().filter(|job| is_read(job)).count(), 1);
     run.end(true);
 }
 
 #[test]
 fn reads_that_fail_leave_all_threads_to_writes() {
     let mut run = reads_and_writes();
-    run.state.disk.reading.trip(run.state.now);
+    run.state.disk.read_breaker.trip(run.state.now);
     let order: String = std::iter::from_fn(|| run.do_job(Duration::from_millis(2))).take(6).collect();
     assert_eq!(order, "WWWWWW");
     run.end(true);
@@ -107,7 +107,7 @@ fn a_chunk_that_waits_to_be_written_leaves_host_memory_last() {
 #[test]
 fn unwritten_chunks_of_a_disk_that_takes_no_writes_leave_like_others() {
     let mut run = two_unwritten();
-    run.state.disk.writes.trip(run.state.now);
+    run.state.disk.write_breaker.trip(run.state.now);
     run.save(2, 2);
     assert_eq!((run.in_host(0), run.in_host(63)), (1, 6));
     assert_eq!(run.state.stats().disk_unwritten, 1);

@@ -1,19 +1,19 @@
 //! What becomes of chunks that are coming to host memory: filled ones become visible behind their parents, others fail with all
 //! that waits for them, and what has no holder left need not come.
 
-use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Filler, Presence};
+use crate::store::state::State;
 
 impl State {
     /// Keeps the chunk, and so its whole prefix, in host.
-    pub(super) fn hold(&mut self, id: ChunkId) {
+    pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);
     }
 
     /// Ends one hold. A read that has not begun and that nothing wants any more is cancelled.
-    pub(super) fn unhold(&mut self, id: ChunkId) {
+    pub(crate) fn unhold(&mut self, id: ChunkId) {
         self.index[id].holds -= 1;
         self.sync_host(id);
         let entry = &self.index[id];
@@ -28,7 +28,7 @@ impl State {
     }
 
     /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
-    pub(super) fn fill(&mut self, id: ChunkId) -> u32 {
+    pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].has_frame()) {
             self.fail_host(id);
@@ -40,7 +40,7 @@ impl State {
     }
 
     /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
-    pub(super) fn rise(&mut self, id: ChunkId) -> u32 {
+    pub(crate) fn rise(&mut self, id: ChunkId) -> u32 {
         let mut risen = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
         while let Some(id) = next.take().or_else(|| ready.pop()) {
@@ -66,7 +66,7 @@ impl State {
 
     /// A chunk will not come to host, nor what could only wait for it. Those whose frame somebody else has, and those above
     /// them, leave when that ends.
-    pub(super) fn fail_host(&mut self, id: ChunkId) {
+    pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
         while let Some(&next) = all.get(at) {

@@ -1,19 +1,19 @@
 //! What disk threads should do next, and what comes of it. Under the lock, without I/O.
 //!
-//! Reads and writes share the time of the disk fairly (`shares`). Among writes, slots are freed first, then frames are written,
+//! Reads and writes share the time of the disk fairly (`time_shares`). Among writes, slots are freed first, then frames are written,
 //! oldest first. A slot is freed only while nothing is written: a chunk under way to disk may hang on the one that was there (it
 //! was forgotten since).
 
 use std::time::Duration;
 
-use super::books::{Attached, Clearing, UnderWay};
-use super::quota::Room;
-use super::shares::Direction;
-use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
 use crate::io::Frame;
 use crate::key::ChunkKey;
+use crate::store::disk::time_shares::Direction;
+use crate::store::disk::work::{Attached, Clearing, JobInFlight};
+use crate::store::state::State;
+use crate::store::tenants::quota::Room;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::FrameFor;
 use crate::units::micros;
@@ -26,7 +26,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 /// One piece of I/O. Frames are lent to it.
 #[derive(Debug)]
-pub(super) enum Job {
+pub(crate) enum Job {
     Read {
         id: ChunkId,
         slot: SlotId,
@@ -45,7 +45,7 @@ pub(super) enum Job {
 
 /// What came of a job.
 #[derive(Debug)]
-pub(super) enum End {
+pub(crate) enum End {
     /// `num_refused` tries failed otherwise than by proven damage.
     Read {
         id: ChunkId,
@@ -66,12 +66,12 @@ pub(super) enum End {
 
 /// What came of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Written {
+pub(crate) enum Written {
     /// It is there.
     In(SlotId),
     /// No slot is available: all are in use by chunks that may not go now, or the file system is full.
     NoRoom,
-    /// Its owner has as many slots as it may, and none of those may go.
+    /// Its tenant has as many slots as it may, and none of those may go.
     NoQuota,
     /// The system refused; a slot that was taken for it could not be freed either, and the chunk's record may be in it.
     Failed(Option<SlotId>),
@@ -79,7 +79,7 @@ pub(super) enum Written {
 
 impl State {
     /// The next job with its number, if there is one that may run now. `end_job` must follow.
-    pub(super) fn next_job(&mut self) -> Option<(u64, Job)> {
+    pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.attached != Attached::Yes || self.disk.stopping {
             return None;
@@ -88,11 +88,11 @@ impl State {
             Clearing::No => self.next_of_both()?,
             // Slots of chunks that are still to be forgotten must not become trash behind it.
             Clearing::Wanted
-                if self.disk.writes.may_begin(now) && self.disk.under_way.is_empty() && !self.is_forgetting() =>
+                if self.disk.write_breaker.may_begin(now) && self.disk.in_flight.is_empty() && !self.is_removing() =>
             {
                 self.disk.clearing = Clearing::Running;
-                let mut slots = std::mem::take(&mut self.disk.trash);
-                slots.append(&mut self.disk.stuck);
+                let mut slots = std::mem::take(&mut self.disk.to_free);
+                slots.append(&mut self.disk.unfreed);
                 (Direction::Write, Job::Clear(slots))
             }
             Clearing::Wanted | Clearing::Running => return None,
@@ -123,10 +123,11 @@ impl State {
     }
 
     /// A job is done: its outcome, and what that says about the tier.
-    pub(super) fn end_job(&mut self, ticket: u64, end: End) {
+    pub(crate) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
-        let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
-        let UnderWay { direction: Some(direction), started, charge, hangs, .. } = self.disk.under_way.swap_remove(at)
+        let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else { return };
+        let JobInFlight { direction: Some(direction), started, charge, hangs, .. } =
+            self.disk.in_flight.swap_remove(at)
         else {
             return;
         };
@@ -159,26 +160,26 @@ impl State {
         if before != after {
             let does = if direction == Direction::Read { "read" } else { "write" };
             let what = if after { "fails, and is left alone for a while" } else { "works again" };
-            self.tell(format!("the disk tier: to {does} {what}"));
+            self.log(format!("the disk tier: to {does} {what}"));
         }
     }
 
     /// What hung answers: so does the other direction, as far as this one knew.
-    pub(super) fn end_hang(&mut self, ticket: u64) {
-        self.disk.reading.end(ticket, Some(true), self.now);
-        self.disk.writes.end(ticket, Some(true), self.now);
-        self.tell("the disk tier answers again".to_owned());
+    pub(crate) fn end_hang(&mut self, ticket: u64) {
+        self.disk.read_breaker.end(ticket, Some(true), self.now);
+        self.disk.write_breaker.end(ticket, Some(true), self.now);
+        self.log("the disk tier answers again".to_owned());
     }
 
     fn next_read(&mut self) -> Option<Job> {
-        while let Some(id) = self.disk.reads.pop(&self.index, Entry::is_queued) {
+        while let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_queued) {
             let entry = self.index[id];
             let has_parent = entry.parent.is_none_or(|parent| self.index[parent].has_frame());
-            let room = self.room_of(entry.owner);
+            let room = self.room_of(entry.tenant);
             if let (Presence::Here(slot), true) = (entry.disk, has_parent)
                 && let Some(place) = self.take_frame_under(entry.parent, room, FrameFor::Read)
             {
-                self.disk.num_queued -= 1;
+                self.disk.num_queued_reads -= 1;
                 self.give_frame(id, place);
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
@@ -192,22 +193,22 @@ impl State {
 
     fn next_free(&mut self) -> Option<Job> {
         let books = &mut self.disk;
-        if self.now >= books.stuck_until {
-            books.trash.append(&mut books.stuck);
+        if self.now >= books.unfreed_until {
+            books.to_free.append(&mut books.unfreed);
         }
-        if books.writing > 0 || books.trash.is_empty() {
+        if books.writing > 0 || books.to_free.is_empty() {
             return None;
         }
-        let rest = books.trash.len().saturating_sub(FREE_BATCH);
+        let rest = books.to_free.len().saturating_sub(FREE_BATCH);
         books.freeing += 1;
-        Some(Job::Free(books.trash.split_off(rest)))
+        Some(Job::Free(books.to_free.split_off(rest)))
     }
 
     fn next_write(&mut self) -> Option<Job> {
-        if !self.disk.trash.is_empty() || !self.disk.found.is_empty() {
+        if !self.disk.to_free.is_empty() || !self.disk.found.is_empty() {
             return None;
         }
-        while let Some(id) = self.disk.queue.pop(&self.index, Entry::is_to_write) {
+        while let Some(id) = self.disk.write_queue.pop(&self.index, Entry::is_to_write) {
             if !self.parent_is_on_disk(id) {
                 continue;
             }
@@ -234,13 +235,13 @@ impl State {
             return true;
         }
         self.index[id].wish = Wish::Behind;
-        self.disk.behind.entry(parent).or_default().push(id);
+        self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].wish == Wish::None && self.index[parent].disk.is_absent() {
             // It left the disk, or could not be written when it was new; it is in host, for its child is.
             self.index[parent].wish = Wish::Queued;
-            self.disk.num_dirty += 1;
+            self.disk.num_unwritten += 1;
             self.sync_unwritten(parent);
-            self.disk.queue.push_first(&self.index, parent);
+            self.disk.write_queue.push_first(&self.index, parent);
         }
         false
     }
@@ -260,12 +261,12 @@ impl State {
             self.stats.disk_bytes_read += num_bytes;
         }
         if self.index[id].detached {
-            self.abandon(id);
+            self.drop_detached_fill(id);
         } else if outcome.is_ok() {
             self.fill(id);
         } else {
             if is_damaged {
-                self.doom(id);
+                self.remove_tree(id);
             } else {
                 let until = (self.now + AGAIN_AFTER).as_secs();
                 self.index[id].unreadable_until_s = u32::try_from(until).unwrap_or(u32::MAX);
@@ -280,7 +281,7 @@ impl State {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
         self.index[id].wish = Wish::None;
-        self.disk.num_dirty -= 1;
+        self.disk.num_unwritten -= 1;
         self.sync_unwritten(id);
         self.disk.writing -= 1;
         if let Written::In(slot) = outcome {
@@ -288,15 +289,15 @@ impl State {
             self.stats.disk_bytes_written += num_bytes;
             if self.index[id].detached {
                 self.leave_disk(id, Removal::Dropped);
-                self.disk.trash.push(slot);
+                self.disk.to_free.push(slot);
             } else {
                 self.arrive_on_disk(id, slot);
                 self.sync_disk(id);
-                self.wake_behind(id);
+                self.unblock_children(id);
             }
         } else {
             self.leave_disk(id, Removal::Dropped);
-            self.drop_behind(id);
+            self.drop_blocked(id);
         }
         self.unhold(id);
         match outcome {
@@ -312,7 +313,7 @@ impl State {
             }
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
-                self.hold_back(slot);
+                self.retry_free_later(slot);
                 Some(false)
             }
         }
@@ -323,26 +324,26 @@ impl State {
         let is_well = not_freed.is_empty();
         self.disk.freeing -= 1;
         self.stats.disk_write_errors += u64::from(!is_well);
-        self.hold_back(not_freed);
+        self.retry_free_later(not_freed);
         is_well
     }
 
     /// Slots that could not be freed: what is in them comes back with a restart, so it is tried again.
-    fn hold_back(&mut self, slots: impl IntoIterator<Item = SlotId>) {
-        if self.disk.stuck.is_empty() {
-            self.disk.stuck_until = self.now + AGAIN_AFTER;
+    fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
+        if self.disk.unfreed.is_empty() {
+            self.disk.unfreed_until = self.now + AGAIN_AFTER;
         }
-        self.disk.stuck.extend(slots);
+        self.disk.unfreed.extend(slots);
     }
 
     /// The disk is empty, or that is still wanted.
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> bool {
-        self.hold_back(not_freed);
+        self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;
-            let told = "the disk tier could not be cleared; it is tried again, and until then a restart finds it";
-            self.tell(told.to_owned());
+            let last_event = "the disk tier could not be cleared; it is tried again, and until then a restart finds it";
+            self.log(last_event.to_owned());
         }
         is_cleared
     }

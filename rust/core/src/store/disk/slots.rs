@@ -1,37 +1,37 @@
 //! Room on disk for a chunk that is about to be written: whose slot is freed for it. `threads` frees it, without the lock.
 
-use super::quota::group;
-use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::Presence;
+use crate::store::state::State;
+use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
 /// Room on disk for a chunk that is about to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
-    /// It is within its owner's quota.
+pub(crate) enum SlotFor {
+    /// It is within its tenant's quota.
     Fits,
-    /// This one of its owner's has to leave first; `end_eviction` must follow.
+    /// This one of its tenant's has to leave first; `end_disk_eviction` must follow.
     After(ChunkId, SlotId),
-    /// Nothing of its owner's may go.
+    /// Nothing of its tenant's may go.
     None,
 }
 
 impl State {
     /// Whether the chunk, which is counted already, may be written to disk; what has to leave for it begins to.
-    pub(super) fn place_on_disk(&mut self, id: ChunkId) -> Place {
-        let owner = self.index[id].owner;
-        if !self.owners.limits.has_quotas || self.owners.num_slots(owner) <= self.owners.ceiling(owner).disk {
-            return Place::Fits;
+    pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
+        let tenant = self.index[id].tenant;
+        if !self.tenants.limits.has_quotas || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk {
+            return SlotFor::Fits;
         }
-        match self.disk_policy.victim_of(group(owner)).and_then(|victim| self.leave_slot(victim)) {
-            Some((victim, slot)) => Place::After(victim, slot),
-            None => Place::None,
+        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.leave_slot(victim)) {
+            Some((victim, slot)) => SlotFor::After(victim, slot),
+            None => SlotFor::None,
         }
     }
 
     /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
-    pub(super) fn begin_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
+    pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
         self.leave_slot(victim)
     }
@@ -47,14 +47,14 @@ impl State {
     }
 
     /// The slot was freed, or the chunk is there as before.
-    pub(super) fn end_eviction(&mut self, id: ChunkId, freed: bool) {
+    pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
         let Presence::Leaving(slot) = self.index[id].disk else { return };
         if freed {
             self.stats.disk_evictions += 1;
             self.leave_disk(id, Removal::Evicted);
         } else if self.index[id].detached {
             self.leave_disk(id, Removal::Dropped);
-            self.disk.trash.push(slot);
+            self.disk.to_free.push(slot);
         } else {
             self.index[id].disk = Presence::Here(slot);
             self.note_change(id);
@@ -62,24 +62,24 @@ impl State {
             // Another one is tried first next time.
             self.disk_policy.touch(id);
         }
-        self.wake_behind(id);
+        self.unblock_children(id);
         self.settle(id);
     }
 
-    /// The same of a chunk that leaves for its owner's quota.
-    pub(super) fn end_own_eviction(&mut self, id: ChunkId, freed: bool) {
+    /// The same of a chunk that leaves for its tenant's quota.
+    pub(crate) fn end_quota_eviction(&mut self, id: ChunkId, freed: bool) {
         self.stats.quota_disk_evictions += u64::from(freed);
-        self.end_eviction(id, freed);
+        self.end_disk_eviction(id, freed);
     }
 
     /// Takes a chunk off the disk; its slot is freed in time.
-    pub(super) fn drop_for_quota(&mut self, id: ChunkId) {
+    pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;
         let slot = self.leave_disk(id, Removal::Evicted);
-        self.disk.trash.extend(slot);
+        self.disk.to_free.extend(slot);
         self.note_change(id);
-        self.wake_behind(id);
+        self.unblock_children(id);
         self.settle(id);
     }
 }

@@ -13,7 +13,7 @@ use crate::tier::disk::DiskEntry;
 use crate::{Error, ErrorKind, Result};
 
 /// A disk tier and what it holds.
-pub(super) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
+pub(crate) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 /// Opens the disk tier; it is asked again where that fails.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
@@ -24,11 +24,11 @@ struct Outcome {
 }
 
 /// A try that is under way.
-pub(super) struct Opening(Arc<Outcome>);
+pub(crate) struct Opening(Arc<Outcome>);
 
 impl Opening {
     /// `Io` if the system has no thread left.
-    pub(super) fn begin(opener: &Arc<Opener>) -> Result<Self> {
+    pub(crate) fn begin(opener: &Arc<Opener>) -> Result<Self> {
         let outcome = Arc::new(Outcome::default());
         let (opener, theirs) = (Arc::clone(opener), Arc::clone(&outcome));
         let work = move || {
@@ -42,7 +42,7 @@ impl Opening {
     }
 
     /// What came of it, once; None if that takes longer.
-    pub(super) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
+    pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
         let deadline = Instant::now() + timeout;
         let mut tier = self.0.tier.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -56,6 +56,6 @@ impl Opening {
 }
 
 /// A panic of the disk tier as an error.
-pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }

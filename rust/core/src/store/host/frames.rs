@@ -1,10 +1,10 @@
 //! A frame for a chunk that has none: a free one, or one of a chunk that may go.
 
-use super::quota::{Room, group};
-use super::state::State;
 use crate::evict::{ChunkId, Removal};
-use crate::index::OwnerId;
+use crate::index::TenantId;
 use crate::io::FrameId;
+use crate::store::state::State;
+use crate::store::tenants::quota::{Room, group};
 use crate::tier::host::FrameFor;
 
 /// Most chunks looked at for one frame whose own frames would not do.
@@ -12,7 +12,7 @@ const MAX_SPARED: usize = 64;
 
 impl State {
     /// A frame from `room` for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(
+    pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
         room: Room,
@@ -28,7 +28,7 @@ impl State {
         }
         let frame = match room {
             Room::Any => self.take_frame(what_for),
-            Room::Own(owner) => self.take_own_frame(owner, what_for),
+            Room::Own(tenant) => self.take_own_frame(tenant, what_for),
             Room::None => None,
         };
         if let Some(parent) = parent {
@@ -77,16 +77,16 @@ impl State {
         None
     }
 
-    /// A frame for an owner that has as many as it may: one of its own chunks leaves, and no other's.
-    pub(super) fn take_own_frame(&mut self, owner: OwnerId, what_for: FrameFor) -> Option<FrameId> {
-        if self.owners.num_frames(owner) > self.owners.ceiling(owner).host {
+    /// A frame for an tenant that has as many as it may: one of its own chunks leaves, and no other's.
+    pub(crate) fn take_own_frame(&mut self, tenant: TenantId, what_for: FrameFor) -> Option<FrameId> {
+        if self.tenants.num_frames(tenant) > self.tenants.ceiling(tenant).host {
             return None; // its quota became smaller: `trim` comes first
         }
         let has_free = self.host.has_free(what_for);
         let (mut frame, mut spared) = (None, Vec::new());
         while frame.is_none()
             && spared.len() < MAX_SPARED
-            && let Some(victim) = self.host_victim(Some(group(owner)))
+            && let Some(victim) = self.host_victim(Some(group(tenant)))
         {
             let its_frame = self.index[victim].host.place();
             if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for)) {
@@ -104,7 +104,7 @@ impl State {
     }
 
     /// Takes a chunk that may go out of host.
-    pub(super) fn evict(&mut self, id: ChunkId) {
+    pub(crate) fn evict(&mut self, id: ChunkId) {
         self.stats.host_evictions += 1;
         let is_lost = self.unwant(id);
         self.stats.disk_dropped += u64::from(is_lost);
@@ -113,7 +113,7 @@ impl State {
         self.settle(id);
     }
 
-    pub(super) fn evict_for_quota(&mut self, id: ChunkId) {
+    pub(crate) fn evict_for_quota(&mut self, id: ChunkId) {
         self.stats.quota_evictions += 1;
         self.evict(id);
     }

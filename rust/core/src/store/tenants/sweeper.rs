@@ -5,15 +5,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::inner::Inner;
-use super::owners::OWNERS;
-use super::quota::group;
-use super::state::{State, Why};
+use crate::store::locked::Locked;
+use crate::store::state::{Cause, State};
+use crate::store::tenants::quota::group;
+use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
 /// How often it looks.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Trees that one call begins to forget.
 const MAX_EXPIRED: usize = 64;
 /// Chunks taken by one call of `trim`: some 0.2 ms.
@@ -23,19 +23,19 @@ impl State {
     /// Some of a round; `next` is where it is. True at its end.
     fn tend(&mut self, next: &mut usize) -> bool {
         if *next == 0 {
-            self.look_at_bases();
+            self.update_bases();
         }
         let has_expired = self.expire_some();
-        has_expired && !self.is_forgetting() && self.trim(next)
+        has_expired && !self.is_removing() && self.trim(next)
     }
 
     /// Begins to forget some of what expired; true if that was all.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
-            match self.ages.0.first().copied() {
+            match self.expiries.0.first().copied() {
                 Some((expires_s, id)) if expires_s <= self.unix_s => {
-                    self.ages.0.remove(&(expires_s, id));
-                    self.doom_for(id, Why::Age);
+                    self.expiries.0.remove(&(expires_s, id));
+                    self.remove_tree_for(id, Cause::Age);
                 }
                 _ => return true,
             }
@@ -43,22 +43,22 @@ impl State {
         false
     }
 
-    /// Looks at some owners, from the `next`th on, and takes what they have beyond their quotas and may go; true at the end.
+    /// Looks at some tenants, from the `next`th on, and takes what they have beyond their quotas and may go; true at the end.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
-        for _ in 0..OWNERS {
-            let Some(owner) = self.owners.nth(*next).filter(|_| self.owners.limits.has_quotas) else { return true };
-            let ceiling = self.owners.ceiling(owner);
+        for _ in 0..TENANTS_PER_SLICE {
+            let Some(tenant) = self.tenants.nth(*next).filter(|_| self.tenants.limits.has_quotas) else { return true };
+            let ceiling = self.tenants.ceiling(tenant);
             while budget > 0
-                && self.owners.num_frames(owner) > ceiling.host
-                && let Some(victim) = self.host_victim(Some(group(owner)))
+                && self.tenants.num_frames(tenant) > ceiling.host
+                && let Some(victim) = self.host_victim(Some(group(tenant)))
             {
                 self.evict_for_quota(victim);
                 budget -= 1;
             }
             while budget > 0
-                && self.owners.num_slots(owner) > ceiling.disk
-                && let Some(victim) = self.disk_policy.victim_of(group(owner))
+                && self.tenants.num_slots(tenant) > ceiling.disk
+                && let Some(victim) = self.disk_policy.victim_of(group(tenant))
             {
                 self.drop_for_quota(victim);
                 budget -= 1;
@@ -72,12 +72,12 @@ impl State {
     }
 }
 
-impl Inner {
+impl Locked {
     /// One round, a slice a lock; false once the store ends.
-    pub(super) fn tend(&self) -> bool {
+    pub(crate) fn tend(&self) -> bool {
         let mut next = 0;
         loop {
-            let done = self.with_books(|state| (!state.disk.stopping).then(|| state.tend(&mut next))).flatten();
+            let done = self.with_state(|state| (!state.disk.stopping).then(|| state.tend(&mut next))).flatten();
             match done {
                 Some(false) => thread::yield_now(),
                 done => return done.is_some(),
@@ -87,12 +87,12 @@ impl Inner {
 }
 
 /// Starts the thread; `Io` if the system has none left.
-pub(super) fn spawn(inner: &Arc<Inner>) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let work = move || {
         while inner.tend() {
-            let Some(state) = inner.books().filter(|state| !state.disk.stopping) else { return };
-            if inner.tend.wait_timeout(state, LOOK_EVERY).is_err() {
+            let Some(state) = inner.lock().filter(|state| !state.disk.stopping) else { return };
+            if inner.tend.wait_timeout(state, CHECK_EVERY).is_err() {
                 return;
             }
         }

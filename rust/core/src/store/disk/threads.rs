@@ -6,14 +6,14 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::inner::Inner;
-use super::jobs::{End, Job, Written};
-use super::opening::{Opened, Opening, guarded};
-use super::removal::Emptying;
-use super::slots::Place;
-use super::state::State;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
+use crate::store::disk::jobs::{End, Job, Written};
+use crate::store::disk::opener::{Opened, Opening, guarded};
+use crate::store::disk::removed_dir::Emptying;
+use crate::store::disk::slots::SlotFor;
+use crate::store::locked::Locked;
+use crate::store::state::State;
 use crate::sync::has_ended;
 use crate::sync::thread::{self, JoinHandle};
 use crate::tier::LocalTier;
@@ -27,7 +27,7 @@ const WRITE_TRIES: u32 = 2;
 /// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Time until a tier that could not be opened is tried again; each time doubles it.
-pub(super) const FIRST_REOPEN: Duration = Duration::from_secs(1);
+pub(crate) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 /// What a thread does next, and with which tier.
@@ -42,7 +42,7 @@ enum Work {
 }
 
 /// Starts a thread; `Io` if the system has none left.
-pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn(inner: &Arc<Locked>, nth: u32) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while do_next(&inner) {};
@@ -50,7 +50,7 @@ pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<JoinHandle<()>> {
 }
 
 /// Waits for threads that were told to stop. One that hangs inside the system is left behind at the timeout.
-pub(super) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
+pub(crate) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
     let deadline = Instant::now() + timeout;
     for thread in threads {
         while !has_ended(&thread) && Instant::now() < deadline {
@@ -64,11 +64,11 @@ pub(super) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
 }
 
 /// Waits until the tier may be opened, and tries; false when the store ends.
-fn open(inner: &Inner) -> bool {
+fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
     loop {
-        let Some(mut state) = inner.books() else { return false };
+        let Some(mut state) = inner.lock() else { return false };
         if state.disk.stopping {
             return false;
         }
@@ -88,7 +88,7 @@ fn open(inner: &Inner) -> bool {
             None => return false,
             Some(Ok((disk, found))) => {
                 inner.change_tier(Some(Arc::clone(&disk)));
-                let is_wanted = inner.with_books(|state| state.attach(found)).unwrap_or(false);
+                let is_wanted = inner.with_state(|state| state.attach(found)).unwrap_or(false);
                 if !is_wanted {
                     disk.close();
                 }
@@ -96,49 +96,49 @@ fn open(inner: &Inner) -> bool {
             }
             Some(Err(error)) => {
                 wait = (wait * 2).min(LONGEST_REOPEN);
-                inner.with_books(|state| state.postpone(wait, &error.to_string()));
+                inner.with_state(|state| state.postpone(wait, &error.to_string()));
             }
         }
     }
 }
 
 /// What comes of a first try that takes long; None where the store ends before.
-fn wait_for(opening: &Opening, inner: &Inner) -> Option<Result<Opened>> {
+fn wait_for(opening: &Opening, inner: &Locked) -> Option<Result<Opened>> {
     loop {
         let tier = opening.wait(LOOK_AGAIN);
-        if tier.is_some() || inner.books()?.disk.stopping {
+        if tier.is_some() || inner.lock()?.disk.stopping {
             return tier;
         }
     }
 }
 
 /// Waits for something to do and does it; false when there will be nothing.
-fn do_next(inner: &Inner) -> bool {
+fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
         Some(Work::Open) => open(inner),
         Some(Work::Close) => close_removed(inner),
         Some(Work::Look(ticket, disk)) => {
             let removed = guarded(|| Ok(disk.removed())).unwrap_or_default();
-            inner.with_books(|state| state.end_look(ticket, removed.as_deref())).is_some()
+            inner.with_state(|state| state.end_check(ticket, removed.as_deref())).is_some()
         }
         Some(Work::Job(ticket, job, disk)) => do_job(inner, &*disk, ticket, job),
     }
 }
 
 /// Closes a tier whose directory was removed. The space of its files is free before a new one claims any.
-fn close_removed(inner: &Inner) -> bool {
+fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
             disk.close();
             Ok(())
         });
     }
-    inner.with_books(State::reopen).is_some()
+    inner.with_state(State::reopen).is_some()
 }
 
 /// Does a job and enters what came of it; false after a failure.
-fn do_job(inner: &Inner, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
+fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     let end = match job {
         Job::Read { id, slot, key, mut frame } => {
             let (outcome, num_refused) = read(disk, slot, &key, frame.bytes_mut());
@@ -157,15 +157,15 @@ fn do_job(inner: &Inner, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             End::Clear(slots, is_cleared)
         }
     };
-    let entered = inner.with_books(|state| state.end_job(ticket, end));
+    let entered = inner.with_state(|state| state.end_job(ticket, end));
     inner.idle.notify_all();
     entered.is_some()
 }
 
-fn wait_for_work(inner: &Inner) -> Option<Work> {
+fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut looked = false;
     loop {
-        let mut state = inner.books()?;
+        let mut state = inner.lock()?;
         if state.disk.stopping {
             return None;
         }
@@ -177,8 +177,8 @@ fn wait_for_work(inner: &Inner) -> Option<Work> {
             return Some(Work::Close);
         }
         // A slice a lock; then a thread that waits for it has a turn.
-        if emptying == Emptying::Working || state.recover_some() || state.is_forgetting() {
-            state.forget_slice();
+        if emptying == Emptying::Working || state.recover_some() || state.is_removing() {
+            state.remove_slice();
             drop(state);
             inner.idle.notify_all();
             thread::yield_now();
@@ -186,7 +186,7 @@ fn wait_for_work(inner: &Inner) -> Option<Work> {
         }
         let disk = inner.tier()?;
         if disk.is_removable()
-            && let Some(ticket) = state.begin_look()
+            && let Some(ticket) = state.begin_check()
         {
             return Some(Work::Look(ticket, disk));
         }
@@ -200,7 +200,7 @@ fn wait_for_work(inner: &Inner) -> Option<Work> {
             // Nothing to do: the time to ask how large the files are, outside the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
-            let books = &mut inner.books()?.stats;
+            let books = &mut inner.lock()?.stats;
             (books.disk_slots, books.disk_bytes) = (seen.slots, seen.bytes);
             looked = true;
         }
@@ -227,7 +227,7 @@ fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     slots
 }
 
-fn write(inner: &Inner, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, bytes: &[u8]) -> Written {
+fn write(inner: &Locked, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, bytes: &[u8]) -> Written {
     match keep_quota(inner, disk, id) {
         Ok(true) => {}
         Ok(false) => return Written::NoQuota,
@@ -250,32 +250,32 @@ fn write(inner: &Inner, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, byte
     Written::NoRoom
 }
 
-/// Makes a chunk that is to be written fit its owner's quota; false if nothing of its owner's may go. Err if the tier refused to
+/// Makes a chunk that is to be written fit its tenant's quota; false if nothing of its tenant's may go. Err if the tier refused to
 /// free a slot: its chunk is there as before.
-fn keep_quota(inner: &Inner, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
+fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
     for _ in 0..SLOT_TRIES {
-        match inner.with_books(|state| state.place_on_disk(id)) {
-            Some(Place::Fits) => return Ok(true),
-            Some(Place::After(victim, slot)) => {
+        match inner.with_state(|state| state.slot_for(id)) {
+            Some(SlotFor::Fits) => return Ok(true),
+            Some(SlotFor::After(victim, slot)) => {
                 let freed = guarded(|| disk.free(slot));
-                inner.with_books(|state| state.end_own_eviction(victim, freed.is_ok()));
+                inner.with_state(|state| state.end_quota_eviction(victim, freed.is_ok()));
                 freed?;
             }
-            Some(Place::None) | None => return Ok(false),
+            Some(SlotFor::None) | None => return Ok(false),
         }
     }
     Ok(false)
 }
 
 /// A slot to write to, made free if need be. Err if the tier refused to free one: its chunk is there as before.
-fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
+fn find_slot(inner: &Locked, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
     for _ in 0..SLOT_TRIES {
         if let Some(slot) = guarded(|| Ok(disk.reserve()))? {
             return Ok(Some(slot));
         }
-        let Some((victim, slot)) = inner.with_books(State::begin_eviction).flatten() else { return Ok(None) };
+        let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else { return Ok(None) };
         let freed = guarded(|| disk.free(slot));
-        inner.with_books(|state| state.end_eviction(victim, freed.is_ok()));
+        inner.with_state(|state| state.end_disk_eviction(victim, freed.is_ok()));
         freed?;
     }
     Ok(None)

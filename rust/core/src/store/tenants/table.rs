@@ -1,0 +1,143 @@
+//! Whose chunks are whose: those under roots of one cache salt have one tenant, whatever their adapter.
+//!
+//! An entry has its parent's tenant, and a first chunk that of its root, so asking walks nothing. TenantTable without chunks are
+//! forgotten. Nothing here knows salts, only the tags that roots end with.
+
+use rustc_hash::FxHashMap;
+
+use crate::index::TenantId;
+use crate::key::SaltTag;
+use crate::store::tenants::limits::{Ceiling, Class, Table};
+
+/// What has no salt.
+const NO_SALT: TenantId = TenantId(0);
+/// TenantTable looked at by one call: some 0.2 ms.
+pub(crate) const TENANTS_PER_SLICE: usize = 4096;
+
+/// What one has now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct TenantCounts {
+    /// None: the number is free.
+    tag: Option<SaltTag>,
+    num_entries: u32,
+    /// Frames that its chunks have, those being filled too.
+    num_frames: u32,
+    /// Its chunks on disk, on their way there or away.
+    num_slots: u32,
+    class: Class,
+}
+
+#[derive(Debug)]
+pub(crate) struct TenantTable {
+    by_tag: FxHashMap<SaltTag, TenantId>,
+    all: Vec<TenantCounts>,
+    vacant: Vec<TenantId>,
+    /// What each may have.
+    pub(crate) limits: Table,
+}
+
+impl Default for TenantTable {
+    fn default() -> Self {
+        Self {
+            by_tag: FxHashMap::default(),
+            all: vec![TenantCounts::default()],
+            vacant: Vec::new(),
+            limits: Table::default(),
+        }
+    }
+}
+
+impl TenantTable {
+    /// The tenant of what hangs on roots with that tag, if there is anything.
+    pub(crate) fn find(&self, tag: SaltTag) -> Option<TenantId> {
+        self.by_tag.get(&tag).copied()
+    }
+
+    /// The same, with the one of what has no salt.
+    pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
+        tag.map_or(Some(NO_SALT), |tag| self.find(tag))
+    }
+
+    pub(crate) fn find_or_add(&mut self, tag: Option<SaltTag>) -> TenantId {
+        let Some(tag) = tag else { return NO_SALT };
+        let Self { by_tag, all, vacant, limits, .. } = self;
+        *by_tag.entry(tag).or_insert_with(|| {
+            let id = vacant.pop().unwrap_or_else(|| {
+                all.push(TenantCounts::default());
+                TenantId(u32::try_from(all.len() - 1).expect("each has an entry, and entries are counted in u32"))
+            });
+            let tenant = &mut all[id.0 as usize];
+            (tenant.tag, tenant.class) = (Some(tag), limits.class_of(Some(tag)));
+            id
+        })
+    }
+
+    /// Counts one entry more, or one less; an tenant whose last entry is gone is removed.
+    pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
+        let tenant = &mut self.all[id.0 as usize];
+        step(&mut tenant.num_entries, is_more);
+        if let (0, Some(tag)) = (tenant.num_entries, tenant.tag) {
+            *tenant = TenantCounts::default();
+            self.by_tag.remove(&tag);
+            self.vacant.push(id);
+        }
+    }
+
+    /// It has a frame more, or one less, for a chunk in whatever state.
+    pub(crate) fn count_frame(&mut self, id: TenantId, is_more: bool) {
+        step(&mut self.all[id.0 as usize].num_frames, is_more);
+    }
+
+    /// The same of places on disk, that are being written or freed too.
+    pub(crate) fn count_slot(&mut self, id: TenantId, is_more: bool) {
+        step(&mut self.all[id.0 as usize].num_slots, is_more);
+    }
+
+    pub(crate) fn num_frames(&self, id: TenantId) -> u32 {
+        self.all[id.0 as usize].num_frames
+    }
+
+    pub(crate) fn num_slots(&self, id: TenantId) -> u32 {
+        self.all[id.0 as usize].num_slots
+    }
+
+    /// What it may have.
+    pub(crate) fn ceiling(&self, id: TenantId) -> Ceiling {
+        self.limits.ceiling(self.all[id.0 as usize].class)
+    }
+
+    /// The `nth` place of an tenant, which may have nothing.
+    pub(crate) fn nth(&self, nth: usize) -> Option<TenantId> {
+        u32::try_from(nth).ok().filter(|_| nth < self.all.len()).map(TenantId)
+    }
+
+    pub(crate) fn tag(&self, id: TenantId) -> Option<SaltTag> {
+        self.all[id.0 as usize].tag
+    }
+
+    /// Number of salts that have at least one entry.
+    pub(crate) fn num_salts(&self) -> u64 {
+        self.by_tag.len() as u64
+    }
+
+    /// Every number again, from the entries; for checks.
+    #[cfg(any(test, feature = "faults"))]
+    pub(crate) fn check<'a>(&self, entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>) -> bool {
+        let keep =
+            |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts { tag, class, ..TenantCounts::default() };
+        let mut counted: Vec<_> = self.all.iter().map(keep).collect();
+        for (id, entry) in entries {
+            let tenant = &mut counted[id.0 as usize];
+            tenant.num_entries += 1;
+            tenant.num_frames += u32::from(entry.host.place().is_some());
+            tenant.num_slots += u32::from(!entry.disk.is_absent());
+        }
+        let is_used = |tenant: &&TenantCounts| tenant.tag.is_some() && tenant.num_entries > 0;
+        let num_used = counted.iter().filter(is_used).count();
+        counted == self.all && self.by_tag.len() == num_used
+    }
+}
+
+fn step(number: &mut u32, is_more: bool) {
+    *number = if is_more { *number + 1 } else { *number - 1 };
+}
