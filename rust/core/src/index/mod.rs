@@ -153,13 +153,13 @@ impl Index {
     }
 
     /// First chunks that were not all forgotten at once; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)
     }
 
     /// All entries, detached ones too, in no order; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }

@@ -38,7 +38,7 @@ mod save;
 mod state;
 mod stats;
 mod tenants;
-#[cfg(any(test, feature = "faults"))]
+#[cfg(any(test, feature = "testing"))]
 mod tests;
 
 pub use api::{Lookup, Reserved};

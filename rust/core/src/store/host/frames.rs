@@ -77,7 +77,7 @@ impl State {
         None
     }
 
-    /// A frame for an tenant that has as many as it may: one of its own chunks leaves, and no other's.
+    /// A frame for a tenant that has as many as it may: one of its own chunks leaves, and no other's.
     pub(crate) fn take_own_frame(&mut self, tenant: TenantId, what_for: FrameFor) -> Option<FrameId> {
         if self.tenants.num_frames(tenant) > self.tenants.ceiling(tenant).host {
             return None; // its quota became smaller: `trim` comes first

@@ -75,7 +75,7 @@ impl State {
     }
 
     /// Whether every entry that expires by itself is noted, and nothing else; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn check_expiry(&self) -> bool {
         let is_noted = |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));
         let is_right = |(id, entry): (ChunkId, &Entry)| {

@@ -21,7 +21,7 @@ pub(crate) enum Room {
     None,
 }
 
-/// The group of a policy that an tenant's chunks are.
+/// The group of a policy that a tenant's chunks are.
 pub(crate) fn group(tenant: TenantId) -> GroupId {
     GroupId(tenant.0)
 }
@@ -40,7 +40,7 @@ impl State {
         }
     }
 
-    /// Where another frame for an tenant may come from.
+    /// Where another frame for a tenant may come from.
     pub(crate) fn room_of(&self, tenant: TenantId) -> Room {
         let has_room =
             !self.tenants.limits.has_quotas || self.tenants.num_frames(tenant) < self.tenants.ceiling(tenant).host;

@@ -1,7 +1,7 @@
-//! Whose chunks are whose: those under roots of one cache salt have one tenant, whatever their adapter.
+//! What each tenant uses now. Chunks under roots with one `cache_salt` belong to one tenant, whatever their adapter.
 //!
-//! An entry has its parent's tenant, and a first chunk that of its root, so asking walks nothing. TenantTable without chunks are
-//! forgotten. Nothing here knows salts, only the tags that roots end with.
+//! An entry has its parent's tenant, and a first chunk that of its root, so no lookup walks a tree. A tenant whose last
+//! chunk is gone is removed. This file sees salts only as the tags that roots end with.
 
 use rustc_hash::FxHashMap;
 
@@ -9,20 +9,20 @@ use crate::index::TenantId;
 use crate::key::SaltTag;
 use crate::store::tenants::limits::{Ceiling, Class, Table};
 
-/// What has no salt.
+/// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// TenantTable looked at by one call: some 0.2 ms.
+/// Tenants visited by one call: some 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
-/// What one has now.
+/// What one tenant uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
-    /// None: the number is free.
+    /// None if the id is vacant, or for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u32,
-    /// Frames that its chunks have, those being filled too.
+    /// Frames of its chunks, including those being filled.
     num_frames: u32,
-    /// Its chunks on disk, on their way there or away.
+    /// Its chunks that are on disk, being written or being freed.
     num_slots: u32,
     class: Class,
 }
@@ -32,7 +32,7 @@ pub(crate) struct TenantTable {
     by_tag: FxHashMap<SaltTag, TenantId>,
     all: Vec<TenantCounts>,
     vacant: Vec<TenantId>,
-    /// What each may have.
+    /// The limits of each class of tenants.
     pub(crate) limits: Table,
 }
 
@@ -48,12 +48,12 @@ impl Default for TenantTable {
 }
 
 impl TenantTable {
-    /// The tenant of what hangs on roots with that tag, if there is anything.
+    /// Returns the tenant of roots with that tag, if it has an entry.
     pub(crate) fn find(&self, tag: SaltTag) -> Option<TenantId> {
         self.by_tag.get(&tag).copied()
     }
 
-    /// The same, with the one of what has no salt.
+    /// As [`Self::find`]; without a tag, the tenant of requests without a salt.
     pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
@@ -72,7 +72,7 @@ impl TenantTable {
         })
     }
 
-    /// Counts one entry more, or one less; an tenant whose last entry is gone is removed.
+    /// Adds one entry to a tenant or takes one away; a tenant whose last entry is gone is removed.
     pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
         let tenant = &mut self.all[id.0 as usize];
         step(&mut tenant.num_entries, is_more);
@@ -83,12 +83,12 @@ impl TenantTable {
         }
     }
 
-    /// It has a frame more, or one less, for a chunk in whatever state.
+    /// Adds one frame or takes one away, in any state of its chunk.
     pub(crate) fn count_frame(&mut self, id: TenantId, is_more: bool) {
         step(&mut self.all[id.0 as usize].num_frames, is_more);
     }
 
-    /// The same of places on disk, that are being written or freed too.
+    /// Adds one slot on disk or takes one away, including those being written or freed.
     pub(crate) fn count_slot(&mut self, id: TenantId, is_more: bool) {
         step(&mut self.all[id.0 as usize].num_slots, is_more);
     }
@@ -101,12 +101,12 @@ impl TenantTable {
         self.all[id.0 as usize].num_slots
     }
 
-    /// What it may have.
+    /// Returns the limits of a tenant.
     pub(crate) fn ceiling(&self, id: TenantId) -> Ceiling {
         self.limits.ceiling(self.all[id.0 as usize].class)
     }
 
-    /// The `nth` place of an tenant, which may have nothing.
+    /// Returns the `nth` id, which may be vacant; None behind the last one.
     pub(crate) fn nth(&self, nth: usize) -> Option<TenantId> {
         u32::try_from(nth).ok().filter(|_| nth < self.all.len()).map(TenantId)
     }
@@ -115,13 +115,13 @@ impl TenantTable {
         self.all[id.0 as usize].tag
     }
 
-    /// Number of salts that have at least one entry.
+    /// Returns the number of salts with at least one entry.
     pub(crate) fn num_salts(&self) -> u64 {
         self.by_tag.len() as u64
     }
 
-    /// Every number again, from the entries; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    /// Recounts everything from the entries and compares; for checks.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn check<'a>(&self, entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>) -> bool {
         let keep =
             |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts { tag, class, ..TenantCounts::default() };

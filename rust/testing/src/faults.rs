@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::OpenFiles;
-use crate::io::direct::{OsFile, RawFile};
+use kvloft_core::io::direct::{OsFile, RawFile};
+use kvloft_core::tier::disk::OpenFiles;
 
 /// Numbers of the errors that disks give.
 pub const EIO: i32 = 5;

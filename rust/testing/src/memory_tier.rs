@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::LocalTier;
-use super::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
-use crate::{ChunkKey, Error, ErrorKind, Result};
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
+use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 
 /// Slots in memory.
 #[derive(Debug, Default)]

@@ -8,12 +8,12 @@ use std::path::Path;
 
 use twox_hash::XxHash3_64;
 
-use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
-use super::recover::recover;
-use super::superblock::{self, Superblock};
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces};
+use super::PageBuffer;
 use crate::tier::LocalTier;
-use crate::tier::conformance::PageBuffer;
+use crate::tier::disk::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
+use crate::tier::disk::recover::recover;
+use crate::tier::disk::superblock::{self, Superblock};
+use crate::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces};
 use crate::{ChunkKey, ErrorKind};
 
 const FRAME_BYTES: u64 = 4096;

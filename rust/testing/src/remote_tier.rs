@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::RemoteTier;
-use crate::{ChunkKey, ErrorKind};
+use kvloft_core::tier::remote::RemoteTier;
+use kvloft_core::{ChunkKey, ErrorKind};
 
 /// One call, with a number that picks on what.
 #[derive(Debug, Clone, Copy)]

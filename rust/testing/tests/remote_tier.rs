@@ -1,4 +1,5 @@
-//! The suite over a tier in memory, and over some that break one promise each.
+//! The suite for remote tiers passes a sound tier in memory and finds each flaw of a broken one.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -6,9 +7,9 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 
-use super::RemoteTier;
-use super::conformance::{Op, Place, check};
-use crate::{ChunkKey, Error, ErrorKind, Result};
+use kvloft_core::tier::remote::RemoteTier;
+use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
+use kvloft_testing::remote_tier::{Op, Place, check};
 
 /// What a broken tier does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,10 +34,6 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(flaw: Flaw) -> Arc<Self> {
-        Arc::new(Self { flaw, frames: Mutex::default(), hangs: Mutex::default(), answers: Condvar::new() })
-    }
-
     fn wait(&self, deadline: Instant) -> Result<()> {
         let mut hangs = self.hangs.lock().unwrap();
         while *hangs {
@@ -88,19 +85,26 @@ impl RemoteTier for Memory {
     }
 }
 
-impl Place for Arc<Memory> {
+struct InMemory(Arc<Memory>);
+
+impl Place for InMemory {
     fn open(&self) -> Arc<dyn RemoteTier> {
-        Arc::clone(self) as _
+        Arc::clone(&self.0) as _
     }
     fn evict(&self, key: &ChunkKey) -> bool {
-        self.frames.lock().unwrap().remove(key);
+        self.0.frames.lock().unwrap().remove(key);
         true
     }
     fn hang(&self, hangs: bool) -> bool {
-        *self.hangs.lock().unwrap() = hangs;
-        self.answers.notify_all();
+        *self.0.hangs.lock().unwrap() = hangs;
+        self.0.answers.notify_all();
         true
     }
+}
+
+fn in_memory(flaw: Flaw) -> InMemory {
+    let answers = Condvar::new();
+    InMemory(Arc::new(Memory { flaw, frames: Mutex::default(), hangs: Mutex::default(), answers }))
 }
 
 proptest! {
@@ -109,21 +113,21 @@ proptest! {
     #[test]
     fn a_sound_tier_passes(ops in prop::collection::vec((any::<u8>(), any::<u32>()), 0..40)) {
         let ops: Vec<_> = ops.into_iter().map(|(what, which)| Op::from_numbers(what, which)).collect();
-        prop_assert_eq!(check(&Memory::new(Flaw::None), &ops), Ok(()));
+        prop_assert_eq!(check(&in_memory(Flaw::None), &ops), Ok(()));
     }
 }
 
 #[test]
 fn each_broken_promise_is_found() {
     let ops = [Op::Put(1), Op::Put(2), Op::Get(3), Op::Misread(1), Op::Look(8), Op::Look(5), Op::Hang(0)];
-    assert_eq!(check(&Memory::new(Flaw::None), &ops), Ok(()));
+    assert_eq!(check(&in_memory(Flaw::None), &ops), Ok(()));
     for (flaw, part) in [
         (Flaw::OtherKey, "chunk 3 has bytes that were not put under its key"),
         (Flaw::ShortRead, "chunk 1 was read as a frame of 2048 bytes"),
         (Flaw::Disorder, "the hint of chunk"),
         (Flaw::NoDeadline, "a call goes on after its deadline"),
     ] {
-        let error = check(&Memory::new(flaw), &ops).unwrap_err();
+        let error = check(&in_memory(flaw), &ops).unwrap_err();
         assert!(error.contains(part), "{flaw:?}: {error}");
     }
 }

@@ -6,43 +6,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::LocalTier;
-use super::disk::{DiskEntry, DiskMeta, SlotId};
-use crate::{ChunkKey, ErrorKind};
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskEntry, DiskMeta, SlotId};
+use kvloft_core::{ChunkKey, ErrorKind};
 
-/// Memory, offset and length of a transfer are multiples of this where it goes past the page cache.
-const PAGE_BYTES: usize = 4096;
-
-/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
-#[derive(Debug)]
-pub struct PageBuffer {
-    bytes: Vec<u8>,
-    start: usize,
-    len: usize,
-}
-
-impl PageBuffer {
-    /// `len` bytes of zeros.
-    pub fn new(len: usize) -> Self {
-        let bytes = vec![0_u8; len + PAGE_BYTES];
-        // A Vec's memory does not move while its length stays, so the offset found here holds.
-        let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
-        Self { bytes, start, len }
-    }
-}
-
-impl std::ops::Deref for PageBuffer {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes[self.start..self.start + self.len]
-    }
-}
-
-impl std::ops::DerefMut for PageBuffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + self.len]
-    }
-}
+use super::PageBuffer;
 
 /// One call, with a number that picks on what.
 #[derive(Debug, Clone, Copy)]
@@ -193,7 +161,7 @@ impl Walk<'_> {
         bytes == expected
     }
 
-    fn read_into(&self, slot: SlotId, chunk: u32, into: &mut [u8]) -> crate::Result<()> {
+    fn read_into(&self, slot: SlotId, chunk: u32, into: &mut [u8]) -> kvloft_core::Result<()> {
         into.fill(0xee);
         self.tier.read(slot, &key_of(chunk), into)
     }
@@ -265,7 +233,7 @@ impl Walk<'_> {
     fn reopen(&mut self) -> Result<(), String> {
         self.tier.close();
         let mut frame = PageBuffer::new(self.place.frame_bytes());
-        let closed = |result: crate::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
+        let closed = |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
         hold!(self.tier.reserve().is_none(), "a closed tier hands out slots");
         hold!(closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))), "a closed tier forgets");
         hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier is read");
