@@ -4,12 +4,18 @@
 //! not list it) but stays, with its link upwards, until its last user ends. The index keeps links and the map right and nothing
 //! else: what the counts in an entry mean, and when one may go, is the store's business.
 
+mod disk_state;
 mod entry;
+mod host_state;
 mod table;
+#[cfg(test)]
+mod table_of_states;
 
 use std::ops;
 
-pub(crate) use entry::{Entry, Filler, NEVER, Presence, TenantId, Wish};
+pub(crate) use disk_state::{DiskEvent, DiskState};
+pub(crate) use entry::{Entry, NEVER, TenantId};
+pub(crate) use host_state::{HostEvent, HostState};
 use table::Table;
 
 use crate::evict::ChunkId;

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::evict::ChunkId;
-use crate::index::{Entry, TenantId, Wish};
+use crate::index::{Entry, TenantId};
 use crate::key::SaltTag;
 use crate::store::config::DiskSettings;
 use crate::store::disk::time_shares::Direction;
@@ -156,8 +156,8 @@ impl State {
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
-            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
-            tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_here()
+            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
+            tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_visible()
         };
         let entries = (from..end).filter_map(|place| self.index.at(place));
         let num = entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
@@ -169,8 +169,8 @@ impl State {
     /// Takes a chunk out of host memory, if it is not in use and nothing hangs on it there.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
-        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
-        if entry.detached || entry.removing || !entry.host.is_here() || is_used {
+        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
+        if entry.detached || entry.removing || !entry.host.is_visible() || is_used {
             return false;
         }
         self.evicted.num_chunks += 1;

@@ -18,8 +18,8 @@ impl State {
     fn tiers(&self, key: &ChunkKey) -> Tiers {
         let entry = self.index.get(key).map(|id| &self.index[id]);
         entry.map_or_else(Tiers::default, |entry| Tiers {
-            host: entry.host.is_here(),
-            disk: entry.disk.is_here(),
+            host: entry.host.is_visible(),
+            disk: entry.disk.is_stored(),
             coming: entry.is_coming(),
         })
     }

@@ -63,7 +63,7 @@ pub struct Anchors {
 impl State {
     /// The entry of the chunk that ends the first `end` units, if a lease may use its frame.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
-        let is_here = |entry: &Entry| entry.host.is_here();
+        let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
             return None;
         }
@@ -86,7 +86,7 @@ impl State {
     /// In host, or on a disk that can be read.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
         let answers = self.disk.answers(self.now);
-        move |entry| entry.host.is_here() || answers && entry.disk.is_here()
+        move |entry| entry.host.is_visible() || answers && entry.disk.is_stored()
     }
 
     /// How many of `anchors` are stored: numbers of units of one prefix and their keys, in order.
@@ -125,7 +125,7 @@ impl State {
 
     fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
         let stored = self.find_end(prefix, prefix.num_units(), self.is_stored());
-        (self.find_end(prefix, stored, |entry| entry.host.is_here()), stored)
+        (self.find_end(prefix, stored, |entry| entry.host.is_visible()), stored)
     }
 
     /// How many of the first `most` units are `present`.

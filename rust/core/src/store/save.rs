@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::evict::ChunkId;
-use crate::index::{Entry, Filler};
+use crate::index::{Entry, HostEvent};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
@@ -150,7 +150,7 @@ impl State {
 
     /// Whether the chunk is in host or being filled.
     fn is_there(&self, id: ChunkId) -> bool {
-        !self.index[id].host.is_absent() && !self.index[id].is_queued()
+        self.index[id].host.frame().is_some()
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
@@ -162,7 +162,7 @@ impl State {
     ) -> std::result::Result<(ChunkId, FrameId), Refused> {
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
-            parent.has_frame() && parent.depth + 1 == new.depth
+            parent.host.may_have_children() && parent.depth + 1 == new.depth
         });
         if !fits {
             return Err(Refused::NoPlace);
@@ -174,14 +174,7 @@ impl State {
         let saved_s = self.unix_s;
         let own = own.and_then(|_| self.index.get(&new.key)); // what gave its frame up may have taken it along
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
-        if self.index[id].is_queued() {
-            self.index[id].filler = Filler::Lease;
-            self.disk.num_queued_reads -= 1;
-        } else {
-            self.enter_host(id, Filler::Lease);
-        }
-        self.give_frame(id, frame);
-        self.sync_disk(id);
+        self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))
     }

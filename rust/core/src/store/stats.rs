@@ -134,8 +134,8 @@ pub struct Evicted {
 impl Evicted {
     pub(crate) fn count(&mut self, entry: &Entry) {
         self.num_chunks += 1;
-        self.num_host += u64::from(entry.host.place().is_some());
-        self.num_disk += u64::from(entry.disk.place().is_some());
+        self.num_host += u64::from(entry.host.frame().is_some());
+        self.num_disk += u64::from(entry.disk.slot().is_some());
     }
 }
 

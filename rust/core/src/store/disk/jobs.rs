@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Entry, Presence, Wish};
+use crate::index::{DiskEvent, DiskState, Entry, HostEvent, HostState};
 use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::store::disk::time_shares::Direction;
@@ -172,15 +172,14 @@ impl State {
     }
 
     fn next_read(&mut self) -> Option<Job> {
-        while let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_queued) {
+        while let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_to_read) {
             let entry = self.index[id];
-            let has_parent = entry.parent.is_none_or(|parent| self.index[parent].has_frame());
+            let has_parent = entry.parent.is_none_or(|parent| self.index[parent].host.may_have_children());
             let room = self.room_of(entry.tenant);
-            if let (Presence::Here(slot), true) = (entry.disk, has_parent)
+            if let (DiskState::Stored(slot), true) = (entry.disk, has_parent)
                 && let Some(place) = self.take_frame_under(entry.parent, room, FrameFor::Read)
             {
-                self.disk.num_queued_reads -= 1;
-                self.give_frame(id, place);
+                self.change_host(id, HostEvent::Read(place));
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
@@ -213,17 +212,15 @@ impl State {
                 continue;
             }
             let Entry { key, parent_key: parent, depth, host, saved_s, .. } = self.index[id];
-            if let Presence::Here(frame) = host
+            if let HostState::Visible(frame) = host
                 && let Some(frame) = self.host.lend(frame)
             {
-                self.index[id].wish = Wish::Writing;
                 self.hold(id);
-                self.begin_disk(id);
-                self.disk.writing += 1;
+                self.change_disk(id, DiskEvent::Write);
                 let meta = DiskMeta { key, parent, depth, saved_s: saved_s.into() };
                 return Some(Job::Write { id, meta, frame });
             }
-            self.unwant(id);
+            self.cancel_write(id);
         }
         None
     }
@@ -231,16 +228,14 @@ impl State {
     /// Whether a queued chunk may be written now. If not, it stands behind its parent, which is on its way there or away.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
-        if self.index[parent].disk.is_here() {
+        if self.index[parent].disk.is_stored() {
             return true;
         }
-        self.index[id].wish = Wish::Behind;
+        self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
-        if self.index[parent].wish == Wish::None && self.index[parent].disk.is_absent() {
+        if self.index[parent].disk == DiskState::Absent {
             // It left the disk, or could not be written when it was new; it is in host, for its child is.
-            self.index[parent].wish = Wish::Queued;
-            self.disk.num_unwritten += 1;
-            self.sync_unwritten(parent);
+            self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
         false
@@ -280,23 +275,18 @@ impl State {
     fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
-        self.index[id].wish = Wish::None;
-        self.disk.num_unwritten -= 1;
-        self.sync_unwritten(id);
-        self.disk.writing -= 1;
         if let Written::In(slot) = outcome {
             self.stats.disk_writes += 1;
             self.stats.disk_bytes_written += num_bytes;
             if self.index[id].detached {
-                self.leave_disk(id, Removal::Dropped);
+                self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
                 self.disk.to_free.push(slot);
             } else {
-                self.arrive_on_disk(id, slot);
-                self.sync_disk(id);
+                self.change_disk(id, DiskEvent::Written(slot));
                 self.unblock_children(id);
             }
         } else {
-            self.leave_disk(id, Removal::Dropped);
+            self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
             self.drop_blocked(id);
         }
         self.unhold(id);

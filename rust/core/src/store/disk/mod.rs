@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, fair shares of disk time, a queue of chunks |
 //! | `work` | everything the lock guards for the disk tier: queues, jobs in flight, breakers |
-//! | `presence` | a chunk arrives on disk or leaves it |
+//! | `transitions` | changes a chunk's state, with everything that follows from it |
 //! | `slots` | free a slot for a chunk that is about to be written |
 //! | `recover` | index the chunks that a tier held when it was opened |
 //! | `removed_dir` | drop the chunks of a tier whose directory was removed |
@@ -16,11 +16,11 @@
 pub(crate) mod breaker;
 pub(crate) mod jobs;
 pub(crate) mod opener;
-pub(crate) mod presence;
 pub(crate) mod queue;
 pub(crate) mod recover;
 pub(crate) mod removed_dir;
 pub(crate) mod slots;
 pub(crate) mod threads;
 pub(crate) mod time_shares;
+pub(crate) mod transitions;
 pub(crate) mod work;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::evict::ChunkId;
-use crate::index::{Entry, NEVER};
+use crate::index::{DiskEvent, Entry, NEVER};
 use crate::store::disk::removed_dir::CHECK_EVERY;
 use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::State;
@@ -86,7 +86,7 @@ impl State {
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];
-            parent.depth + 1 == depth && parent.disk.is_here()
+            parent.depth + 1 == depth && parent.disk.is_stored()
         });
         let rejected = &self.disk.rejected;
         if !fits || rejected.contains(&key) || depth > 0 && rejected.contains(&parent_key) {
@@ -95,16 +95,14 @@ impl State {
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
             let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s; // what hangs on it would be younger
-            if entry.parent != parent || !entry.disk.is_absent() || is_older {
+            if entry.parent != parent || entry.disk.takes_slot() || is_older {
                 return None;
             }
             id
         } else {
             self.add(Entry { key, parent_key, parent, depth, saved_s, ..Entry::default() })
         };
-        self.unwant(id);
-        self.begin_disk(id);
-        self.arrive_on_disk(id, slot);
+        self.change_disk(id, DiskEvent::Found(slot));
         self.unblock_children(id);
         Some(id)
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::Entry;
+use crate::index::{DiskEvent, Entry};
 use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::State;
 
@@ -67,7 +67,7 @@ impl State {
             return Emptying::No;
         }
         for _ in 0..SLICE {
-            if let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_queued) {
+            if let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_to_read) {
                 self.fail_host(id);
             } else if let Some(id) = self.disk_policy.victim() {
                 self.drop_removed(id);
@@ -81,10 +81,9 @@ impl State {
 
     /// Removes a chunk from the disk, and queues it for writing if it is in host memory.
     fn drop_removed(&mut self, id: ChunkId) {
-        self.leave_disk(id, Removal::Dropped);
-        self.note_change(id);
+        self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
         self.unblock_children(id);
-        if self.index[id].host.is_here() && !self.index[id].removing {
+        if self.index[id].host.is_visible() && !self.index[id].removing {
             self.want_on_disk(id);
         }
         self.settle(id);

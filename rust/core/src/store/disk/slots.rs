@@ -1,7 +1,7 @@
 //! Room on disk for a chunk that is about to be written: whose slot is freed for it. `threads` frees it, without the lock.
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::Presence;
+use crate::index::{DiskEvent, DiskState};
 use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
@@ -24,7 +24,7 @@ impl State {
         if !self.tenants.limits.has_quotas || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk {
             return SlotFor::Fits;
         }
-        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.leave_slot(victim)) {
+        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim)) {
             Some((victim, slot)) => SlotFor::After(victim, slot),
             None => SlotFor::None,
         }
@@ -33,34 +33,30 @@ impl State {
     /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
     pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
-        self.leave_slot(victim)
+        self.begin_evict(victim)
     }
 
     /// A chunk that may go begins to leave the disk.
-    fn leave_slot(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
+    fn begin_evict(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
-        let slot = self.index[victim].disk.place()?;
-        self.index[victim].disk = Presence::Leaving(slot);
-        self.note_change(victim);
-        self.sync_disk(victim);
+        let slot = self.index[victim].disk.slot()?;
+        self.change_disk(victim, DiskEvent::Evict);
         Some((victim, slot))
     }
 
     /// The slot was freed, or the chunk is there as before.
     pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
-        let Presence::Leaving(slot) = self.index[id].disk else { return };
+        if !matches!(self.index[id].disk, DiskState::Evicting(_)) {
+            return;
+        }
         if freed {
             self.stats.disk_evictions += 1;
-            self.leave_disk(id, Removal::Evicted);
+            self.change_disk(id, DiskEvent::Leave(Removal::Evicted));
         } else if self.index[id].detached {
-            self.leave_disk(id, Removal::Dropped);
-            self.disk.to_free.push(slot);
+            self.leave_slot(id, Removal::Dropped);
         } else {
-            self.index[id].disk = Presence::Here(slot);
-            self.note_change(id);
-            self.sync_disk(id);
-            // Another one is tried first next time.
-            self.disk_policy.touch(id);
+            self.change_disk(id, DiskEvent::Keep);
+            self.disk_policy.touch(id); // the next eviction tries another chunk first
         }
         self.unblock_children(id);
         self.settle(id);
@@ -76,9 +72,7 @@ impl State {
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;
-        let slot = self.leave_disk(id, Removal::Evicted);
-        self.disk.to_free.extend(slot);
-        self.note_change(id);
+        self.leave_slot(id, Removal::Evicted);
         self.unblock_children(id);
         self.settle(id);
     }

@@ -2,7 +2,7 @@
 //! that waits for them, and what has no holder left need not come.
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Entry, Filler, Presence};
+use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
@@ -18,81 +18,77 @@ impl State {
         self.sync_host(id);
         let entry = &self.index[id];
         let parent = entry.parent;
-        if entry.holds > 0 || !entry.is_queued() || entry.host_children > 0 {
+        if entry.holds > 0 || entry.host != HostState::Queued || entry.host_children > 0 {
             return self.reap(id);
         }
-        self.leave_host(id, Removal::Dropped);
-        self.sync_disk(id);
+        self.change_host(id, HostEvent::Leave(Removal::Dropped));
         self.settle(id);
-        self.end_failed(parent);
+        self.leave_failed(parent);
     }
 
     /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
-        if parent.is_some_and(|parent| !self.index[parent].has_frame()) {
+        if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
             self.fail_host(id);
             return 0;
         }
-        self.index[id].filler = Filler::Done;
-        self.sync_disk(id);
-        self.rise(id)
+        self.change_host(id, HostEvent::Fill);
+        self.show(id)
     }
 
     /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
-    pub(crate) fn rise(&mut self, id: ChunkId) -> u32 {
-        let mut risen = 0;
+    fn show(&mut self, id: ChunkId) -> u32 {
+        let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
         while let Some(id) = next.take().or_else(|| ready.pop()) {
             let entry = &self.index[id];
-            let (Presence::Coming(Some(frame)), Filler::Done) = (entry.host, entry.filler) else { continue };
-            if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].host.is_here()) {
+            let is_filled = matches!(entry.host, HostState::Filled(_));
+            let has_parent = entry.parent.is_none_or(|parent| self.index[parent].host.is_visible());
+            if !is_filled || entry.detached || !has_parent {
                 continue;
             }
-            self.change_host(id, Presence::Here(frame));
+            self.change_host(id, HostEvent::Show);
             self.want_on_disk(id);
-            risen += 1;
-            ready.extend(self.take_waiters(id, |entry| entry.filler == Filler::Done));
+            shown += 1;
+            ready.extend(self.take_waiters(id, |state| matches!(state, HostState::Filled(_))));
         }
-        risen
+        shown
     }
 
-    /// Children that came to host while `id` was not visible, are still coming, and are `wanted`. None waits for it any more.
-    fn take_waiters(&mut self, id: ChunkId, wanted: fn(&Entry) -> bool) -> impl Iterator<Item = ChunkId> {
+    /// Returns the children that came to host memory while `id` was not visible and are `wanted`, and clears the list
+    /// of all that did.
+    fn take_waiters(&mut self, id: ChunkId, wanted: fn(HostState) -> bool) -> impl Iterator<Item = ChunkId> {
         let (children, index) = (self.waiters.take(id), &self.index);
-        let is_coming = move |child| index.is_child(child, id) && matches!(index[child].host, Presence::Coming(_));
-        children.filter(move |&child| is_coming(child) && wanted(&index[child]))
+        children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
-    /// A chunk will not come to host, nor what could only wait for it. Those whose frame somebody else has, and those above
-    /// them, leave when that ends.
+    /// Fails a chunk that will not come to host memory, and all chunks that can only wait for it.
+    ///
+    /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it wait for that.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
         while let Some(&next) = all.get(at) {
-            all.extend(self.take_waiters(next, |_| true));
+            all.extend(self.take_waiters(next, HostState::is_pending));
             at += 1;
         }
         for &next in all.iter().rev() {
-            let entry = &mut self.index[next];
+            let entry = &self.index[next];
             if entry.host.is_absent() || entry.detached {
-                continue; // it left with its last child, or is here twice
+                continue; // it left with its last child, or is listed twice
             }
-            if next == id || !entry.is_filling() {
-                entry.filler = Filler::Failed;
+            let (parent, is_filling) = (entry.parent, next != id && entry.host.is_filling());
+            if !is_filling {
+                self.change_host(next, HostEvent::Fail);
             }
-            if self.index[next].disk.is_absent() {
+            let entry = &self.index[next];
+            if !entry.disk.takes_slot() {
                 self.detach(next);
-            } else {
-                if let Some(parent) = self.index[next].parent
-                    && next != id
-                    && self.index[next].is_filling()
-                {
-                    // Its parent may yet fail on its own, when this one is filled and waits for it.
-                    self.waiters.push(parent, next);
-                }
-                self.sync_disk(next);
-                self.end_failed(Some(next));
+            } else if !is_filling {
+                self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
+            } else if let Some(parent) = parent {
+                self.waiters.push(parent, next); // the parent may fail again, after this chunk is filled
             }
         }
     }

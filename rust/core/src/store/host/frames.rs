@@ -1,7 +1,7 @@
 //! A frame for a chunk that has none: a free one, or one of a chunk that may go.
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::TenantId;
+use crate::index::{HostEvent, TenantId};
 use crate::io::FrameId;
 use crate::store::state::State;
 use crate::store::tenants::quota::{Room, group};
@@ -46,7 +46,7 @@ impl State {
             && let Some(victim) = self.host_victim(None)
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
-            let its_frame = self.index[victim].host.place();
+            let its_frame = self.index[victim].host.frame();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
                 self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
                 spared.push(victim);
@@ -88,7 +88,7 @@ impl State {
             && spared.len() < MAX_SPARED
             && let Some(victim) = self.host_victim(Some(group(tenant)))
         {
-            let its_frame = self.index[victim].host.place();
+            let its_frame = self.index[victim].host.frame();
             if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for)) {
                 self.evict_for_quota(victim);
                 frame = self.host.take(what_for);
@@ -106,10 +106,10 @@ impl State {
     /// Takes a chunk that may go out of host.
     pub(crate) fn evict(&mut self, id: ChunkId) {
         self.stats.host_evictions += 1;
-        let is_lost = self.unwant(id);
+        let is_lost = self.cancel_write(id);
         self.stats.disk_dropped += u64::from(is_lost);
         self.stats.disk_unwritten += u64::from(is_lost);
-        self.leave_host(id, Removal::Evicted);
+        self.change_host(id, HostEvent::Leave(Removal::Evicted));
         self.settle(id);
     }
 

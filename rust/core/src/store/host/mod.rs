@@ -3,7 +3,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `waiters` | children that arrived before their parent was visible |
-//! | `presence` | a chunk arrives in host memory or leaves it |
+//! | `transitions` | changes a chunk's state, with everything that follows from it |
 //! | `fill` | a filled chunk becomes visible, or fails with the chunks that wait for it |
 //! | `frames` | find or free a frame for a chunk |
 //! | `drains` | slabs that are being emptied, as data |
@@ -12,6 +12,6 @@
 pub(crate) mod drains;
 pub(crate) mod fill;
 pub(crate) mod frames;
-pub(crate) mod presence;
 pub(crate) mod slabs;
+pub(crate) mod transitions;
 pub(crate) mod waiters;

@@ -89,7 +89,7 @@ impl State {
         let mut budget = SLICE;
         for nth in 0..MAX_DRAINS {
             if nth == drains.all.len() {
-                let coldest = self.host_victim(None).and_then(|id| self.index[id].host.place());
+                let coldest = self.host_victim(None).and_then(|id| self.index[id].host.frame());
                 let Some(slab) = self.host.drain(end, coldest) else { break };
                 drains.all.push(Drain { slab, next: 0, way: Vec::new(), is_done: false });
             }

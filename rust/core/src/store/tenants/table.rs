@@ -129,8 +129,8 @@ impl TenantTable {
         for (id, entry) in entries {
             let tenant = &mut counted[id.0 as usize];
             tenant.num_entries += 1;
-            tenant.num_frames += u32::from(entry.host.place().is_some());
-            tenant.num_slots += u32::from(!entry.disk.is_absent());
+            tenant.num_frames += u32::from(entry.host.frame().is_some());
+            tenant.num_slots += u32::from(entry.disk.takes_slot());
         }
         let is_used = |tenant: &&TenantCounts| tenant.tag.is_some() && tenant.num_entries > 0;
         let num_used = counted.iter().filter(is_used).count();

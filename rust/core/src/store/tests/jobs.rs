@@ -18,7 +18,7 @@ use super::super::lookup::Prefix;
 use super::super::state::State;
 use super::steps::{Io, NUM_PROMPTS, Step, prompt_chain, step};
 use crate::evict::{ChunkId, Eviction};
-use crate::index::{Filler, Presence};
+use crate::index::{DiskState, HostState};
 use crate::io::{Frame, FrameId};
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -312,7 +312,7 @@ impl Run {
             }
         }
         let frames_lent = self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
-        let is_read = |entry: &crate::index::Entry| entry.is_read() && entry.host.place().is_some();
+        let is_read = |entry: &crate::index::Entry| matches!(entry.host, HostState::Reading(_));
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
         assert_eq!(reading, frames_lent, "a read has a frame while it runs, and only then");
         let disk = &self.state.disk;
@@ -334,12 +334,14 @@ impl Run {
         let mut wanted = BTreeMap::new();
         for (_, entry) in self.state.index.iter() {
             match entry.disk {
-                Presence::Here(slot) => {
+                DiskState::Stored(slot) => {
                     assert!(!entry.detached, "a forgotten chunk is on disk");
                     wanted.insert(slot.0, entry.key);
                 }
-                Presence::Absent => {}
-                Presence::Coming(_) | Presence::Leaving(_) => panic!("a chunk is on its way: {entry:?}"),
+                DiskState::Absent => {}
+                DiskState::Queued | DiskState::Blocked | DiskState::Writing | DiskState::Evicting(_) => {
+                    panic!("a chunk is on its way: {entry:?}")
+                }
             }
         }
         let there: BTreeMap<_, _> =
@@ -374,10 +376,13 @@ impl Run {
         let counters = self.state.stats();
         let had_room = counters.disk_evictions == 0 && counters.disk_dropped == 0;
         for (_, entry) in self.state.index.iter() {
-            assert!(!entry.is_read(), "a read never ends");
-            assert!(entry.filler != Filler::Failed || self.writes.iter().any(|_| true), "a failed chunk stays");
+            assert!(!entry.host.is_read(), "a read never ends");
+            assert!(
+                !matches!(entry.host, HostState::Failed(_)) || self.writes.iter().any(|_| true),
+                "a failed chunk stays"
+            );
             if is_faultless && had_room {
-                let is_written = !entry.host.is_here() || entry.disk.is_here() || entry.detached;
+                let is_written = !entry.host.is_visible() || entry.disk.is_stored() || entry.detached;
                 assert!(is_written, "never written: {entry:?}");
             }
         }
