@@ -82,7 +82,7 @@ check_rust() {
 build_wheel() {
   local sources
   sources="$PROFILE "$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -not -name '*.so' \
-    -not -path '*proptest-regressions*' -not -path 'rust/fuzz/*' -print0 | sort -z | xargs -0 cat | cksum) # a test that fails writes a seed, which is no source
+    -not -path '*proptest-regressions*' -not -path 'rust/fuzz/*' -not -path 'rust/testing/*' -print0 | sort -z | xargs -0 cat | cksum) # a test that fails writes a seed, which is no source
   if [ "$(cat build/wheel.sum 2>/dev/null)" != "$sources" ] || ! ls build/wheel/*.whl >/dev/null 2>&1; then
     say "building the wheel (Rust, profile $PROFILE)"
     rm -rf build/wheel

@@ -22,5 +22,16 @@ pub mod tag;
 pub mod tier;
 pub mod units;
 
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod testing;
+// Unit tests of private items need rust/testing built against this build of the crate. As a
+// dev-dependency it brings another one, with other types.
+#[cfg(test)]
+extern crate self as kvloft_core;
+#[cfg(test)]
+#[path = "../../testing/src/lib.rs"]
+pub mod test_support;
+
 pub use error::{Error, ErrorKind, Result};
 pub use key::{ChunkKey, KeyChain};

@@ -15,9 +15,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, PartSpec};
 use kvloft_core::store::{DiskSettings, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, KeyChain, key::root_key};
+use kvloft_testing::PageBuffer;
 use tempfile::TempDir;
 
 const FRAME: usize = 64 * 1024;

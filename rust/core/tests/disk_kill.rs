@@ -17,9 +17,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::root_key;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, KeyChain};
+use kvloft_testing::PageBuffer;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";

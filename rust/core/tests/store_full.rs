@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
-use kvloft_core::tier::disk::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
+use kvloft_testing::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);

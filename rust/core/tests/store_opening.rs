@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{Opener, Store, StoreConfig};
-use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind, Result};
+use kvloft_testing::memory_tier::MemoryTier;
 use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 
 const LONG: Duration = Duration::from_secs(60);

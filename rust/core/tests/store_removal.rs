@@ -14,8 +14,8 @@ use kvloft_core::pool::Pool;
 use kvloft_core::store::{DiskSettings, LeasedFrame, Store, StoreConfig, TierName};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
-use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind, KeyChain};
+use kvloft_testing::memory_tier::MemoryTier;
 use store_common::{FRAME, arena_of, chain, config, disk_settings, prompt_chain, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);

@@ -1,7 +1,7 @@
-//! See `kvloft_core::tier::disk::fuzzing::open_directory`. Files in memory, where there are such, are several times faster.
+//! See `kvloft_core::testing::fuzz::open_directory`. Files in memory, where there are such, are several times faster.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
-    kvloft_core::tier::disk::fuzzing::open_directory(dir.path(), data);
+    kvloft_core::testing::fuzz::open_directory(dir.path(), data);
 });

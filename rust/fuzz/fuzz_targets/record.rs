@@ -1,4 +1,4 @@
-//! See `kvloft_core::tier::disk::fuzzing::parse_record`.
+//! See `kvloft_core::testing::fuzz::parse_record`.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::tier::disk::fuzzing::parse_record(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::testing::fuzz::parse_record(data));

@@ -1,4 +1,4 @@
-//! See `kvloft_core::tier::disk::fuzzing::recover_index`.
+//! See `kvloft_core::testing::fuzz::recover_index`.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::tier::disk::fuzzing::recover_index(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::testing::fuzz::recover_index(data));

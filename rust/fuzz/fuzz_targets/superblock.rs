@@ -1,4 +1,4 @@
-//! See `kvloft_core::tier::disk::fuzzing::parse_superblock`.
+//! See `kvloft_core::testing::fuzz::parse_superblock`.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::tier::disk::fuzzing::parse_superblock(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| kvloft_core::testing::fuzz::parse_superblock(data));

@@ -15,8 +15,8 @@ use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
+use kvloft_testing::PageBuffer;
 use twox_hash::XxHash3_64;
 
 use crate::table::title;

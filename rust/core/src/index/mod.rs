@@ -4,12 +4,18 @@
 //! not list it) but stays, with its link upwards, until its last user ends. The index keeps links and the map right and nothing
 //! else: what the counts in an entry mean, and when one may go, is the store's business.
 
+mod disk_state;
 mod entry;
+mod host_state;
 mod table;
+#[cfg(test)]
+mod table_of_states;
 
 use std::ops;
 
-pub(crate) use entry::{Entry, Filler, NEVER, OwnerId, Presence, Wish};
+pub(crate) use disk_state::{DiskEvent, DiskState};
+pub(crate) use entry::{Entry, NEVER, TenantId};
+pub(crate) use host_state::{HostEvent, HostState};
 use table::Table;
 
 use crate::evict::ChunkId;
@@ -153,13 +159,13 @@ impl Index {
     }
 
     /// First chunks that were not all forgotten at once; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)
     }
 
     /// All entries, detached ones too, in no order; for checks.
-    #[cfg(any(test, feature = "faults"))]
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::limits::TenantLimits;
 use crate::evict::Eviction;
 use crate::io::arena::FRAME_ALIGN;
+use crate::store::tenants::limits::TenantLimits;
 use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};

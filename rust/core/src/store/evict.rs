@@ -1,21 +1,21 @@
 //! What a person gives up: chunks of one cache salt, or all, in host memory only or in every tier.
 //!
 //! The walk goes over the places of entries, a slice a lock. What is saved while it goes on may stay. In host memory, children
-//! leave before their parents, as for any other eviction; in every tier, first chunks are doomed, and `forget` does the rest.
+//! leave before their parents, as for any other eviction; in every tier, first chunks are doomed, and `remove` does the rest.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::books::Clearing;
-use super::config::DiskSettings;
-use super::open::Store;
-use super::shares::Direction;
-use super::state::{State, Why};
-use super::stats::Evicted;
 use crate::Result;
 use crate::evict::ChunkId;
-use crate::index::{Entry, OwnerId, Wish};
+use crate::index::{Entry, TenantId};
 use crate::key::SaltTag;
+use crate::store::config::DiskSettings;
+use crate::store::disk::time_shares::Direction;
+use crate::store::disk::work::{Clearing, JobInFlight};
+use crate::store::open::Store;
+use crate::store::state::{Cause, State};
+use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
 /// Entries looked at by one call: some 0.2 ms.
@@ -50,7 +50,7 @@ impl Store {
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
-            let done = self.inner.with_books(|state| {
+            let done = self.inner.with_state(|state| {
                 before.get_or_insert(state.evicted);
                 state.evict_slice(what, &mut walk)
             });
@@ -66,16 +66,16 @@ impl Store {
     }
 
     fn evicted_since(&self, before: Option<Evicted>, is_cut_short: bool) -> Evicted {
-        let now = self.inner.with_books(|state| state.evicted).unwrap_or_default();
+        let now = self.inner.with_state(|state| state.evicted).unwrap_or_default();
         Evicted { is_cut_short, ..before.map_or_else(Evicted::default, |before| now - before) }
     }
 
     /// Waits until everything forgotten so far is off the disk.
     fn wait_erased(&self, deadline: Instant) -> bool {
-        let Some(mark) = self.inner.with_books(State::new_ticket) else { return false };
+        let Some(mark) = self.inner.with_state(State::new_ticket) else { return false };
         self.inner.wait(deadline, |state| {
             let is_erased = state.is_erased(mark);
-            (is_erased || !state.disk.is_hopeless(state.now)).then_some(is_erased)
+            (is_erased || !state.disk.cannot_settle_by(state.now)).then_some(is_erased)
         })
     }
 }
@@ -84,49 +84,49 @@ impl State {
     /// Whether nothing is on disk that was forgotten before `mark`.
     fn is_erased(&self, mark: u64) -> bool {
         let books = &self.disk;
-        let nothing_to_free = books.trash.is_empty() && books.stuck.is_empty() && books.freeing == 0;
-        let is_written = |job: &super::books::UnderWay| job.direction == Some(Direction::Write) && job.ticket < mark;
-        let nothing_else = books.num_lingering == 0 && books.clearing == Clearing::No && !books.is_recovering();
-        nothing_to_free && nothing_else && !books.under_way.iter().any(is_written)
+        let nothing_to_free = books.to_free.is_empty() && books.unfreed.is_empty() && books.freeing == 0;
+        let is_written = |job: &JobInFlight| job.direction == Some(Direction::Write) && job.ticket < mark;
+        let nothing_else = books.num_detached_slots == 0 && books.clearing == Clearing::No && !books.is_recovering();
+        nothing_to_free && nothing_else && !books.in_flight.iter().any(is_written)
     }
 
     /// Goes on with a walk; true at its end.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
-        if self.is_forgetting() || (!self.disk.found.is_empty() && self.recover_some()) {
+        if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
         }
         walk.is_blind |= self.disk.is_recovering();
-        let owner = match what.salt.map(|tag| self.owners.find(tag)) {
+        let tenant = match what.salt.map(|tag| self.tenants.find(tag)) {
             Some(None) => return true,
             Some(found) => found,
             None => None,
         };
         if !what.is_host_only {
-            return self.doom_slice(owner, walk);
+            return self.remove_trees_slice(tenant, walk);
         }
-        if walk.counted.is_none() && self.evict_from_host(owner, walk) {
+        if walk.counted.is_none() && self.evict_from_host(tenant, walk) {
             walk.counted = Some(0);
             return false;
         }
-        walk.counted.is_some_and(|from| self.count_in_use(owner, from, walk))
+        walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
     /// Dooms first chunks; what hangs on those of one slice is forgotten before the next.
-    fn doom_slice(&mut self, owner: Option<OwnerId>, walk: &mut Walk) -> bool {
+    fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
             if let Some((id, entry)) = self.index.at(place)
                 && entry.parent.is_none()
-                && owner.is_none_or(|owner| entry.owner == owner)
+                && tenant.is_none_or(|tenant| entry.tenant == tenant)
             {
-                self.doom_for(id, Why::Evict);
+                self.remove_tree_for(id, Cause::Evict);
             }
         }
         walk.next = end;
-        end == self.index.num_places() && !self.is_forgetting()
+        end == self.index.num_places() && !self.is_removing()
     }
 
-    fn evict_from_host(&mut self, owner: Option<OwnerId>, walk: &mut Walk) -> bool {
+    fn evict_from_host(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let mut budget = MAX_EVICTED;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         loop {
@@ -138,9 +138,11 @@ impl State {
                     self.index.at(walk.next - 1).map(|(id, _)| id)
                 }
             };
-            let Some(id) = next.filter(|id| owner.is_none_or(|owner| self.index[*id].owner == owner)) else { continue };
+            let Some(id) = next.filter(|id| tenant.is_none_or(|tenant| self.index[*id].tenant == tenant)) else {
+                continue;
+            };
             let above = self.index[id].parent.map(|parent| (parent, self.index[parent].generation));
-            if self.give_up_frame(id) {
+            if self.evict_if_unused(id) {
                 walk.above = above;
                 budget -= 1;
             }
@@ -151,24 +153,24 @@ impl State {
     }
 
     /// Counts chunks that stay, for they are used or hang above one that is; true at the end.
-    fn count_in_use(&mut self, owner: Option<OwnerId>, from: u32, walk: &mut Walk) -> bool {
+    fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
-            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
-            owner.is_none_or(|owner| entry.owner == owner) && is_used && entry.host.is_here()
+            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
+            tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_visible()
         };
         let entries = (from..end).filter_map(|place| self.index.at(place));
-        let num = entries.filter(|(_, entry)| !entry.detached && !entry.doomed && stays(entry)).count();
+        let num = entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
         self.evicted.num_in_use += num as u64;
         walk.counted = Some(end);
         end == self.index.num_places()
     }
 
     /// Takes a chunk out of host memory, if it is not in use and nothing hangs on it there.
-    fn give_up_frame(&mut self, id: ChunkId) -> bool {
+    fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
-        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
-        if entry.detached || entry.doomed || !entry.host.is_here() || is_used {
+        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
+        if entry.detached || entry.removing || !entry.host.is_visible() || is_used {
             return false;
         }
         self.evicted.num_chunks += 1;

@@ -4,11 +4,11 @@
 
 use std::sync::{Arc, PoisonError};
 
-use super::inner::Inner;
-use super::load::{Held, LeasedFrame, Progress};
-use super::save::Reservation;
-use super::state::State;
 use crate::evict::ChunkId;
+use crate::store::load::{Held, LeasedFrame, Progress};
+use crate::store::locked::Locked;
+use crate::store::save::Reservation;
+use crate::store::state::State;
 use crate::sync::Mutex;
 
 /// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
@@ -16,13 +16,13 @@ use crate::sync::Mutex;
 #[must_use = "dropping a write lease aborts it"]
 pub struct WriteLease {
     /// None once it was committed.
-    store: Option<Arc<Inner>>,
+    store: Option<Arc<Locked>>,
     id: ChunkId,
     reservation: Reservation,
 }
 
 impl WriteLease {
-    pub(crate) fn new(store: Arc<Inner>, id: ChunkId, reservation: Reservation) -> Self {
+    pub(crate) fn new(store: Arc<Locked>, id: ChunkId, reservation: Reservation) -> Self {
         Self { store: Some(store), id, reservation }
     }
 
@@ -32,7 +32,7 @@ impl WriteLease {
     }
 
     /// Whether it belongs to the store whose inside this is.
-    pub(crate) fn is_of(&self, store: &Arc<Inner>) -> bool {
+    pub(crate) fn is_of(&self, store: &Arc<Locked>) -> bool {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
 
@@ -46,7 +46,7 @@ impl WriteLease {
 impl Drop for WriteLease {
     fn drop(&mut self) {
         if let Some(store) = self.store.take() {
-            store.with_books(|state| state.abort(self.id));
+            store.with_state(|state| state.abort(self.id));
         }
     }
 }
@@ -55,13 +55,13 @@ impl Drop for WriteLease {
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
-    store: Arc<Inner>,
+    store: Arc<Locked>,
     /// None once it was released, or if the store had failed when it was taken.
     held: Mutex<Option<Vec<Held>>>,
 }
 
 impl ReadLease {
-    pub(crate) fn new(store: Arc<Inner>, held: Option<Vec<Held>>) -> Self {
+    pub(crate) fn new(store: Arc<Locked>, held: Option<Vec<Held>>) -> Self {
         Self { store, held: Mutex::new(held) }
     }
 
@@ -80,14 +80,14 @@ impl ReadLease {
 
     fn ask<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        held.as_mut().and_then(|held| self.store.with_books(|state| what(state, held))).unwrap_or_default()
+        held.as_mut().and_then(|held| self.store.with_state(|state| what(state, held))).unwrap_or_default()
     }
 
     /// Unpins, as dropping does; again does nothing.
     pub fn release(&self) {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(held) = held {
-            self.store.with_books(|state| held.into_iter().for_each(|held| state.release(held)));
+            self.store.with_state(|state| held.into_iter().for_each(|held| state.release(held)));
         }
     }
 }

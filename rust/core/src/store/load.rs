@@ -2,12 +2,12 @@
 
 use std::iter::Sum;
 
-use super::lookup::Prefix;
-use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Entry, Filler};
+use crate::index::{Entry, HostEvent, HostState};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
+use crate::store::lookup::Prefix;
+use crate::store::state::State;
 
 /// Where a chunk was when its lease was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,20 +105,15 @@ impl State {
     /// Wants a chunk from disk and holds it; false if it will not come. It takes a frame only when a disk thread begins.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
-        let is_readable = entry.disk.is_here() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
+        let is_readable = entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
         let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
-        let will_come = entry.host.is_here() || entry.is_coming() && entry.filler != Filler::Lease;
+        let is_saving = matches!(entry.host, HostState::Saving(_));
+        let will_come = entry.host.is_visible() || entry.is_coming() && !is_saving;
         if !will_come {
             if !entry.host.is_absent() || !is_readable || !may_come {
                 return false;
             }
-            if !self.disk.wants_reads() {
-                self.disk.reading_since = self.now;
-            }
-            self.enter_host(id, Filler::Read);
-            self.sync_disk(id);
-            self.disk.num_queued += 1;
-            self.disk.reads.push(&self.index, id, self.disk.num_queued, Entry::is_queued);
+            self.change_host(id, HostEvent::Want);
         }
         self.hold(id);
         true
@@ -134,13 +129,13 @@ impl State {
 
     /// How far it is. What failed to load ends the lease there, and so does a tier that is left alone.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
-        while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_here()) {
+        while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;
         }
         let answers = self.disk.answers(self.now);
-        let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].is_read());
+        let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].host.is_read());
         if !held.loads.get(held.ready).is_some_and(comes) {
-            self.let_go(held, held.ready);
+            self.release_loads(held, held.ready);
         }
         let ready_units = held.ready_end().map_or(0, |id| self.index[id].depth + 1);
         let last_unit = held.loads.last().map_or(ready_units, |&id| self.index[id].depth + 1);
@@ -154,7 +149,7 @@ impl State {
         let leased = |id| {
             let Entry { host, key, depth, .. } = self.index[id];
             let tier = if depth < held.num_host { TierName::Host } else { TierName::Disk };
-            Some(LeasedFrame { frame: host.place()?, key, tier })
+            Some(LeasedFrame { frame: host.frame()?, key, tier })
         };
         let mut frames: Vec<_> = self.index.ancestry(end).filter_map(leased).collect();
         frames.reverse();
@@ -162,7 +157,7 @@ impl State {
     }
 
     /// Gives up the loads from the `keep`th on, deepest first: reads that have not begun end with their last lease.
-    fn let_go(&mut self, held: &mut Held, keep: usize) {
+    fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
             self.unhold(id);
@@ -173,7 +168,7 @@ impl State {
 
     /// Ends a lease. Reads under way go on: what they bring is found by others.
     pub(crate) fn release(&mut self, mut held: Held) {
-        self.let_go(&mut held, 0);
+        self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();
         self.stats.read_leases -= 1;
         if let Some(end) = held.host_end {

@@ -3,10 +3,10 @@
 //! While chunks are being forgotten presence has gaps, and a record on disk may lie about its place: so what was found is
 //! compared on the way up to the root, once for each chunk.
 
-use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
+use crate::store::state::State;
 
 /// The keys of a prefix, one a unit, and the key of the empty prefix.
 #[derive(Debug, Clone, Copy)]
@@ -62,8 +62,8 @@ pub struct Anchors {
 
 impl State {
     /// The entry of the chunk that ends the first `end` units, if a lease may use its frame.
-    pub(super) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
-        let is_here = |entry: &Entry| entry.host.is_here();
+    pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
+        let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
             return None;
         }
@@ -86,7 +86,7 @@ impl State {
     /// In host, or on a disk that can be read.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
         let answers = self.disk.answers(self.now);
-        move |entry| entry.host.is_here() || answers && entry.disk.is_here()
+        move |entry| entry.host.is_visible() || answers && entry.disk.is_stored()
     }
 
     /// How many of `anchors` are stored: numbers of units of one prefix and their keys, in order.
@@ -100,9 +100,9 @@ impl State {
 
     /// A chunk that is stored, if all above it is known to be what its keys say.
     fn knows(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
-        let is_known = |entry: &Entry| entry.proven && !entry.doomed && !entry.detached;
+        let is_known = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
-        if self.is_forgetting() {
+        if self.is_removing() {
             return None;
         }
         self.get(&key, end, |entry| is_known(entry) && is_stored(entry))
@@ -125,7 +125,7 @@ impl State {
 
     fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
         let stored = self.find_end(prefix, prefix.num_units(), self.is_stored());
-        (self.find_end(prefix, stored, |entry| entry.host.is_here()), stored)
+        (self.find_end(prefix, stored, |entry| entry.host.is_visible()), stored)
     }
 
     /// How many of the first `most` units are `present`.
@@ -147,17 +147,17 @@ impl State {
     /// elsewhere than its key does. What was compared once need not be again.
     fn first_unsound(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         let end = self.index.get(&prefix.key_of(units))?;
-        let (is_forgetting, base) = (self.is_forgetting(), prefix.base());
+        let (is_removing, base) = (self.is_removing(), prefix.base());
         let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), units);
         for id in self.index.ancestry(end) {
             let entry = &self.index[id];
             // The base was looked at before anything was doomed, and before it there are no keys to compare.
-            if entry.proven && (!is_forgetting || base == Some((behind, entry.key))) {
+            if entry.proven && (!is_removing || base == Some((behind, entry.key))) {
                 break;
             }
             let fits = entry.depth + 1 == behind && entry.parent.is_none() == (entry.depth == 0);
             let is_ours = fits && entry.key == prefix.key_of(behind) && entry.parent_key == prefix.key_of(entry.depth);
-            if !is_ours || entry.doomed || entry.detached {
+            if !is_ours || entry.removing || entry.detached {
                 unsound = Some((id, entry.depth, is_ours));
             }
             unproven.push(id);
@@ -174,14 +174,14 @@ impl State {
         };
         if !is_ours {
             self.stats.disk_verify_failures += 1;
-            self.doom(id);
+            self.remove_tree(id);
         }
         Some(depth.min(units))
     }
 }
 
 /// How many of 0..num hold, where none holds behind one that does not: all, or gallop and halve.
-pub(super) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
+pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;
     }

@@ -1,67 +1,60 @@
-//! The store: lookup, lease, reserve, commit.
+//! The store: finds, pins, saves and evicts chunks in host memory and on disk, behind one lock.
 //!
-//! One index over the tiers behind one lock. No call waits for a disk but those that say so. A store that failed inside
-//! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
+//! No call waits for a disk, except those whose documentation says so. After a panic under the lock, every call answers
+//! with misses. The store must not depend on Python, tokens or the contents of frames.
 //!
-//! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
-//! `waiters`, `watch`); `quota` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves;
-//! `filling`, `frames`, `slots`, `forget`, `recover` and `removal` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits
-//! for a disk; `inner` is the lock, `lease`, `tend` and `threads` take it; `open` is a [`Store`], and `calls`, `changes`, `evict`,
-//! `share` and `tenants` are what it is asked.
+//! From the ground up; each file uses only files above it:
+//!
+//! | file | contents |
+//! |---|---|
+//! | `config`, `stats` | settings; counters and gauges |
+//! | `change_log` | keys of chunks that were added to a tier or left one |
+//! | `tenants/` | limits, quotas, expiry and usage of each `cache_salt` |
+//! | `state` | [`State`](state::State): everything the lock guards |
+//! | `host/`, `disk/` | a chunk's life in host memory and on disk |
+//! | `entries` | add a chunk to the index; free it once no tier and no user has it |
+//! | `remove` | remove trees of chunks, in slices |
+//! | `lookup`, `load`, `save` | find a prefix; pin it and read it from disk; reserve, commit and abort frames |
+//! | `locked` | the lock, its condition variables and the clock |
+//! | `lease` | guards: dropping a read lease unpins, dropping a write lease aborts |
+//! | `open` | [`Store`]: open, flush and close |
+//! | `api`, `evict`, `listener` | the other methods of [`Store`] |
 
-mod ages;
-mod books;
-mod breaker;
-mod calls;
-mod changes;
+mod api;
+mod change_log;
 mod config;
 mod disk;
 mod entries;
 mod evict;
-mod filling;
-mod forget;
-mod frames;
 mod host;
-mod inner;
-mod jobs;
 mod lease;
-mod limits;
+mod listener;
 mod load;
+mod locked;
 mod lookup;
 mod open;
-mod opening;
-mod owners;
-mod quota;
-mod recover;
-mod removal;
+mod remove;
 mod save;
-mod share;
-mod shares;
-mod slots;
 mod state;
 mod stats;
 mod tenants;
-mod tend;
-#[cfg(any(test, feature = "faults"))]
+#[cfg(any(test, feature = "testing"))]
 mod tests;
-mod threads;
-mod waiters;
-mod watch;
 
-pub use ages::erase_expired;
-pub use calls::{Lookup, Reserved};
-pub use changes::Listener;
+pub use api::{Lookup, Reserved};
+pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
+pub use disk::opener::Opener;
 pub use evict::{Evict, erase_closed};
-pub use inner::Clock;
+pub use host::slabs::Way;
 pub use lease::{ReadLease, WriteLease};
-pub use limits::{Limits, Quota, TenantLimits};
+pub use listener::Listener;
 pub use load::{LeasedFrame, Progress, TierName};
+pub use locked::Clock;
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
-pub use opening::Opener;
 pub use save::{Got, Reservation, ToSave};
-pub use share::Way;
 pub use stats::Evicted;
-pub use tenants::Tenant;
-pub use watch::{Changes, Tiers};
+pub use tenants::expiry::erase_expired;
+pub use tenants::limits::{Limits, Quota, TenantLimits};
+pub use tenants::usage::Tenant;

@@ -3,13 +3,14 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::config::{ArenaInfo, StoreConfig};
-use super::inner::{Clock, Inner};
-use super::limits::{Bases, Table};
-use super::opening::{Opener, Opening};
-use super::state::State;
-use super::{tend, threads};
 use crate::pool::Pool;
+use crate::store::config::{ArenaInfo, StoreConfig};
+use crate::store::disk::opener::{Opener, Opening};
+use crate::store::disk::threads;
+use crate::store::locked::{Clock, Locked};
+use crate::store::state::State;
+use crate::store::tenants::limits::{Bases, Table};
+use crate::store::tenants::sweeper;
 use crate::sync::thread::JoinHandle;
 use crate::sync::{Condvar, Mutex};
 use crate::tier::disk::{DiskRoot, DiskTier};
@@ -30,8 +31,8 @@ const MAX_RESERVED: usize = 1 << 24;
 /// Dropping it stops the disk threads after their job at hand; what was not on disk by then is not there.
 #[derive(Debug)]
 pub struct Store {
-    pub(super) inner: Arc<Inner>,
-    pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
+    pub(crate) inner: Arc<Locked>,
+    pub(crate) threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Store {
@@ -50,7 +51,7 @@ impl Store {
     }
 
     /// Of time since the machine was booted, suspended or not: what is too old after a day is so, too, if most of it was slept.
-    pub(super) fn clock() -> Clock {
+    pub(crate) fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
             Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
@@ -60,7 +61,7 @@ impl Store {
     }
 
     /// What opens the disk tier, if there is one.
-    pub(super) fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
+    pub(crate) fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
         config.num_frames()?; // before a directory is made for a store that cannot be
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
@@ -70,7 +71,7 @@ impl Store {
         })))
     }
 
-    pub(super) fn build(
+    pub(crate) fn build(
         config: &StoreConfig,
         share: Option<(&Arc<Pool>, Option<u32>)>,
         opener: Option<Opener>,
@@ -99,8 +100,8 @@ impl Store {
         state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
         state.set_time(clock());
         let bases = Bases { host: 0, disk: cap_bytes / config.frame_bytes };
-        state.owners.limits = Table::new(&config.limits, config.frame_bytes, bases);
-        state.look_at_bases();
+        state.tenants.limits = Table::new(&config.limits, config.frame_bytes, bases);
+        state.update_bases();
         let (mut disk, opener) = (None, opener.map(Arc::new));
         let opening = opener.as_ref().map(Opening::begin).transpose()?;
         let timeout = if share.is_some() { FIRST_TIMEOUT_BESIDE } else { FIRST_TIMEOUT };
@@ -117,7 +118,7 @@ impl Store {
             Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
             Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
         }
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(Locked {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
@@ -135,7 +136,7 @@ impl Store {
             threads.push(threads::spawn(&store.inner, nth)?);
         }
         if config.limits.is_set() {
-            threads.push(tend::spawn(&store.inner)?);
+            threads.push(sweeper::spawn(&store.inner)?);
         }
         Ok(store)
     }
@@ -147,7 +148,7 @@ impl Store {
         let deadline = start_time.saturating_add(timeout);
         let settled = |state: &State| {
             let is_settled = state.disk.is_settled();
-            (is_settled || !state.disk.is_hopeless(deadline)).then_some(is_settled)
+            (is_settled || !state.disk.cannot_settle_by(deadline)).then_some(is_settled)
         };
         self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
     }
@@ -155,9 +156,9 @@ impl Store {
     /// Stops serving (lookups miss, reservations are dropped), writes what still has to get to disk until the timeout, and
     /// stops the disk threads; one that hangs is left behind, and ends by itself. Leases end as before. Again does nothing.
     pub fn close(&self, timeout: Duration) {
-        self.inner.with_books(|state| state.closed = true);
+        self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);
-        self.inner.with_books(|state| state.disk.stopping = true);
+        self.inner.with_state(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
         self.inner.tend.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use super::lookup::Prefix;
-use super::quota::Room;
-use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Entry, Filler};
+use crate::index::{Entry, HostEvent};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
+use crate::store::lookup::Prefix;
+use crate::store::state::State;
+use crate::store::tenants::quota::Room;
 use crate::tier::host::FrameFor;
 use crate::{Error, ErrorKind, Result};
 
@@ -69,12 +69,12 @@ impl ToSave<'_> {
     }
 }
 
-/// Why a chunk gets no frame.
+/// Cause a chunk gets no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
     /// There is none, or no parent.
     NoPlace,
-    /// Its owner has as many as it may, and none of those may go.
+    /// Its tenant has as many as it may, and none of those may go.
     Quota,
 }
 
@@ -103,7 +103,7 @@ impl State {
                 Ok((id, frame)) => {
                     above = Some(id).filter(|_| !is_attached);
                     if let Some(end) = beside.and_then(|key| self.index.get(key)) {
-                        self.keep_beside(id, end);
+                        self.keep_with(id, end);
                     }
                     let ticket = self.new_ticket();
                     reserved.push((id, Reservation { ticket, frame, key, unit }));
@@ -142,7 +142,7 @@ impl State {
         let entry = &self.index[id];
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
         if is_elsewhere || entry.depth != new.depth {
-            self.doom(id);
+            self.remove_tree(id);
             return None;
         }
         Some(id)
@@ -150,7 +150,7 @@ impl State {
 
     /// Whether the chunk is in host or being filled.
     fn is_there(&self, id: ChunkId) -> bool {
-        !self.index[id].host.is_absent() && !self.index[id].is_queued()
+        self.index[id].host.frame().is_some()
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
@@ -162,7 +162,7 @@ impl State {
     ) -> std::result::Result<(ChunkId, FrameId), Refused> {
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
-            parent.has_frame() && parent.depth + 1 == new.depth
+            parent.host.may_have_children() && parent.depth + 1 == new.depth
         });
         if !fits {
             return Err(Refused::NoPlace);
@@ -174,27 +174,20 @@ impl State {
         let saved_s = self.unix_s;
         let own = own.and_then(|_| self.index.get(&new.key)); // what gave its frame up may have taken it along
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
-        if self.index[id].is_queued() {
-            self.index[id].filler = Filler::Lease;
-            self.disk.num_queued -= 1;
-        } else {
-            self.enter_host(id, Filler::Lease);
-        }
-        self.give_frame(id, frame);
-        self.sync_disk(id);
+        self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))
     }
 
     /// `id`, which has a frame, is kept beside the prefix that ends with `end`: where that goes on, both are likely to be used again.
-    fn keep_beside(&mut self, id: ChunkId, end: ChunkId) {
+    fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none() || !self.host_policy.goes_on(end, num_chunks) {
             return;
         }
         for each in [id, end] {
             self.host_policy.mark_reused(each);
-            self.index[each].goes_on = true;
+            self.index[each].reused = true;
             if self.index[each].disk_evictable.is_some() {
                 self.disk_policy.mark_reused(each);
             }
@@ -208,7 +201,7 @@ impl State {
             return true;
         }
         self.stats.aborts += 1;
-        self.abandon(id);
+        self.drop_detached_fill(id);
         false
     }
 

@@ -6,16 +6,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use rustc_hash::FxHashSet;
-
-use super::books::DiskBooks;
-use super::owners::Owners;
-use super::stats::{Evicted, Stats};
-use super::waiters::Waiters;
-use super::watch::Watch;
 use crate::evict::{ChunkId, Policy};
 use crate::index::Index;
-use crate::pool::SlabId;
+use crate::store::change_log::ChangeLog;
+use crate::store::disk::work::DiskWork;
+use crate::store::host::drains::Drains;
+use crate::store::host::waiters::Waiters;
+use crate::store::stats::{Evicted, Stats};
+use crate::store::tenants::table::TenantTable;
 use crate::tier::host::{Grid, HostTier};
 use crate::units::micros;
 
@@ -26,15 +24,15 @@ const MAX_EVENTS: usize = 64;
 
 /// The top of a tree that is walked.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Doomed {
-    pub(super) id: ChunkId,
-    pub(super) generation: u32,
-    pub(super) why: Why,
+pub(crate) struct Subtree {
+    pub(crate) id: ChunkId,
+    pub(crate) generation: u32,
+    pub(crate) why: Cause,
 }
 
 /// Who asked for it, for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Why {
+pub(crate) enum Cause {
     Discard,
     Clear,
     Evict,
@@ -43,42 +41,7 @@ pub(super) enum Why {
 
 /// When trees expire: first chunks, and others that expire before their parents.
 #[derive(Debug, Default)]
-pub(super) struct Ages(pub(super) BTreeSet<(u32, ChunkId)>);
-
-/// Slabs that are emptied. They are looked at in rounds, of many calls where they are large: whatever has to stay is found once.
-#[derive(Debug, Default)]
-pub(super) struct Drains {
-    pub(super) all: Vec<Drain>,
-    /// Chunks that had to stay in this round, with something that hangs on them or by themselves.
-    pub(super) stuck: FxHashSet<(ChunkId, u32)>,
-}
-
-/// A slab that is emptied.
-#[derive(Debug)]
-pub(super) struct Drain {
-    pub(super) slab: SlabId,
-    /// Frames before it were looked at in this round.
-    pub(super) next: u32,
-    /// A chunk of the slab, and the way down to what hangs on it.
-    pub(super) way: Vec<Step>,
-    /// Nothing more can go in this round.
-    pub(super) is_done: bool,
-}
-
-/// A chunk, and the child that is looked at next.
-#[derive(Debug)]
-pub(super) struct Step {
-    pub(super) id: ChunkId,
-    pub(super) generation: u32,
-    pub(super) next: Next,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Next {
-    First,
-    Child(ChunkId, u32),
-    None,
-}
+pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
 /// The index, the tiers' books and the policies.
 #[derive(Debug)]
@@ -86,31 +49,31 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) host: HostTier,
     pub(crate) host_policy: Box<dyn Policy>,
-    pub(crate) disk: DiskBooks,
+    pub(crate) disk: DiskWork,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
     /// Time since the store was opened, as the last caller read it.
     pub(crate) now: Duration,
     /// Seconds of Unix time now, and when the store was opened.
-    pub(super) unix_s: u32,
-    pub(super) opened_s: u32,
+    pub(crate) unix_s: u32,
+    pub(crate) opened_s: u32,
     pub(crate) closed: bool,
     /// What a person should see.
     pub(crate) events: Vec<String>,
     /// Keys of chunks that came to a tier or left one; None unless the store is watched.
-    pub(super) watch: Option<Watch>,
+    pub(crate) watch: Option<ChangeLog>,
     /// Children that came to host before their parent was visible.
-    pub(super) waiters: Waiters,
+    pub(crate) waiters: Waiters,
     /// Chunks to forget with all below them: a stack, walked in slices.
-    pub(super) doomed: Vec<Doomed>,
+    pub(crate) removals: Vec<Subtree>,
     /// Chunks forgotten by one call.
-    pub(super) slice: usize,
+    pub(crate) slice: usize,
     /// Forgotten by `evict` so far.
-    pub(super) evicted: Evicted,
-    pub(super) owners: Owners,
-    pub(super) ages: Ages,
+    pub(crate) evicted: Evicted,
+    pub(crate) tenants: TenantTable,
+    pub(crate) expiries: Expiries,
     /// Slabs that are emptied for other stores.
-    pub(super) drains: Drains,
+    pub(crate) drains: Drains,
     next_ticket: u64,
 }
 
@@ -121,7 +84,7 @@ impl State {
             index: Index::default(),
             host,
             host_policy,
-            disk: DiskBooks::default(),
+            disk: DiskWork::default(),
             disk_policy,
             stats: Stats::default(),
             now: Duration::ZERO,
@@ -131,11 +94,11 @@ impl State {
             events: Vec::new(),
             watch: None,
             waiters: Waiters::default(),
-            doomed: Vec::new(),
+            removals: Vec::new(),
             slice: SLICE,
             evicted: Evicted::default(),
-            owners: Owners::default(),
-            ages: Ages::default(),
+            tenants: TenantTable::default(),
+            expiries: Expiries::default(),
             drains: Drains::default(),
             next_ticket: 1,
         }
@@ -147,7 +110,7 @@ impl State {
     }
 
     /// Notes what a person should see; what is too much is dropped.
-    pub(crate) fn tell(&mut self, event: String) {
+    pub(crate) fn log(&mut self, event: String) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }
@@ -158,7 +121,7 @@ impl State {
         self.now = self.now.max(now);
         self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
         if self.disk.find_hangs(self.now) {
-            self.tell("the disk tier hangs, and is left alone for a while".to_owned());
+            self.log("the disk tier hangs, and is left alone for a while".to_owned());
         }
     }
 
@@ -174,25 +137,25 @@ impl State {
             frames_free,
             entries: self.index.len() as u64,
             evicted: self.evicted.num_chunks,
-            salts: self.owners.num_salts(),
-            disk_pending: disk.num_dirty,
+            salts: self.tenants.num_salts(),
+            disk_pending: disk.num_unwritten,
             disk_read_busy_us: self.stats.disk_read_busy_us + not_counted,
             disk_broken: disk.is_broken().into(),
-            disk_trips: disk.reading.num_trips + disk.writes.num_trips,
-            reads_pending: disk.num_queued,
+            disk_trips: disk.read_breaker.num_trips + disk.write_breaker.num_trips,
+            reads_pending: disk.num_queued_reads,
             ..self.stats
         }
     }
 
     /// The chunk came to a tier or left one, or its key does not lead to it any more.
-    pub(super) fn note_change(&mut self, id: ChunkId) {
+    pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(watch) = &mut self.watch {
             watch.push(self.index[id].key);
         }
     }
 
     /// Anything may have changed.
-    pub(super) fn note_all(&mut self) {
-        self.watch.iter_mut().for_each(Watch::lose);
+    pub(crate) fn note_all(&mut self) {
+        self.watch.iter_mut().for_each(ChangeLog::lose);
     }
 }

@@ -132,10 +132,10 @@ pub struct Evicted {
 }
 
 impl Evicted {
-    pub(super) fn count(&mut self, entry: &Entry) {
+    pub(crate) fn count(&mut self, entry: &Entry) {
         self.num_chunks += 1;
-        self.num_host += u64::from(entry.host.place().is_some());
-        self.num_disk += u64::from(entry.disk.place().is_some());
+        self.num_host += u64::from(entry.host.frame().is_some());
+        self.num_disk += u64::from(entry.disk.slot().is_some());
     }
 }
 

@@ -1,13 +1,7 @@
 //! Tiers: where frames live. `host` is shared memory, `disk` is files; neither knows keys' meaning or who should leave.
 
-#[cfg(any(test, feature = "faults"))]
-#[doc(hidden)]
-pub mod conformance;
 pub mod disk;
 pub(crate) mod host;
-#[cfg(any(test, feature = "faults"))]
-#[doc(hidden)]
-pub mod memory;
 pub mod remote;
 
 use std::fmt;

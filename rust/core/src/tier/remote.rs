@@ -2,12 +2,6 @@
 //!
 //! They must not know slots, prefixes or when a chunk should be there; the store does.
 
-#[cfg(any(test, feature = "faults"))]
-#[doc(hidden)]
-pub mod conformance;
-#[cfg(test)]
-mod tests;
-
 use std::fmt;
 use std::time::Instant;
 

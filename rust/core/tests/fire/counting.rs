@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::disk::faults::faults_here;
 use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
+use kvloft_testing::faults::faults_here;
 
 /// Chunk reads of all lives.
 #[derive(Debug, Default)]

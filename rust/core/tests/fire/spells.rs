@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvloft_core::tier::disk::faults::{CHANGES, Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
+use kvloft_testing::faults::{CHANGES, Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
 
 use super::recorder::Dice;
 

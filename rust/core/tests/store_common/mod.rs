@@ -12,8 +12,8 @@ use kvloft_core::key::{ChunkKey, KeyChain, root_key};
 use kvloft_core::store::{ArenaInfo, DiskSettings, Quota, Reservation, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
-use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind};
+use kvloft_testing::memory_tier::MemoryTier;
 
 pub(crate) const FRAME: usize = 4096;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::super::breaker::Breaker;
+use super::super::disk::breaker::Breaker;
 
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)

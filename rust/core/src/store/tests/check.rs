@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::super::Store;
 use super::super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Entry, Filler, Presence, Wish};
+use crate::index::{DiskState, Entry, HostState};
 
 macro_rules! ensure {
     ($holds:expr, $($message:tt)+) => {
@@ -19,7 +19,7 @@ impl Store {
     /// Counts everything again and compares; for tests. The error is the first contradiction.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
-        check(&*self.inner.books().ok_or_else(|| "the store failed".to_owned())?)
+        check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
     }
 }
 
@@ -33,18 +33,18 @@ pub(super) fn check(state: &State) -> Result<(), String> {
         if entry.detached {
             check_detached(entry)?;
         } else {
-            let is_mapped = !entry.doomed && !is_old(id);
+            let is_mapped = !entry.removing && !is_old(id);
             check_attached(state, id, entry, is_mapped)?;
             attached += usize::from(is_mapped);
         }
-        if let Some(frame) = entry.host.place() {
+        if let Some(frame) = entry.host.frame() {
             ensure!(frames.insert(frame), "I4: {frame:?} is held twice");
-            *(if entry.host.is_here() { &mut visible } else { &mut reserved }) += 1;
+            *(if entry.host.is_visible() { &mut visible } else { &mut reserved }) += 1;
         }
     }
-    ensure!(state.owners.check(state.index.iter().map(|(_, entry)| (entry.owner, entry))), "{:?}", state.owners);
+    ensure!(state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry))), "{:?}", state.tenants);
     let gauges = state.stats();
-    ensure!(state.check_ages(), "{:?}", state.ages);
+    ensure!(state.check_expiry(), "{:?}", state.expiries);
     ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
     ensure!(
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),
@@ -58,18 +58,22 @@ fn check_disk(state: &State) -> Result<(), String> {
     let disk = &state.disk;
     let count = |holds: &dyn Fn(&Entry) -> bool| state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64;
     let counts = [
-        ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.place().is_some())),
-        ("forgotten ones there", disk.num_lingering, count(&|entry| entry.disk.place().is_some() && entry.detached)),
-        ("chunks to write", disk.num_dirty, count(&|entry| entry.wish != Wish::None)),
-        ("chunks to read", disk.num_queued, count(&Entry::is_queued)),
-        ("writes", disk.writing.into(), count(&|entry| entry.wish == Wish::Writing)),
+        ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.slot().is_some())),
+        (
+            "forgotten ones there",
+            disk.num_detached_slots,
+            count(&|entry| entry.disk.slot().is_some() && entry.detached),
+        ),
+        ("chunks to write", disk.num_unwritten, count(&|entry| entry.disk.is_unwritten())),
+        ("chunks to read", disk.num_queued_reads, count(&Entry::is_to_read)),
+        ("writes", disk.writing.into(), count(&|entry| entry.disk == DiskState::Writing)),
     ];
     for (what, said, counted) in counts {
         ensure!(said == counted, "{what}: {said}, counted {counted}");
     }
     let mut slots = HashSet::new();
-    let here = state.index.iter().filter_map(|(_, entry)| entry.disk.place());
-    for slot in here.chain(disk.trash.iter().chain(&disk.stuck).copied()) {
+    let here = state.index.iter().filter_map(|(_, entry)| entry.disk.slot());
+    for slot in here.chain(disk.to_free.iter().chain(&disk.unfreed).copied()) {
         ensure!(slots.insert(slot), "{slot:?} is held twice");
     }
     Ok(())
@@ -79,7 +83,7 @@ fn check_links(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> 
     let children = || state.index.iter().map(|(_, child)| child).filter(|child| child.parent == Some(id));
     let host_children = children().filter(|child| !child.host.is_absent()).count();
     ensure!(entry.host_children as usize == host_children, "host_children of {entry:?}: counted {host_children}");
-    let disk_children = children().filter(|child| !child.disk.is_absent()).count();
+    let disk_children = children().filter(|child| child.disk.takes_slot()).count();
     ensure!(entry.disk_children as usize == disk_children, "disk_children of {entry:?}: counted {disk_children}");
     ensure!(entry.has_children() == children().next().is_some(), "the children of {entry:?} are not linked");
     Ok(())
@@ -90,35 +94,35 @@ fn check_detached(entry: &Entry) -> Result<(), String> {
         entry.host_evictable.is_none() && entry.disk_evictable.is_none(),
         "a policy knows a forgotten chunk: {entry:?}"
     );
-    let used = entry.holds > 0 || entry.has_children() || entry.is_filling() || !entry.disk.is_absent();
+    let used = entry.holds > 0 || entry.has_children() || entry.host.is_filling() || entry.disk.takes_slot();
     ensure!(used, "a forgotten chunk without a user was not freed: {entry:?}");
-    ensure!(matches!(entry.wish, Wish::None | Wish::Writing), "a forgotten chunk waits to be written: {entry:?}");
+    ensure!(!entry.disk.is_waiting(), "a forgotten chunk waits to be written: {entry:?}");
     Ok(())
 }
 
 fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) -> Result<(), String> {
     ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
-    ensure!(is_mapped || state.is_forgetting(), "{entry:?} is never forgotten");
-    let may_go = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0;
-    let known = entry.host.place().map(|_| may_go);
-    ensure!(entry.host_evictable == known, "the host policy was not told about {entry:?}");
-    let may_go = entry.disk.is_here() && entry.disk_children == 0 && !entry.is_read();
-    ensure!(entry.disk_evictable == entry.disk.place().map(|_| may_go), "the disk policy was not told about {entry:?}");
-    ensure!(!entry.host.is_absent() || !entry.disk.is_absent(), "{entry:?} is nowhere");
-    let failed = entry.filler == Filler::Failed;
-    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
-    ensure!(!entry.is_queued() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
+    ensure!(is_mapped || state.is_removing(), "{entry:?} is never forgotten");
+    let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
+    let known = entry.host.frame().map(|_| may_go);
+    ensure!(entry.host_evictable == known, "the host policy was not last_event about {entry:?}");
+    let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.is_read();
     ensure!(
-        !matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Done || entry.parent.is_some(),
-        "{entry:?} waits"
+        entry.disk_evictable == entry.disk.slot().map(|_| may_go),
+        "the disk policy was not last_event about {entry:?}"
     );
+    ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is nowhere");
+    let failed = matches!(entry.host, HostState::Failed(_));
+    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
+    ensure!(!entry.is_to_read() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
+    ensure!(!matches!(entry.host, HostState::Filled(_)) || entry.parent.is_some(), "{entry:?} waits");
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {
         ensure!(!parent.detached, "{entry:?} outlives its parent");
         ensure!(entry.host.is_absent() || !parent.host.is_absent(), "host is not monotone at {entry:?}");
-        let frames_fit = entry.host.place().is_none() || parent.host.place().is_some();
+        let frames_fit = entry.host.frame().is_none() || parent.host.frame().is_some();
         ensure!(frames_fit, "frames are not monotone at {entry:?}");
-        ensure!(!entry.host.is_here() || parent.host.is_here(), "visibility is not monotone at {entry:?}");
-        ensure!(entry.disk.is_absent() || parent.disk.is_here(), "the disk is not monotone at {entry:?}");
+        ensure!(!entry.host.is_visible() || parent.host.is_visible(), "visibility is not monotone at {entry:?}");
+        ensure!(!entry.disk.takes_slot() || parent.disk.is_stored(), "the disk is not monotone at {entry:?}");
         ensure!((parent.key, parent.depth + 1) == (entry.parent_key, entry.depth), "place of {entry:?}");
         ensure!(!entry.proven || parent.proven, "{entry:?} is proven alone");
     }

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::books::{Attached, Clearing, DiskBooks};
-use super::super::jobs::Job;
-use super::super::shares::Direction;
+use super::super::disk::jobs::Job;
+use super::super::disk::time_shares::Direction;
+use super::super::disk::work::{Attached, Clearing, DiskWork};
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Progress, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
@@ -39,11 +39,11 @@ fn a_store_that_failed_inside_misses() {
     assert_eq!(lease.poll().ready_units, 2);
     let listener = store.watch(9);
     let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+    let panicked = std::thread::spawn(move || inner.with_state(|_| panic!("asked to"))).join();
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
     let Changes { rows, lost } = listener.changes(&chain.keys()[..1], 9);
-    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was told of is gone");
+    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was last_event of is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
     assert_eq!(store.reserve(&chain, 0..3).unwrap().num_dropped, 3);
@@ -59,7 +59,7 @@ fn a_store_that_failed_inside_misses() {
 #[test]
 fn keys_are_noted_only_while_somebody_listens() {
     let store = Store::open(&host_only()).unwrap();
-    let is_noting = || store.inner.with_books(|state| state.watch.is_some());
+    let is_noting = || store.inner.with_state(|state| state.watch.is_some());
     assert_eq!(is_noting(), Some(false));
     let (one, other) = (store.watch(9), store.watch(9));
     drop(one);
@@ -86,7 +86,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     };
     let store = Store::open(&config).unwrap();
     let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+    let panicked = std::thread::spawn(move || inner.with_state(|_| panic!("asked to"))).join();
     assert!(panicked.is_err());
     let threads = std::mem::take(&mut *store.threads.lock().unwrap());
     assert_eq!(threads.len(), 3);
@@ -129,7 +129,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     for number in 0..200_000 {
         state.discard(&[found(number).meta.key]);
     }
-    assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
+    assert!(state.disk.rejected.len() < 100_000, "it grows with every discard");
     assert!(state.attach((0..4).map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
@@ -145,7 +145,7 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);
     }
-    assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
+    assert!(state.disk.rejected.len() < 100_000, "it grows with every discard");
     while state.recover_some() {}
     assert_eq!(state.index.get(&found(599).meta.key), None);
     assert!(state.index.get(&found(0).meta.key).is_some());
@@ -156,14 +156,14 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 #[test]
 fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
-    let mut books = DiskBooks { num_threads: 2, clearing: Clearing::Wanted, ..DiskBooks::default() };
+    let mut books = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
     books.begin(1, Direction::Read, Duration::ZERO);
     books.begin(2, Direction::Write, Duration::ZERO);
-    assert!(!books.is_hopeless(2 * second) && books.find_hangs(5 * second));
-    assert!(books.is_hopeless(5 * second), "it is left alone");
-    assert!(books.is_hopeless(60 * second), "a probe is due, but no thread can begin it");
-    books.under_way.pop();
-    assert!(!books.is_hopeless(60 * second), "a thread came back");
+    assert!(!books.cannot_settle_by(2 * second) && books.find_hangs(5 * second));
+    assert!(books.cannot_settle_by(5 * second), "it is left alone");
+    assert!(books.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
+    books.in_flight.pop();
+    assert!(!books.cannot_settle_by(60 * second), "a thread came back");
 }
 
 #[test]
@@ -172,15 +172,15 @@ fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
     let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.num_threads = 1;
     assert!(state.attach(Vec::new()));
-    assert_eq!(state.begin_look(), None, "it was opened a moment ago");
+    assert_eq!(state.begin_check(), None, "it was opened a moment ago");
     state.set_time(second);
-    let look = state.begin_look().expect("one is due");
+    let look = state.begin_check().expect("one is due");
     state.set_time(4 * second);
-    assert_eq!(state.begin_look(), None, "one look at a time");
+    assert_eq!(state.begin_check(), None, "one look at a time");
     assert!(state.disk.answers(state.now));
     state.set_time(6 * second);
-    assert!(!state.disk.answers(state.now) && state.disk.is_hopeless(60 * second));
-    state.end_look(look, None);
+    assert!(!state.disk.answers(state.now) && state.disk.cannot_settle_by(60 * second));
+    state.end_check(look, None);
     assert!(state.disk.answers(state.now) && !state.disk.is_broken());
     assert_eq!(state.disk.attached, Attached::Yes);
 }

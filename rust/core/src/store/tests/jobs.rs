@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::jobs::{End, Job, Written};
+use super::super::disk::jobs::{End, Job, Written};
+use super::super::disk::removed_dir::Emptying;
 use super::super::load::Held;
 use super::super::lookup::Prefix;
-use super::super::removal::Emptying;
 use super::super::state::State;
 use super::steps::{Io, NUM_PROMPTS, Step, prompt_chain, step};
 use crate::evict::{ChunkId, Eviction};
-use crate::index::{Filler, Presence};
+use crate::index::{DiskState, HostState};
 use crate::io::{Frame, FrameId};
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -32,13 +32,13 @@ const SLOT_TRIES: u32 = 4;
 #[derive(Debug)]
 pub(super) enum Under {
     Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
-    Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: Place },
+    Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: SlotFor },
     Free { slots: Vec<SlotId>, failed: bool },
     Clear { slots: Vec<SlotId>, is_cleared: Option<bool> },
 }
 
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum SlotFor {
     None,
     Evicting(ChunkId, SlotId),
     Reserved(SlotId),
@@ -51,7 +51,7 @@ pub(super) struct Run {
     num_threads: usize,
     /// What is on disk: slots in use, and the chunk in each that is written.
     slots: BTreeMap<u32, Option<DiskMeta>>,
-    pub(super) under_way: Vec<(u64, Under)>,
+    pub(super) in_flight: Vec<(u64, Under)>,
     /// Reserved chunks; those forgotten meanwhile have no key here.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
@@ -69,7 +69,7 @@ impl Run {
             num_slots,
             num_threads,
             slots: BTreeMap::new(),
-            under_way: Vec::new(),
+            in_flight: Vec::new(),
             writes: Vec::new(),
             reads: Vec::new(),
             committed: BTreeSet::new(),
@@ -102,7 +102,7 @@ impl Run {
                 self.reads.push(held);
             }
             Step::Forget { budget } => {
-                self.state.forget_some(budget);
+                self.state.remove_some(budget);
             }
             Step::Wait { millis } => {
                 let now = self.state.now + Duration::from_millis(millis);
@@ -124,13 +124,13 @@ impl Run {
                 self.forget(|_| true);
             }
             Step::Remove => {
-                self.state.disk.look_at = Duration::ZERO;
-                if let Some(look) = self.state.begin_look() {
-                    self.state.end_look(look, Some(Path::new("/memory")));
+                self.state.disk.check_at = Duration::ZERO;
+                if let Some(look) = self.state.begin_check() {
+                    self.state.end_check(look, Some(Path::new("/memory")));
                 }
             }
-            Step::Take if self.under_way.len() < self.num_threads => self.take_job(),
-            Step::Go { nth, io } if !self.under_way.is_empty() => self.go(nth % self.under_way.len(), io),
+            Step::Take if self.in_flight.len() < self.num_threads => self.take_job(),
+            Step::Go { nth, io } if !self.in_flight.is_empty() => self.go(nth % self.in_flight.len(), io),
             Step::Settle { .. } | Step::Release { .. } | Step::Take | Step::Go { .. } => {}
         }
         self.check();
@@ -153,7 +153,7 @@ impl Run {
         let mut reserved = Vec::new();
         self.state.reserve(&(Prefix::from(&chain), start.min(stop)..stop).into(), &mut reserved);
         for (_, reservation) in &reserved {
-            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
+            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one tenant (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
             self.state.host.give_back(frame);
         }
@@ -165,7 +165,7 @@ impl Run {
             Emptying::No => {}
             Emptying::Working => return,
             Emptying::Done => {
-                assert!(self.under_way.is_empty(), "a job is under way with a tier that is closed");
+                assert!(self.in_flight.is_empty(), "a job is under way with a tier that is closed");
                 self.slots.clear();
                 return self.state.reopen();
             }
@@ -179,20 +179,20 @@ impl Run {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
             Job::Write { id, meta, frame } => {
                 assert_eq!(frame.bytes()[..32], meta.key.0, "a frame is written as another chunk");
-                Under::Write { id, meta, frame, tries: 0, place: Place::None }
+                Under::Write { id, meta, frame, tries: 0, place: SlotFor::None }
             }
             Job::Free(slots) => Under::Free { slots, failed: false },
             Job::Clear(slots) => {
-                assert!(self.under_way.is_empty(), "the disk is cleared under other jobs");
+                assert!(self.in_flight.is_empty(), "the disk is cleared under other jobs");
                 Under::Clear { slots, is_cleared: None }
             }
         };
-        self.under_way.push((ticket, under));
+        self.in_flight.push((ticket, under));
     }
 
     /// One more piece of a job: each is what its thread does between two looks at the lock, or under it.
     pub(super) fn go(&mut self, nth: usize, io: Io) {
-        let (ticket, under) = self.under_way.swap_remove(nth);
+        let (ticket, under) = self.in_flight.swap_remove(nth);
         let next = match under {
             Under::Read { id, slot, key, mut frame, outcome: None } => {
                 let outcome = self.read(slot, &key, &mut frame, io);
@@ -202,7 +202,7 @@ impl Run {
                 let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io);
                 Err(End::Read { id, frame, outcome, num_refused: 2 * u64::from(is_refused) })
             }
-            Under::Write { id, frame, place: Place::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
+            Under::Write { id, frame, place: SlotFor::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
             Under::Write { id, meta, frame, tries, place } => {
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
@@ -233,40 +233,40 @@ impl Run {
             Under::Clear { slots, is_cleared: Some(is_cleared) } => Err(End::Clear(slots, is_cleared)),
         };
         match next {
-            Ok(under) => self.under_way.push((ticket, under)),
+            Ok(under) => self.in_flight.push((ticket, under)),
             Err(end) => self.state.end_job(ticket, end),
         }
     }
 
     /// A write goes on: find a slot, make room, write.
-    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &Place, io: Io) -> Place {
+    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &SlotFor, io: Io) -> SlotFor {
         match *place {
-            Place::None => {
+            SlotFor::None => {
                 let free = (0..self.num_slots).find(|slot| !self.slots.contains_key(slot));
                 if let Some(free) = free {
                     self.slots.insert(free, None);
-                    return Place::Reserved(SlotId(free));
+                    return SlotFor::Reserved(SlotId(free));
                 }
-                let victim = if tries < 2 * SLOT_TRIES { self.state.begin_eviction() } else { None };
-                victim.map_or(Place::Over(Written::NoRoom), |(id, slot)| Place::Evicting(id, slot))
+                let victim = if tries < 2 * SLOT_TRIES { self.state.begin_disk_eviction() } else { None };
+                victim.map_or(SlotFor::Over(Written::NoRoom), |(id, slot)| SlotFor::Evicting(id, slot))
             }
-            Place::Evicting(id, slot) => {
+            SlotFor::Evicting(id, slot) => {
                 let freed = self.free(slot, io);
-                self.state.end_eviction(id, freed);
-                if freed { Place::None } else { Place::Over(Written::Failed(None)) }
+                self.state.end_disk_eviction(id, freed);
+                if freed { SlotFor::None } else { SlotFor::Over(Written::Failed(None)) }
             }
-            Place::Reserved(slot) if io == Io::Works => {
+            SlotFor::Reserved(slot) if io == Io::Works => {
                 self.write(slot, meta);
-                Place::Over(Written::In(slot))
+                SlotFor::Over(Written::In(slot))
             }
-            Place::Reserved(slot) => {
+            SlotFor::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
                 if !freed {
                     self.slots.insert(slot.0, Some(meta)); // what is refused may have been done all the same
                 }
-                Place::Over(Written::Failed((!freed).then_some(slot)))
+                SlotFor::Over(Written::Failed((!freed).then_some(slot)))
             }
-            Place::Over(_) => unreachable!("its outcome is entered"),
+            SlotFor::Over(_) => unreachable!("its outcome is entered"),
         }
     }
 
@@ -311,12 +311,12 @@ impl Run {
                 self.check_frame(leased.frame, leased.key);
             }
         }
-        let frames_lent = self.under_way.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
-        let is_read = |entry: &crate::index::Entry| entry.is_read() && entry.host.place().is_some();
+        let frames_lent = self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
+        let is_read = |entry: &crate::index::Entry| matches!(entry.host, HostState::Reading(_));
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
         assert_eq!(reading, frames_lent, "a read has a frame while it runs, and only then");
         let disk = &self.state.disk;
-        if disk.is_settled() && !self.state.is_forgetting() {
+        if disk.is_settled() && !self.state.is_removing() {
             self.check_flushed();
         }
     }
@@ -334,12 +334,14 @@ impl Run {
         let mut wanted = BTreeMap::new();
         for (_, entry) in self.state.index.iter() {
             match entry.disk {
-                Presence::Here(slot) => {
+                DiskState::Stored(slot) => {
                     assert!(!entry.detached, "a forgotten chunk is on disk");
                     wanted.insert(slot.0, entry.key);
                 }
-                Presence::Absent => {}
-                Presence::Coming(_) | Presence::Leaving(_) => panic!("a chunk is on its way: {entry:?}"),
+                DiskState::Absent => {}
+                DiskState::Queued | DiskState::Blocked | DiskState::Writing | DiskState::Evicting(_) => {
+                    panic!("a chunk is on its way: {entry:?}")
+                }
             }
         }
         let there: BTreeMap<_, _> =
@@ -351,15 +353,15 @@ impl Run {
     /// Lets the threads work, and time go by, until there is nothing to do.
     pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
-            self.state.forget_some(usize::MAX);
+            self.state.remove_some(usize::MAX);
             self.take_job();
-            if !self.under_way.is_empty() {
+            if !self.in_flight.is_empty() {
                 self.go(0, Io::Works);
                 self.check();
                 continue;
             }
             let books = &self.state.disk;
-            if books.is_settled() && books.num_queued == 0 {
+            if books.is_settled() && books.num_queued_reads == 0 {
                 return;
             }
             let now = self.state.now + Duration::from_secs(61);
@@ -374,10 +376,13 @@ impl Run {
         let counters = self.state.stats();
         let had_room = counters.disk_evictions == 0 && counters.disk_dropped == 0;
         for (_, entry) in self.state.index.iter() {
-            assert!(!entry.is_read(), "a read never ends");
-            assert!(entry.filler != Filler::Failed || self.writes.iter().any(|_| true), "a failed chunk stays");
+            assert!(!entry.host.is_read(), "a read never ends");
+            assert!(
+                !matches!(entry.host, HostState::Failed(_)) || self.writes.iter().any(|_| true),
+                "a failed chunk stays"
+            );
             if is_faultless && had_room {
-                let is_written = !entry.host.is_here() || entry.disk.is_here() || entry.detached;
+                let is_written = !entry.host.is_visible() || entry.disk.is_stored() || entry.detached;
                 assert!(is_written, "never written: {entry:?}");
             }
         }

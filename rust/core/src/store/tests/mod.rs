@@ -10,6 +10,6 @@ mod jobs;
 #[cfg(test)]
 mod lookup;
 #[cfg(test)]
-mod shares;
-#[cfg(test)]
 mod steps;
+#[cfg(test)]
+mod time_shares;

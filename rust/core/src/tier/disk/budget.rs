@@ -5,21 +5,21 @@
 
 use super::types::DiskConfig;
 
-pub(super) const PAGE_BYTES: u64 = 4096;
+pub(crate) const PAGE_BYTES: u64 = 4096;
 /// `lock`, `superblock.json` with its successor, and the directories themselves.
-pub(super) const FIXED_BYTES: u64 = 64 * 1024;
+pub(crate) const FIXED_BYTES: u64 = 64 * 1024;
 /// One record, plus two extents of 12 bytes (a frame written amid unwritten ones splits its extent), rounded up.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
 /// Bytes of a directory with so many slots of this namespace and `foreign_bytes` of others.
-pub(super) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
+pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let slots = u64::from(slots);
     let overhead = (slots * SLOT_OVERHEAD_BYTES).next_multiple_of(PAGE_BYTES);
     slots.saturating_mul(frame_bytes).saturating_add(overhead + FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
 /// Most slots that fit the cap beside so much of other namespaces.
-pub(super) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
+pub(crate) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
     let DiskConfig { cap_bytes, frame_bytes, .. } = *config;
     // Pages of overhead are rounded up once, so the quotient may be one page too generous: step back then.
     let bytes = cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes);

@@ -5,27 +5,21 @@
 //! loss the checksums turn what did not reach the device into counted misses.
 
 mod books;
-mod budget;
+pub(crate) mod budget;
 mod erase;
-#[cfg(any(test, feature = "faults"))]
-#[doc(hidden)]
-pub mod faults;
 mod files;
-#[cfg(any(test, feature = "faults"))]
-#[doc(hidden)]
-pub mod fuzzing;
 mod growth;
 mod inspect;
 mod local;
 mod lock;
-mod namespaces;
+pub(crate) mod namespaces;
 mod open;
 mod paths;
-mod record;
-mod recover;
+pub(crate) mod record;
+pub(crate) mod recover;
 mod root;
 mod slots;
-mod superblock;
+pub(crate) mod superblock;
 mod tier;
 mod types;
 mod verify;

@@ -14,38 +14,38 @@ use super::superblock;
 use super::types::DiskConfig;
 
 /// The records' file in a namespace directory.
-pub(super) const INDEX_NAME: &str = "index.dat";
+pub(crate) const INDEX_NAME: &str = "index.dat";
 /// The frames' file in a namespace directory.
-pub(super) const FRAMES_NAME: &str = "frames.dat";
+pub(crate) const FRAMES_NAME: &str = "frames.dat";
 /// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves no chunk half gone.
-pub(super) const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
+pub(crate) const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
 
 /// One namespace directory.
 #[derive(Debug, Clone)]
-pub(super) struct Found {
+pub(crate) struct Found {
     /// Its name: 16 hex digits.
-    pub(super) name: String,
+    pub(crate) name: String,
     /// Where it is.
-    pub(super) path: PathBuf,
+    pub(crate) path: PathBuf,
     /// What it takes on disk.
-    pub(super) bytes: u64,
+    pub(crate) bytes: u64,
     /// When it was last opened or written (seconds, nanoseconds of Unix time).
-    pub(super) last_used: (i64, i64),
+    pub(crate) last_used: (i64, i64),
 }
 
 /// A namespace's directory name: the first 16 hex digits.
-pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
+pub(crate) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(namespace)[..16].to_owned()
 }
 
 /// Where the files of the namespace that is to be served are.
-pub(super) fn dir_of(config: &DiskConfig) -> PathBuf {
+pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(dir_name(&config.namespace))
 }
 
 /// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
 /// attempt would wait.
-pub(super) fn make_dir(path: &Path) -> io::Result<()> {
+pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
     }
@@ -53,7 +53,7 @@ pub(super) fn make_dir(path: &Path) -> io::Result<()> {
 }
 
 /// All namespace directories under `dir` but those that are `open`, the least recently used first.
-pub(super) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>> {
+pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -68,7 +68,7 @@ pub(super) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
 
 /// Has closed namespaces deleted, the least recently used first, until `is_enough` of the bytes that are left. Returns those
 /// bytes; `note` gets a line for each.
-pub(super) fn make_room(
+pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
     is_enough: impl Fn(u64) -> bool,
@@ -93,7 +93,7 @@ pub(super) fn make_room(
 }
 
 /// Deletes our files in a namespace directory, then the directory where nothing else is in it.
-pub(super) fn remove(path: &Path) -> io::Result<()> {
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
     remove_files(path)?;
     match fs::remove_dir(path) {
         Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => Err(e),
@@ -102,12 +102,12 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
 }
 
 /// Whether something that is not a regular file has the name of records or frames.
-pub(super) fn has_strange_files(path: &Path) -> bool {
+pub(crate) fn has_strange_files(path: &Path) -> bool {
     [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }
 
 /// Deletes our files in a namespace directory; returns whether there were any.
-pub(super) fn remove_files(path: &Path) -> io::Result<bool> {
+pub(crate) fn remove_files(path: &Path) -> io::Result<bool> {
     let mut any = false;
     for name in FILE_NAMES {
         match fs::remove_file(path.join(name)) {
@@ -124,7 +124,7 @@ fn is_namespace_name(name: &str) -> bool {
 }
 
 /// What vanishes or cannot be looked at meanwhile counts nothing.
-pub(super) fn measure(name: String, path: PathBuf) -> Found {
+pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
     for meta in fs::read_dir(&found.path).into_iter().flatten().flatten().filter_map(|entry| entry.metadata().ok()) {

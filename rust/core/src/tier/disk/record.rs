@@ -7,17 +7,17 @@
 
 use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
-pub(super) use twox_hash::XxHash3_128 as PayloadHasher;
+pub(crate) use twox_hash::XxHash3_128 as PayloadHasher;
 
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 
 /// Size of a record.
-pub(super) const RECORD_BYTES: usize = 128;
+pub(crate) const RECORD_BYTES: usize = 128;
 /// A record's bytes.
-pub(super) type RecordBytes = [u8; RECORD_BYTES];
+pub(crate) type RecordBytes = [u8; RECORD_BYTES];
 /// The record of a slot that holds nothing.
-pub(super) const EMPTY: RecordBytes = [0; RECORD_BYTES];
+pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
@@ -26,18 +26,18 @@ const NUM_UNITS: u32 = 1;
 
 /// A slot's chunk and the checksum of its frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Record {
+pub(crate) struct Record {
     /// The chunk.
-    pub(super) meta: DiskMeta,
+    pub(crate) meta: DiskMeta,
     /// XXH3-128 of the whole frame.
-    pub(super) payload: u128,
+    pub(crate) payload: u128,
     /// Order of writing.
-    pub(super) sequence: u64,
+    pub(crate) sequence: u64,
 }
 
 /// What a slot's 128 bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Parsed {
+pub(crate) enum Parsed {
     /// All zeros: nothing is here.
     Empty,
     /// A whole record of this namespace and slot.
@@ -47,18 +47,18 @@ pub(super) enum Parsed {
 }
 
 /// The checksum of a frame, as kept in its record.
-pub(super) fn payload_checksum(frame: &[u8]) -> u128 {
+pub(crate) fn payload_checksum(frame: &[u8]) -> u128 {
     PayloadHasher::oneshot(frame)
 }
 
 /// The seed of a namespace's record checksums.
-pub(super) fn record_seed(namespace: &[u8; 32]) -> u64 {
+pub(crate) fn record_seed(namespace: &[u8; 32]) -> u64 {
     u64::from_le_bytes(take(&mut namespace.as_slice()))
 }
 
 impl Record {
     /// The record's bytes for `slot`.
-    pub(super) fn encode(&self, slot: SlotId, seed: u64) -> RecordBytes {
+    pub(crate) fn encode(&self, slot: SlotId, seed: u64) -> RecordBytes {
         let mut out = EMPTY;
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
@@ -81,7 +81,7 @@ impl Record {
 }
 
 /// Reads the record at `slot`.
-pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
+pub(crate) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     if *bytes == EMPTY {
         return Parsed::Empty;
     }

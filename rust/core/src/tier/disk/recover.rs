@@ -10,7 +10,7 @@ use crate::ChunkKey;
 
 /// What a recovery keeps and what it gives up.
 #[derive(Debug, Default)]
-pub(super) struct Recovered {
+pub(crate) struct Recovered {
     /// Parents before children, otherwise in order of writing.
     pub entries: Vec<DiskEntry>,
     /// Slots of older copies of a chunk.
@@ -36,7 +36,7 @@ struct Places<'a> {
 }
 
 /// Orders and prunes the entries of an index: one per slot, in order of slots.
-pub(super) fn recover(found: &[DiskEntry]) -> Recovered {
+pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut order: Vec<usize> = (0..found.len()).collect();
     order.sort_by_key(|&at| found[at].sequence);
     let mut out = Recovered { entries: Vec::with_capacity(found.len()), ..Recovered::default() };

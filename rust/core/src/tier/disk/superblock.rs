@@ -14,11 +14,11 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 /// Version of the formats of superblock, index and frames together.
-pub(super) const FORMAT: u32 = 3;
+pub(crate) const FORMAT: u32 = 3;
 /// The file's name in a namespace directory.
-pub(super) const FILE_NAME: &str = "superblock.json";
+pub(crate) const FILE_NAME: &str = "superblock.json";
 /// Where the next superblock is written before it takes the name.
-pub(super) const TEMP_NAME: &str = "superblock.json.tmp";
+pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
 /// No superblock is longer; a longer file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
 /// A description is cut here, so that the superblock stays within its part of the budget.
@@ -26,7 +26,7 @@ const MAX_DESCRIPTION_CHARS: usize = 1000;
 
 /// Why a superblock is not believed. Displayed, it completes "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// Some other program, or a torn write, left it there.
     NotOurs,
     /// What is wrong with it.
@@ -49,26 +49,26 @@ impl fmt::Display for Refusal {
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
 /// Whether frames may have this size.
-pub(super) fn is_frame_size(bytes: u64) -> bool {
+pub(crate) fn is_frame_size(bytes: u64) -> bool {
     bytes > 0 && bytes.is_multiple_of(4096) && bytes <= MAX_FRAME_BYTES && usize::try_from(bytes).is_ok()
 }
 
 /// A namespace directory's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Superblock {
-    pub(super) format: u32,
+pub(crate) struct Superblock {
+    pub(crate) format: u32,
     /// Bytes of one frame.
-    pub(super) frame_bytes: u64,
+    pub(crate) frame_bytes: u64,
     namespace: String,
     /// The line for people.
-    pub(super) description: String,
-    pub(super) checksum: String,
+    pub(crate) description: String,
+    pub(crate) checksum: String,
 }
 
 impl Superblock {
     /// The superblock of `namespace` with frames of `frame_bytes`.
-    pub(super) fn new(namespace: &[u8; 32], frame_bytes: u64, description: &str) -> Self {
+    pub(crate) fn new(namespace: &[u8; 32], frame_bytes: u64, description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
         let mut made =
             Self { format: FORMAT, frame_bytes, namespace: hex(namespace), description, checksum: String::new() };
@@ -77,7 +77,7 @@ impl Superblock {
     }
 
     /// Parses a file's bytes.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
         let parsed: Self = serde_json::from_slice(bytes).map_err(|_| Refusal::NotOurs)?;
         if parsed.checksum != parsed.compute_checksum() {
             return Err(Refusal::Damaged("its checksum differs"));
@@ -93,7 +93,7 @@ impl Superblock {
     }
 
     /// Reads `dir/superblock.json`; None where there is none.
-    pub(super) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
+    pub(crate) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
             Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(Refusal::NotOurs))),
@@ -108,7 +108,7 @@ impl Superblock {
     }
 
     /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What fails leaves nothing.
-    pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
+    pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
@@ -121,12 +121,12 @@ impl Superblock {
     }
 
     /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
-    pub(super) fn namespace(&self) -> Option<[u8; 32]> {
+    pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
     /// What `checksum` must be.
-    pub(super) fn compute_checksum(&self) -> String {
+    pub(crate) fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
@@ -140,6 +140,6 @@ fn open_options() -> fs::OpenOptions {
 }
 
 /// A namespace in lower-case hex digits.
-pub(super) fn hex(namespace: &[u8; 32]) -> String {
+pub(crate) fn hex(namespace: &[u8; 32]) -> String {
     blake3::Hash::from(*namespace).to_hex().to_string()
 }

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 
-use super::super::faults::{Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
 use super::*;
-use crate::tier::conformance::{Op, Opened, Place, check};
-use crate::tier::memory::MemoryTier;
+use crate::test_support::faults::{Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
+use crate::test_support::local_tier::{Op, Opened, Place, check};
+use crate::test_support::memory_tier::MemoryTier;
 
 const SLOTS: u32 = 6;
 

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::super::faults::{EIO, ENOSPC, Fault, FaultFiles, Rule};
 use super::*;
+use crate::test_support::faults::{EIO, ENOSPC, Fault, FaultFiles, Rule};
 
 const SLOTS: u32 = 6;
 const CHUNKS: u32 = 14;

@@ -5,10 +5,10 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use super::super::faults::{FaultFiles, du};
 use super::super::{namespaces, paths};
 use super::*;
 use crate::ErrorKind;
+use crate::test_support::faults::{FaultFiles, du};
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespaces::dir_name(&config.namespace))

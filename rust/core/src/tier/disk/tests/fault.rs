@@ -2,8 +2,8 @@
 
 use std::io;
 
-use super::super::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use super::*;
+use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
 /// The `n`th change from now is refused.

@@ -7,8 +7,8 @@ use std::sync::mpsc::channel;
 use std::thread::{JoinHandle, yield_now};
 use std::time::Duration;
 
-use super::super::faults::{Call, Fault, FaultFiles, Rule};
 use super::*;
+use crate::test_support::faults::{Call, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
 const HUNG: Duration = Duration::from_secs(60);

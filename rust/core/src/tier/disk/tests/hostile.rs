@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use super::super::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use super::super::record::{Record, payload_checksum, record_seed};
 use super::super::recover::recover;
 use super::super::superblock::Superblock;
 use super::super::{Verifier, inspect, namespaces};
 use super::*;
 use crate::ErrorKind;
+use crate::test_support::faults::{Call, EIO, Fault, FaultFiles, Rule};
 
 fn filled(dir: &Path) -> DiskConfig {
     let config = config(dir, 8);

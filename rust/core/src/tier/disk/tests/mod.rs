@@ -14,8 +14,8 @@ use std::path::Path;
 
 use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
 use crate::ChunkKey;
+use crate::testing::PageBuffer;
 use crate::tier::LocalTier;
-use crate::tier::conformance::PageBuffer;
 
 const FRAME: u64 = 8192;
 const NAMESPACE: [u8; 32] = [0xa7; 32];

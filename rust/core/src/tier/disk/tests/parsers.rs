@@ -2,11 +2,11 @@
 
 use proptest::prelude::*;
 
-use super::super::fuzzing;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
 use super::super::recover::recover;
 use super::super::superblock::Superblock;
 use super::*;
+use crate::testing::fuzz;
 
 fn any_record() -> impl Strategy<Value = Record> {
     let meta =
@@ -136,10 +136,10 @@ proptest! {
     /// The fuzz targets of `rust/fuzz`, for as long as a test may take.
     #[test]
     fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
-        fuzzing::parse_record(&data);
-        fuzzing::parse_superblock(&data);
-        fuzzing::recover_index(&data);
-        fuzzing::open_directory(tempfile::tempdir().unwrap().path(), &data);
+        fuzz::parse_record(&data);
+        fuzz::parse_superblock(&data);
+        fuzz::recover_index(&data);
+        fuzz::open_directory(tempfile::tempdir().unwrap().path(), &data);
     }
 }
 

@@ -1,0 +1,122 @@
+//! Life of a chunk in the disk tier.
+//!
+//! | state \ event | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
+//! |---|---|---|---|---|---|---|---|---|---|---|
+//! | Absent | Queued | - | - | - | - | - | Stored | - | - | - |
+//! | Queued | - | Blocked | - | Absent | Writing | - | Stored | - | - | - |
+//! | Blocked | - | - | Queued | Absent | - | - | Stored | - | - | - |
+//! | Writing | - | - | - | - | - | Stored | - | - | - | Absent |
+//! | Stored | - | - | - | - | - | - | - | Evicting | - | Absent |
+//! | Evicting | - | - | - | - | - | - | - | - | Stored | Absent |
+//!
+//! A test compares this table with [`DiskState::after`]. `State::change_disk` is the only code that changes a chunk's
+//! state; it updates the counters and the eviction policies that follow from it.
+
+use crate::evict::Removal;
+use crate::tier::disk::SlotId;
+
+/// Where a chunk is on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum DiskState {
+    /// It is not on disk and will not be written.
+    #[default]
+    Absent,
+    /// It is in the queue of writes.
+    Queued,
+    /// It waits until its parent is on disk.
+    Blocked,
+    /// A disk thread is writing it.
+    Writing,
+    /// It is in the slot.
+    Stored(SlotId),
+    /// A disk thread is freeing its slot. It is stored again if that fails.
+    Evicting(SlotId),
+}
+
+/// What happens to a chunk in the disk tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DiskEvent {
+    /// It became visible in host memory, or a chunk that hangs on it is to be written.
+    Want,
+    /// Its parent is not on disk.
+    Block,
+    /// Its parent is on disk, or can be written now.
+    Unblock,
+    /// It need not be written any longer.
+    Cancel,
+    /// A disk thread begins to write it.
+    Write,
+    /// It is in the slot.
+    Written(SlotId),
+    /// It was in the slot when the tier was opened.
+    Found(SlotId),
+    /// A disk thread begins to free its slot.
+    Evict,
+    /// Its slot could not be freed.
+    Keep,
+    /// It was not written, or leaves the disk; the policy learns why.
+    Leave(Removal),
+}
+
+impl DiskState {
+    /// Returns the state after an event; None if the event cannot happen in this state.
+    pub(crate) fn after(self, event: DiskEvent) -> Option<Self> {
+        use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
+        use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
+        match (self, event) {
+            (Absent, Want) | (Blocked, Unblock) => Some(Queued),
+            (Queued, Block) => Some(Blocked),
+            (Queued | Blocked, Cancel) | (Writing | Stored(_) | Evicting(_), Leave(_)) => Some(Absent),
+            (Queued, Write) => Some(Writing),
+            (Writing, Written(slot)) | (Absent | Queued | Blocked, Found(slot)) | (Evicting(slot), Keep) => {
+                Some(Stored(slot))
+            }
+            (Stored(slot), Evict) => Some(Evicting(slot)),
+            _ => None,
+        }
+    }
+
+    /// Returns its slot, if its bytes are in one.
+    pub(crate) fn slot(self) -> Option<SlotId> {
+        match self {
+            Self::Stored(slot) | Self::Evicting(slot) => Some(slot),
+            Self::Absent | Self::Queued | Self::Blocked | Self::Writing => None,
+        }
+    }
+
+    pub(crate) fn is_stored(self) -> bool {
+        matches!(self, Self::Stored(_))
+    }
+
+    /// Returns true while it takes a slot: it is stored, being written or being evicted.
+    pub(crate) fn takes_slot(self) -> bool {
+        matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
+    }
+
+    /// Returns true while it waits for a disk thread to write it.
+    pub(crate) fn is_waiting(self) -> bool {
+        matches!(self, Self::Queued | Self::Blocked)
+    }
+
+    /// Returns true from the time it is wanted until it is written or dropped.
+    pub(crate) fn is_unwritten(self) -> bool {
+        matches!(self, Self::Queued | Self::Blocked | Self::Writing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::table_of_states::check_table;
+    use super::*;
+
+    #[test]
+    fn the_table_is_what_the_code_does() {
+        use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
+        use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
+        let slot = SlotId(7);
+        let states = [Absent, Queued, Blocked, Writing, Stored(slot), Evicting(slot)];
+        let leave = Leave(Removal::Dropped);
+        let events = [Want, Block, Unblock, Cancel, Write, Written(slot), Found(slot), Evict, Keep, leave];
+        check_table(include_str!("disk_state.rs"), &states, &events, DiskState::after);
+    }
+}

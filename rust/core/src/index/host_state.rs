@@ -1,0 +1,132 @@
+//! Life of a chunk in the host tier.
+//!
+//! | state \ event | Want | Read | Reserve | Fill | Show | Fail | Leave |
+//! |---|---|---|---|---|---|---|---|
+//! | Absent | Queued | - | Saving | - | - | - | - |
+//! | Queued | - | Reading | Saving | - | - | Absent | Absent |
+//! | Reading | - | - | - | Filled | - | Failed | Absent |
+//! | Saving | - | - | - | Filled | - | Failed | Absent |
+//! | Filled | - | - | - | - | Visible | Failed | Absent |
+//! | Failed | - | - | - | - | - | Failed | Absent |
+//! | Visible | - | - | - | - | - | - | Absent |
+//!
+//! A test compares this table with [`HostState::after`]. `State::change_host` is the only code that changes a chunk's
+//! state; it updates the frame, the counters, the eviction policy and the waiters that follow from it.
+
+use crate::evict::Removal;
+use crate::io::FrameId;
+
+/// Where a chunk is in host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum HostState {
+    /// It is not in host memory and no load waits for it.
+    #[default]
+    Absent,
+    /// A load waits for a disk thread to read it. It has no frame yet.
+    Queued,
+    /// A disk thread is reading it into the frame.
+    Reading(FrameId),
+    /// A worker is copying it to the frame, under a `WriteLease`.
+    Saving(FrameId),
+    /// Its bytes are complete. It becomes visible with its parent.
+    Filled(FrameId),
+    /// Its bytes will not come, or its parent's will not. It leaves after its last child.
+    Failed(FrameId),
+    /// Lookups find it and loads may use its frame.
+    Visible(FrameId),
+}
+
+/// What happens to a chunk in the host tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HostEvent {
+    /// A load needs it from disk.
+    Want,
+    /// A disk thread begins to read it into the frame.
+    Read(FrameId),
+    /// A save reserves the frame for it.
+    Reserve(FrameId),
+    /// Its bytes are in the frame.
+    Fill,
+    /// Its parent is visible, or it has none.
+    Show,
+    /// It, or a chunk above it, will not be filled.
+    Fail,
+    /// It leaves host memory; the policy learns why.
+    Leave(Removal),
+}
+
+impl HostState {
+    /// Returns the state after an event; None if the event cannot happen in this state.
+    pub(crate) fn after(self, event: HostEvent) -> Option<Self> {
+        use HostEvent::{Fail, Fill, Leave, Read, Reserve, Show, Want};
+        use HostState::{Absent, Failed, Filled, Queued, Reading, Saving, Visible};
+        match (self, event) {
+            (Absent, Want) => Some(Queued),
+            (Queued, Read(frame)) => Some(Reading(frame)),
+            (Absent | Queued, Reserve(frame)) => Some(Saving(frame)),
+            (Reading(frame) | Saving(frame), Fill) => Some(Filled(frame)),
+            (Filled(frame), Show) => Some(Visible(frame)),
+            (Reading(frame) | Saving(frame) | Filled(frame) | Failed(frame), Fail) => Some(Failed(frame)),
+            (Queued, Fail | Leave(_)) | (Reading(_) | Saving(_) | Filled(_) | Failed(_) | Visible(_), Leave(_)) => {
+                Some(Absent)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns its frame, if it has one.
+    pub(crate) fn frame(self) -> Option<FrameId> {
+        match self {
+            Self::Absent | Self::Queued => None,
+            Self::Reading(frame)
+            | Self::Saving(frame)
+            | Self::Filled(frame)
+            | Self::Failed(frame)
+            | Self::Visible(frame) => Some(frame),
+        }
+    }
+
+    pub(crate) fn is_absent(self) -> bool {
+        self == Self::Absent
+    }
+
+    pub(crate) fn is_visible(self) -> bool {
+        matches!(self, Self::Visible(_))
+    }
+
+    /// Returns true while a disk thread reads it or will.
+    pub(crate) fn is_read(self) -> bool {
+        matches!(self, Self::Queued | Self::Reading(_))
+    }
+
+    /// Returns true while a disk thread or a worker owns its frame.
+    pub(crate) fn is_filling(self) -> bool {
+        matches!(self, Self::Reading(_) | Self::Saving(_))
+    }
+
+    /// Returns true from the time it is wanted or reserved until it is visible or gone.
+    pub(crate) fn is_pending(self) -> bool {
+        !matches!(self, Self::Absent | Self::Visible(_))
+    }
+
+    /// Returns true if children may get a frame: it has one, and its bytes are there or on their way.
+    pub(crate) fn may_have_children(self) -> bool {
+        self.frame().is_some() && !matches!(self, Self::Failed(_))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::table_of_states::check_table;
+    use super::*;
+
+    #[test]
+    fn the_table_is_what_the_code_does() {
+        use HostEvent::{Fail, Fill, Leave, Read, Reserve, Show, Want};
+        use HostState::{Absent, Failed, Filled, Queued, Reading, Saving, Visible};
+        let frame = FrameId(7);
+        let states = [Absent, Queued, Reading(frame), Saving(frame), Filled(frame), Failed(frame), Visible(frame)];
+        let events = [Want, Read(frame), Reserve(frame), Fill, Show, Fail, Leave(Removal::Dropped)];
+        check_table(include_str!("host_state.rs"), &states, &events, HostState::after);
+    }
+}

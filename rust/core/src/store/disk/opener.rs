@@ -1,0 +1,61 @@
+//! The first try to open a disk tier, in a thread of its own: the system may hang, and engines wait for their memory.
+//!
+//! Where it takes long, a disk thread waits for it instead. It must not know the books.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::sync::thread;
+use crate::sync::{Condvar, Mutex};
+use crate::tier::LocalTier;
+use crate::tier::disk::DiskEntry;
+use crate::{Error, ErrorKind, Result};
+
+/// A disk tier and what it holds.
+pub(crate) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
+/// Opens the disk tier; it is asked again where that fails.
+pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
+
+#[derive(Default)]
+struct Outcome {
+    tier: Mutex<Option<Result<Opened>>>,
+    came: Condvar,
+}
+
+/// A try that is under way.
+pub(crate) struct Opening(Arc<Outcome>);
+
+impl Opening {
+    /// `Io` if the system has no thread left.
+    pub(crate) fn begin(opener: &Arc<Opener>) -> Result<Self> {
+        let outcome = Arc::new(Outcome::default());
+        let (opener, theirs) = (Arc::clone(opener), Arc::clone(&outcome));
+        let work = move || {
+            let tier = guarded(&**opener);
+            *theirs.tier.lock().unwrap_or_else(PoisonError::into_inner) = Some(tier);
+            theirs.came.notify_all();
+        };
+        let thread = thread::Builder::new().name("kvloft-open".to_owned());
+        thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))?;
+        Ok(Self(outcome))
+    }
+
+    /// What came of it, once; None if that takes longer.
+    pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
+        let deadline = Instant::now() + timeout;
+        let mut tier = self.0.tier.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if tier.is_some() || left.is_zero() {
+                return tier.take();
+            }
+            (tier, _) = self.0.came.wait_timeout(tier, left).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// A panic of the disk tier as an error.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
+}

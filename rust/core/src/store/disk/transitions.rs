@@ -1,0 +1,167 @@
+//! Changes a chunk's state on disk, with everything that follows from it. Without I/O.
+//!
+//! The states are in `index/disk_state.rs`. What holds between two calls:
+//!
+//! - A chunk that takes a slot has a stored parent: it is written after its parent and leaves before it.
+//! - The policy has each chunk that is in a slot and not detached, and may evict stored leaves that are not being read.
+
+use crate::evict::{ChunkId, Removal};
+use crate::index::{DiskEvent, DiskState, Entry};
+use crate::store::disk::work::Attached;
+use crate::store::state::State;
+
+impl State {
+    /// Applies an event to a chunk. This is the only code that changes `Entry::disk`. It also
+    ///
+    /// - counts the chunk's slot for its tenant and among its parent's children,
+    /// - inserts the chunk into the disk policy with its slot, and removes it with its slot,
+    /// - reports to the host policy whether the chunk is unwritten,
+    /// - updates the gauges and the change log,
+    /// - updates which chunks the disk policy may evict; after `Found`, [`State::sync_disk`] is the caller's, so
+    ///   that chains which are found link by link do not become leaves and cease to be.
+    ///
+    /// Queues are the caller's, and so is the slot of a chunk that leaves.
+    pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
+        let entry = &self.index[id];
+        let (before, is_detached) = (entry.disk, entry.detached);
+        let Some(after) = before.after(event) else { unreachable!("disk tier: {event:?} in state {before:?}") };
+        if let DiskEvent::Leave(removal) = event {
+            self.leave_disk_policy(id, removal);
+        }
+        self.index[id].disk = after;
+        self.count_write(id, before, after);
+        if before.takes_slot() != after.takes_slot() {
+            self.count_slot(id, after.takes_slot());
+        }
+        match (before.slot(), after.slot()) {
+            (None, Some(_)) => {
+                self.stats.disk_used += 1;
+                self.enter_disk_policy(id);
+            }
+            (Some(_), None) => {
+                self.stats.disk_used -= 1;
+                self.disk.num_detached_slots -= u64::from(is_detached);
+            }
+            _ => {}
+        }
+        if before.is_stored() != after.is_stored() {
+            if !is_detached {
+                self.note_change(id);
+            }
+            if !matches!(event, DiskEvent::Found(_)) {
+                self.sync_disk(id);
+            }
+        }
+    }
+
+    fn count_write(&mut self, id: ChunkId, before: DiskState, after: DiskState) {
+        self.disk.writing += u32::from(after == DiskState::Writing);
+        self.disk.writing -= u32::from(before == DiskState::Writing);
+        if before.is_unwritten() == after.is_unwritten() {
+            return;
+        }
+        self.disk.num_unwritten += u64::from(after.is_unwritten());
+        self.disk.num_unwritten -= u64::from(before.is_unwritten());
+        if self.index[id].host_evictable.is_some() {
+            self.host_policy.set_unwritten(id, after.is_unwritten());
+        }
+    }
+
+    fn count_slot(&mut self, id: ChunkId, is_more: bool) {
+        let Entry { tenant, parent, .. } = self.index[id];
+        self.tenants.count_slot(tenant, is_more);
+        if let Some(parent) = parent {
+            let children = &mut self.index[parent].disk_children;
+            *children = if is_more { *children + 1 } else { *children - 1 };
+            self.sync_disk(parent);
+        }
+    }
+
+    fn enter_disk_policy(&mut self, id: ChunkId) {
+        let entry = &mut self.index[id];
+        entry.disk_evictable = Some(false);
+        self.disk_policy.insert(id, entry.parent, &entry.key);
+        if entry.reused {
+            self.disk_policy.mark_reused(id);
+        }
+        self.group_on_disk(id);
+    }
+
+    /// Removes a chunk from the disk policy, if the policy has it.
+    pub(crate) fn leave_disk_policy(&mut self, id: ChunkId, removal: Removal) {
+        if self.index[id].disk_evictable.take().is_some() {
+            self.disk_policy.remove(id, removal);
+        }
+    }
+
+    /// Reports to the disk policy whether it may evict the chunk, if that changed.
+    pub(crate) fn sync_disk(&mut self, id: ChunkId) {
+        let entry = &mut self.index[id];
+        let is_evictable = entry.is_disk_evictable();
+        if entry.disk_evictable.is_some_and(|before| before != is_evictable) {
+            entry.disk_evictable = Some(is_evictable);
+            self.disk_policy.set_evictable(id, is_evictable);
+        }
+    }
+
+    /// Takes a chunk off the disk; its slot is freed later.
+    pub(crate) fn leave_slot(&mut self, id: ChunkId, removal: Removal) {
+        let slot = self.index[id].disk.slot();
+        self.change_disk(id, DiskEvent::Leave(removal));
+        self.disk.to_free.extend(slot);
+    }
+
+    /// Takes a detached chunk off the disk, unless a job uses it: the end of that job does.
+    pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
+        let entry = &self.index[id];
+        if entry.disk.is_stored() && !entry.host.is_read() {
+            self.leave_slot(id, Removal::Dropped);
+        }
+    }
+
+    /// Queues a chunk that became visible in host memory for writing, if there is a disk tier and it is not there.
+    pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
+        if self.disk.attached != Attached::Never && self.index[id].disk == DiskState::Absent {
+            self.change_disk(id, DiskEvent::Want);
+            self.disk.write_queue.push(&self.index, id, self.disk.num_unwritten, Entry::is_to_write);
+        }
+    }
+
+    /// Cancels the write of a chunk that waits for one; returns whether it did.
+    pub(crate) fn cancel_write(&mut self, id: ChunkId) -> bool {
+        let is_waiting = self.index[id].disk.is_waiting();
+        if is_waiting {
+            self.change_disk(id, DiskEvent::Cancel);
+            self.disk.blocked.remove(&id);
+        }
+        is_waiting
+    }
+
+    /// Returns the children that wait for a chunk to be written, and clears their list.
+    fn take_blocked(&mut self, id: ChunkId) -> Vec<ChunkId> {
+        let mut children = self.disk.blocked.remove(&id).unwrap_or_default();
+        let index = &self.index;
+        children.retain(|&child| index.is_child(child, id) && index[child].disk == DiskState::Blocked);
+        children.sort_unstable();
+        children.dedup(); // a child that was cancelled and wanted again is listed twice
+        children
+    }
+
+    /// Queues the children that waited for a chunk to be written, before all others.
+    pub(crate) fn unblock_children(&mut self, id: ChunkId) {
+        for child in self.take_blocked(id) {
+            self.change_disk(child, DiskEvent::Unblock);
+            self.disk.write_queue.push_first(&self.index, child);
+        }
+    }
+
+    /// Cancels the writes of all chunks that waited for a chunk which will not be written.
+    pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
+        let mut blocked = self.take_blocked(id);
+        while let Some(child) = blocked.pop() {
+            blocked.extend(self.take_blocked(child));
+            self.cancel_write(child);
+            self.stats.disk_dropped += 1;
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What becomes of chunks that are coming to host memory: filled ones become visible behind their parents, others fail with all
+//! that waits for them, and what has no holder left need not come.
+
+use crate::evict::{ChunkId, Removal};
+use crate::index::{HostEvent, HostState};
+use crate::store::state::State;
+
+impl State {
+    /// Keeps the chunk, and so its whole prefix, in host.
+    pub(crate) fn hold(&mut self, id: ChunkId) {
+        self.index[id].holds += 1;
+        self.sync_host(id);
+    }
+
+    /// Ends one hold. A read that has not begun and that nothing wants any more is cancelled.
+    pub(crate) fn unhold(&mut self, id: ChunkId) {
+        self.index[id].holds -= 1;
+        self.sync_host(id);
+        let entry = &self.index[id];
+        let parent = entry.parent;
+        if entry.holds > 0 || entry.host != HostState::Queued || entry.host_children > 0 {
+            return self.reap(id);
+        }
+        self.change_host(id, HostEvent::Leave(Removal::Dropped));
+        self.settle(id);
+        self.leave_failed(parent);
+    }
+
+    /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
+    pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
+        let parent = self.index[id].parent;
+        if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
+            self.fail_host(id);
+            return 0;
+        }
+        self.change_host(id, HostEvent::Fill);
+        self.show(id)
+    }
+
+    /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
+    fn show(&mut self, id: ChunkId) -> u32 {
+        let mut shown = 0;
+        let (mut next, mut ready) = (Some(id), Vec::new());
+        while let Some(id) = next.take().or_else(|| ready.pop()) {
+            let entry = &self.index[id];
+            let is_filled = matches!(entry.host, HostState::Filled(_));
+            let has_parent = entry.parent.is_none_or(|parent| self.index[parent].host.is_visible());
+            if !is_filled || entry.detached || !has_parent {
+                continue;
+            }
+            self.change_host(id, HostEvent::Show);
+            self.want_on_disk(id);
+            shown += 1;
+            ready.extend(self.take_waiters(id, |state| matches!(state, HostState::Filled(_))));
+        }
+        shown
+    }
+
+    /// Returns the children that came to host memory while `id` was not visible and are `wanted`, and clears the list
+    /// of all that did.
+    fn take_waiters(&mut self, id: ChunkId, wanted: fn(HostState) -> bool) -> impl Iterator<Item = ChunkId> {
+        let (children, index) = (self.waiters.take(id), &self.index);
+        children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
+    }
+
+    /// Fails a chunk that will not come to host memory, and all chunks that can only wait for it.
+    ///
+    /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it wait for that.
+    pub(crate) fn fail_host(&mut self, id: ChunkId) {
+        let mut all = vec![id];
+        let mut at = 0;
+        while let Some(&next) = all.get(at) {
+            all.extend(self.take_waiters(next, HostState::is_pending));
+            at += 1;
+        }
+        for &next in all.iter().rev() {
+            let entry = &self.index[next];
+            if entry.host.is_absent() || entry.detached {
+                continue; // it left with its last child, or is listed twice
+            }
+            let (parent, is_filling) = (entry.parent, next != id && entry.host.is_filling());
+            if !is_filling {
+                self.change_host(next, HostEvent::Fail);
+            }
+            let entry = &self.index[next];
+            if !entry.disk.takes_slot() {
+                self.detach(next);
+            } else if !is_filling {
+                self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
+            } else if let Some(parent) = parent {
+                self.waiters.push(parent, next); // the parent may fail again, after this chunk is filled
+            }
+        }
+    }
+}

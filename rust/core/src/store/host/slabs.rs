@@ -1,0 +1,172 @@
+//! Giving memory up to another store of the same pool.
+//!
+//! A slab is emptied chunk by chunk, children before parents as always, a slice a call. What is pinned, reserved, read or written
+//! stays, and with it the slab until that ends: no new chunk comes to it, and meanwhile others are emptied too.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashSet;
+
+use crate::Result;
+use crate::evict::ChunkId;
+use crate::pool::{Pool, SlabId};
+use crate::store::config::StoreConfig;
+use crate::store::disk::opener::Opener;
+use crate::store::host::drains::{Drain, Drains, Next, Step};
+use crate::store::open::Store;
+use crate::store::state::State;
+
+/// Chunks looked at by one call: some 0.2 ms.
+const SLICE: usize = 256;
+/// Slabs that are emptied at once, where some of their frames must stay for now.
+const MAX_DRAINS: usize = 4;
+
+/// What came of [`Store::give_way`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// No other store should have memory of this one's.
+    Unasked,
+    /// A slab went.
+    Gave,
+    /// More calls will do more.
+    Working,
+    /// Whatever is left has users now.
+    Stuck,
+}
+
+impl Store {
+    /// As [`Self::open`], over memory that other stores have a part in: `config.host_bytes` is not looked at, and `percent` of it is
+    /// this store's share, or an equal part. `InvalidConfig` also if its frames are too large for the pool's slabs.
+    pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
+        let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
+        Self::build(config, Some((pool, percent)), Self::opener(config, &pool.disk)?, Self::clock())
+    }
+
+    #[doc(hidden)]
+    pub fn with_tier_in(config: &StoreConfig, pool: &Arc<Pool>, opener: Option<Opener>) -> Result<Self> {
+        let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
+        Self::build(config, Some((pool, None)), opener, Self::clock())
+    }
+
+    /// Whether the store has a share of its pool. One without keeps what it has until others want it.
+    pub fn set_active(&self, is_active: bool) {
+        self.inner.with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
+    }
+
+    /// Slabs of its pool that the store has, and how many of them are more than its share.
+    pub fn num_slabs(&self) -> (u32, u32) {
+        let of = |state: &mut State| state.host.grid().map(|grid| grid.member().num_slabs());
+        self.inner.with_state(of).flatten().unwrap_or_default()
+    }
+
+    /// Gives up some of what this store has beyond its share, if another one below its own wants it. Never waits; each call does
+    /// a little.
+    pub fn give_way(&self) -> Way {
+        self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
+    }
+}
+
+impl State {
+    pub(crate) fn give_way(&mut self) -> Way {
+        self.host.collect();
+        let asked = self.host.grid().and_then(|grid| grid.member().asked());
+        let mut drains = std::mem::take(&mut self.drains);
+        for drain in drains.all.extract_if(.., |drain| asked.is_none_or(|end| drain.slab.0 >= end)) {
+            self.host.keep(drain.slab);
+        }
+        let Some(end) = asked else { return Way::Unasked };
+        drains.all.retain(|drain| self.is_draining(drain.slab));
+        let way = self.work_at(&mut drains, end);
+        if way == Way::Stuck {
+            drains.stuck.clear();
+            drains.all.iter_mut().for_each(|drain| drain.is_done = false);
+        }
+        self.drains = drains;
+        way
+    }
+
+    fn work_at(&mut self, drains: &mut Drains, end: u32) -> Way {
+        let mut budget = SLICE;
+        for nth in 0..MAX_DRAINS {
+            if nth == drains.all.len() {
+                let coldest = self.host_victim(None).and_then(|id| self.index[id].host.frame());
+                let Some(slab) = self.host.drain(end, coldest) else { break };
+                drains.all.push(Drain { slab, next: 0, way: Vec::new(), is_done: false });
+            }
+            if drains.all[nth].is_done {
+                continue;
+            }
+            let way = self.empty(&mut drains.all[nth], &mut drains.stuck, &mut budget);
+            if way == Way::Gave {
+                drains.all.swap_remove(nth);
+            }
+            if way != Way::Stuck {
+                return way;
+            }
+            drains.all[nth].is_done = true;
+        }
+        Way::Stuck
+    }
+
+    fn is_draining(&self, slab: SlabId) -> bool {
+        self.host.grid().is_some_and(|grid| grid.is_draining(slab))
+    }
+
+    /// Evicts what is in a slab, and what hangs on that, as far as it may go now.
+    fn empty(&mut self, drain: &mut Drain, stuck: &mut FxHashSet<(ChunkId, u32)>, budget: &mut usize) -> Way {
+        while self.is_draining(drain.slab) {
+            if *budget == 0 {
+                return Way::Working;
+            }
+            *budget -= 1;
+            if !drain.way.is_empty() {
+                self.step(&mut drain.way, stuck);
+            } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
+            {
+                drain.next = frame.0 + 1;
+                self.go_to(id, &mut drain.way, stuck);
+            } else {
+                drain.next = 0;
+                return Way::Stuck;
+            }
+        }
+        Way::Gave
+    }
+
+    fn go_to(&self, id: ChunkId, way: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {
+        let generation = self.index[id].generation;
+        if !stuck.contains(&(id, generation)) {
+            way.push(Step { id, generation, next: Next::First });
+        }
+    }
+
+    /// Evicts the last chunk of the way, goes on to its next child in host, or leaves it.
+    fn step(&mut self, way: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
+        let Some(Step { id, generation, next }) = way.last_mut() else { return };
+        let (id, entry) = (*id, &self.index[*id]);
+        let is_gone = !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
+        if !is_gone && entry.host_evictable == Some(true) {
+            way.pop();
+            return self.evict(id);
+        }
+        let child = match *next {
+            Next::Child(child, generation)
+                if self.index.is_same(child, generation) && self.index.is_child(child, id) =>
+            {
+                Some(child)
+            }
+            Next::First | Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place
+            Next::None => None,
+        };
+        let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
+            stuck.insert((id, *generation));
+            way.pop();
+            return;
+        };
+        let behind = self.index[child].next_sibling;
+        *next = behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
+        if !self.index[child].host.is_absent() {
+            self.go_to(child, way, stuck);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! How much of each tier the chunks of one salt may take, and how old they may become: as it is set, and as a store counts it.
+//!
+//! A *class* is a row of the table: what has no salt, what has one, and each salt with limits of its own. It must not know chunks.
+
+use rustc_hash::FxHashMap;
+
+use crate::key::SaltTag;
+
+/// Most of a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quota {
+    /// Bytes of frames; less than a frame's is nothing.
+    Bytes(u64),
+    /// Millionths of the tier; at least one frame, unless it is 0.
+    Share(u32),
+}
+
+/// What the chunks of one salt may take.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Of host memory; in a pool, of the store's share of it.
+    pub host: Option<Quota>,
+    /// Of the disk.
+    pub disk: Option<Quota>,
+    /// Seconds since it was saved after which a chunk is not found any more, and forgotten.
+    pub ttl_s: Option<u32>,
+}
+
+/// The limits of all salts of a store.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TenantLimits {
+    /// Of what has no salt, together.
+    pub unsalted: Limits,
+    /// Of each salt without limits of its own.
+    pub salted: Limits,
+    /// Of single salts.
+    pub by_salt: Vec<(SaltTag, Limits)>,
+}
+
+impl TenantLimits {
+    fn all(&self) -> impl Iterator<Item = &Limits> {
+        [&self.unsalted, &self.salted].into_iter().chain(self.by_salt.iter().map(|(_, limits)| limits))
+    }
+
+    /// The shortest time after which something expires, in seconds.
+    pub fn shortest_ttl_s(&self) -> Option<u32> {
+        self.all().filter_map(|limits| limits.ttl_s).min()
+    }
+
+    /// Whether there is a limit at all.
+    pub(crate) fn is_set(&self) -> bool {
+        self.all().any(|limits| *limits != Limits::default())
+    }
+}
+
+/// A row of the table.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Class(u32);
+
+/// What has no salt.
+pub(crate) const UNSALTED: Class = Class(0);
+const SALTED: Class = Class(1);
+
+/// The limits of a class in frames; the largest number where there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ceiling {
+    pub(crate) host: u32,
+    pub(crate) disk: u32,
+    pub(crate) ttl_s: u32,
+}
+
+impl Ceiling {
+    pub(crate) const NONE: u32 = u32::MAX;
+}
+
+/// What percentages are of, in frames.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Bases {
+    pub(crate) host: u64,
+    pub(crate) disk: u64,
+}
+
+/// Limits by class.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    limits: Vec<Limits>,
+    ceilings: Vec<Ceiling>,
+    by_salt: FxHashMap<SaltTag, Class>,
+    frame_bytes: u64,
+    bases: Bases,
+    pub(crate) has_quotas: bool,
+}
+
+impl Table {
+    /// Empty where nothing is limited.
+    pub(crate) fn new(of: &TenantLimits, frame_bytes: u64, bases: Bases) -> Self {
+        if !of.is_set() {
+            return Self::default();
+        }
+        let classes = (0..).map(Class).skip(2);
+        let mut table = Self {
+            limits: of.all().copied().collect(),
+            ceilings: Vec::new(),
+            by_salt: of.by_salt.iter().map(|(tag, _)| *tag).zip(classes).collect(),
+            frame_bytes,
+            bases,
+            has_quotas: of.all().any(|limits| limits.host.is_some() || limits.disk.is_some()),
+        };
+        table.count();
+        table
+    }
+
+    /// Percentages are of this from now on.
+    pub(crate) fn set_bases(&mut self, bases: Bases) {
+        if self.bases != bases {
+            self.bases = bases;
+            self.count();
+        }
+    }
+
+    pub(crate) fn bases(&self) -> Bases {
+        self.bases
+    }
+
+    fn count(&mut self) {
+        let of = |quota: Option<Quota>, base: u64| match quota {
+            None => Ceiling::NONE,
+            Some(quota) => u32::try_from(self.frames(quota, base)).unwrap_or(Ceiling::NONE - 1),
+        };
+        let ceiling = |limits: &Limits| Ceiling {
+            host: of(limits.host, self.bases.host),
+            disk: of(limits.disk, self.bases.disk),
+            ttl_s: limits.ttl_s.unwrap_or(Ceiling::NONE),
+        };
+        self.ceilings = self.limits.iter().map(ceiling).collect();
+    }
+
+    fn frames(&self, quota: Quota, base: u64) -> u64 {
+        match quota {
+            Quota::Bytes(bytes) => bytes / self.frame_bytes.max(1),
+            Quota::Share(0) => 0,
+            Quota::Share(millionths) => (base.saturating_mul(millionths.into()) / 1_000_000).max(1),
+        }
+    }
+
+    pub(crate) fn class_of(&self, tag: Option<SaltTag>) -> Class {
+        match tag {
+            None => UNSALTED,
+            Some(tag) => self.by_salt.get(&tag).copied().unwrap_or(SALTED),
+        }
+    }
+
+    pub(crate) fn ceiling(&self, class: Class) -> Ceiling {
+        let none = Ceiling { host: Ceiling::NONE, disk: Ceiling::NONE, ttl_s: Ceiling::NONE };
+        self.ceilings.get(class.0 as usize).copied().unwrap_or(none)
+    }
+}

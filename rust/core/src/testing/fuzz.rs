@@ -1,0 +1,216 @@
+//! What a fuzzer calls: each function takes any bytes, and panics where the tier believes a lie.
+//!
+//! Checksums keep random bytes out of what lies behind them, so parts of the input become records and superblocks whose
+//! checksums are right, as somebody would forge them.
+
+use std::fs;
+use std::path::Path;
+
+use twox_hash::XxHash3_64;
+
+use super::PageBuffer;
+use crate::tier::LocalTier;
+use crate::tier::disk::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
+use crate::tier::disk::recover::recover;
+use crate::tier::disk::superblock::{self, Superblock};
+use crate::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces};
+use crate::{ChunkKey, ErrorKind};
+
+const FRAME_BYTES: u64 = 4096;
+const NAMESPACE: [u8; 32] = [0x5a; 32];
+
+/// Takes numbers from the input; zeros at its end.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn take(&mut self, len: usize) -> &'a [u8] {
+        let (head, tail) = self.0.split_at(len.min(self.0.len()));
+        self.0 = tail;
+        head
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.take(1).first().copied().unwrap_or(0)
+    }
+
+    fn word(&mut self) -> u64 {
+        let mut bytes = [0; 8];
+        let taken = self.take(8);
+        bytes[..taken.len()].copy_from_slice(taken);
+        u64::from_le_bytes(bytes)
+    }
+
+    fn small(&mut self, below: u32) -> u32 {
+        u32::from(self.byte()) % below
+    }
+
+    /// One of a few keys, so that parents and copies are found; keys begin alike.
+    fn key(&mut self) -> ChunkKey {
+        let mut key = ChunkKey([3; 32]);
+        key.0[31] = self.byte() % 24;
+        key
+    }
+
+    fn record(&mut self) -> Record {
+        let (key, parent) = (self.key(), self.key());
+        let depth = if self.byte() == 255 { u32::MAX } else { self.small(5) };
+        let meta = DiskMeta { key, parent, depth, saved_s: self.word() };
+        let sequence = if self.byte() == 255 { u64::MAX } else { self.small(64).into() };
+        Record { meta, payload: self.small(2).into(), sequence }
+    }
+
+    /// An index: empty, forged, torn and random records.
+    fn index(&mut self) -> Vec<u8> {
+        let seed = record_seed(&NAMESPACE);
+        let mut index = Vec::new();
+        while !self.0.is_empty() && index.len() < 64 * RECORD_BYTES {
+            let slot = SlotId(u32::try_from(index.len() / RECORD_BYTES).unwrap_or(0));
+            let mut bytes = EMPTY;
+            match self.byte() % 8 {
+                0 => {}
+                1 => {
+                    let taken = self.take(RECORD_BYTES);
+                    bytes[..taken.len()].copy_from_slice(taken);
+                }
+                2 => {
+                    bytes = self.record().encode(slot, seed);
+                    bytes[self.small(128) as usize] ^= 1 << (self.byte() % 8);
+                }
+                _ => bytes = self.record().encode(slot, seed),
+            }
+            index.extend(bytes);
+        }
+        index.extend(self.take(RECORD_BYTES - 1));
+        index
+    }
+}
+
+/// Makes any bytes a record whose checksum is right, as a forger would.
+fn forge_record(bytes: &mut RecordBytes, seed: u64) {
+    bytes[..8].copy_from_slice(b"KVLREC01");
+    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
+    bytes[120..].copy_from_slice(&checksum.to_le_bytes());
+}
+
+/// Any JSON of the right shape with the right checksum, as a forger would have it.
+fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
+    let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
+    forged.format = superblock::FORMAT;
+    forged.checksum = forged.compute_checksum();
+    serde_json::to_vec(&forged).ok()
+}
+
+/// A record parses only to what encodes to the same bytes.
+pub fn parse_record(data: &[u8]) {
+    let mut input = Input(data);
+    let (slot, seed) = (SlotId(input.small(3)), input.word());
+    let mut bytes = EMPTY;
+    let taken = input.take(RECORD_BYTES);
+    bytes[..taken.len()].copy_from_slice(taken);
+    for forged in [false, true] {
+        if forged {
+            forge_record(&mut bytes, seed);
+        }
+        match record::parse(&bytes, slot, seed) {
+            Parsed::Empty => assert_eq!(bytes, EMPTY),
+            Parsed::Valid(found) => assert_eq!(found.encode(slot, seed), bytes, "believed and not what was written"),
+            Parsed::Bad => {}
+        }
+    }
+}
+
+/// A superblock parses only to what is written again the same way.
+pub fn parse_superblock(data: &[u8]) {
+    let forged = forge_superblock(data);
+    for found in [Some(data), forged.as_deref()].into_iter().flatten().filter_map(|data| Superblock::parse(data).ok()) {
+        let namespace = found.namespace().expect("a parsed superblock has a namespace");
+        assert!(superblock::is_frame_size(found.frame_bytes));
+        let made = Superblock::new(&namespace, found.frame_bytes, &found.description);
+        assert!(made.description != found.description || made == found);
+    }
+}
+
+/// Whatever records are there, what is recovered hangs together and nothing is recovered twice.
+pub fn recover_index(data: &[u8]) {
+    let index = Input(data).index();
+    let seed = record_seed(&NAMESPACE);
+    let records = index.as_chunks::<RECORD_BYTES>().0.iter();
+    let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| match record::parse(bytes, slot, seed) {
+        Parsed::Valid(record) => Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence }),
+        Parsed::Empty | Parsed::Bad => None,
+    });
+    let found: Vec<_> = found.collect();
+    let recovered = recover(&found);
+    let kept = &recovered.entries;
+    assert_eq!(kept.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
+    for (at, entry) in kept.iter().enumerate() {
+        assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "found twice");
+        let has_parent =
+            kept[..at].iter().any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
+        assert!(entry.meta.depth == 0 || has_parent, "found without its parent");
+    }
+}
+
+/// Any files in a directory: looking at it changes nothing and opening it gives a tier that works.
+pub fn open_directory(dir: &Path, data: &[u8]) {
+    let mut input = Input(data);
+    let config = DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes: budget::dir_bytes(1 + input.small(20), FRAME_BYTES, 0),
+        frame_bytes: FRAME_BYTES,
+        namespace: NAMESPACE,
+        description: "fuzzed".to_owned(),
+    };
+    write_files(&mut input, &config).expect("files can be written here");
+    let infos = inspect(dir).expect("a directory can be inspected, whatever is in it");
+    assert!(infos.iter().all(|info| info.chunks <= info.slots));
+    let mut verifier = Verifier::open(dir).expect("a directory can be verified, whatever is in it");
+    let _ = verifier.step(u64::MAX);
+    assert_eq!(verifier.num_checked(), verifier.num_chunks());
+    drop(verifier);
+    let (tier, found) = DiskTier::open(config).expect("damage costs chunks, never the open");
+    let stats = tier.stats();
+    assert!(stats.bytes <= stats.cap_bytes, "{stats:?}");
+    let mut frame = PageBuffer::new(4096);
+    for entry in found {
+        let result = tier.read(entry.slot, &entry.meta.key, &mut frame);
+        assert!(
+            result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.meta.key, entry.slot)
+        );
+        tier.free(entry.slot).expect("a chunk can be forgotten");
+    }
+    let slot = tier.reserve().expect("all slots are free");
+    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
+    frame.fill(0xa5);
+    tier.write(slot, &meta, &frame).expect("written");
+    frame.fill(0);
+    tier.read(slot, &meta.key, &mut frame).expect("read");
+    assert!(frame.iter().all(|&b| b == 0xa5));
+}
+
+fn true_damage(tier: &DiskTier, key: &ChunkKey, slot: SlotId) -> bool {
+    let mut frame = PageBuffer::new(4096);
+    tier.read(slot, key, &mut frame).is_err_and(|e| e.kind() == ErrorKind::Corrupt)
+}
+
+fn write_files(input: &mut Input, config: &DiskConfig) -> std::io::Result<()> {
+    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    namespaces::make_dir(&own)?;
+    let sizes = [FRAME_BYTES, FRAME_BYTES, 8192, 16 << 30, u64::MAX - 4095, 0];
+    let made = Superblock::new(&NAMESPACE, sizes[input.small(6) as usize], "fuzzed");
+    let mut superblock = serde_json::to_vec(&made)?;
+    let flips = input.small(3);
+    for _ in 0..flips.saturating_sub(1) {
+        let at = input.small(200) as usize % superblock.len();
+        superblock[at] = input.byte();
+    }
+    write(&own.join(superblock::FILE_NAME), &superblock)?;
+    let frames = input.small(24);
+    write(&own.join(namespaces::INDEX_NAME), &input.index())?;
+    write(&own.join(namespaces::FRAMES_NAME), &vec![0; frames as usize * 2048])
+}
+
+fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    fs::write(path, bytes)?;
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+}

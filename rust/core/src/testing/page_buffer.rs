@@ -1,0 +1,35 @@
+//! Page-aligned memory for direct I/O, for tests and benches without an arena.
+
+/// Memory, offset and length of a transfer are multiples of this where it goes past the page cache.
+const PAGE_BYTES: usize = 4096;
+
+/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
+#[derive(Debug)]
+pub struct PageBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl PageBuffer {
+    /// `len` bytes of zeros.
+    pub fn new(len: usize) -> Self {
+        let bytes = vec![0_u8; len + PAGE_BYTES];
+        // A Vec's memory does not move while its length stays, so the offset found here holds.
+        let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
+        Self { bytes, start, len }
+    }
+}
+
+impl std::ops::Deref for PageBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl std::ops::DerefMut for PageBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}

@@ -1,0 +1,424 @@
+//! Files that fail on purpose, for tests: the operating system's, with faults by script or by seeded chance.
+//!
+//! `FaultFiles` goes below the real tier (`DiskTier::open_with_files`), so tests of any layer above meet a sick disk as an
+//! engine does. It must not know what slots or records are.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use kvloft_core::io::direct::{OsFile, RawFile};
+use kvloft_core::tier::disk::OpenFiles;
+
+/// Numbers of the errors that disks give.
+pub const EIO: i32 = 5;
+/// No space is left.
+pub const ENOSPC: i32 = 28;
+/// The file system became read-only.
+pub const EROFS: i32 = 30;
+/// The file system has no such call.
+pub const EOPNOTSUPP: i32 = 95;
+
+/// A kind of call to a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Call {
+    /// A file is opened.
+    Open,
+    /// Bytes are read.
+    Read,
+    /// Bytes are written.
+    Write,
+    /// The file is extended by a hole.
+    SetLen,
+    /// The file is extended by blocks.
+    Allocate,
+}
+
+/// Every call that changes a file.
+pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate];
+
+/// What happens to a call.
+#[derive(Debug, Clone, Copy)]
+pub enum Fault {
+    /// The system refuses, with this number.
+    Refuse(i32),
+    /// It waits until `release` or `heal`, then goes on as if nothing was.
+    Hang,
+    /// At most so many bytes are transferred.
+    Short(usize),
+    /// Of a write so many bytes land; then it is refused with this number, or reported done.
+    Torn(usize, Option<i32>),
+    /// A change is reported done and is not.
+    Lost,
+    /// This bit (modulo their number) of the bytes that are read or written is the other one.
+    Flip(usize),
+    /// The process dies: of a write this part of 255 lands, and nothing happens after it.
+    Crash(u8),
+}
+
+impl Fault {
+    /// Its kind, for counts.
+    fn name(self) -> &'static str {
+        match self {
+            Fault::Refuse(ENOSPC) => "enospc",
+            Fault::Refuse(EROFS) => "erofs",
+            Fault::Refuse(_) => "eio",
+            Fault::Hang => "hang",
+            Fault::Short(_) => "short",
+            Fault::Torn(..) => "torn",
+            Fault::Lost => "lost",
+            Fault::Flip(_) => "flip",
+            Fault::Crash(_) => "crash",
+        }
+    }
+}
+
+thread_local! {
+    static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Calls of this thread that met a fault so far.
+pub fn faults_here() -> u64 {
+    FAULTS_HERE.get()
+}
+
+/// Which calls meet a fault.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule {
+    fault: Fault,
+    calls: &'static [Call],
+    file: Option<&'static str>,
+    from: u64,
+    skip: u64,
+    times: u64,
+    of_256: u64,
+}
+
+impl Rule {
+    /// Every change of any file from now on.
+    pub fn new(fault: Fault) -> Self {
+        Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
+    }
+
+    /// Only these kinds of calls.
+    #[must_use]
+    pub fn on(self, calls: &'static [Call]) -> Self {
+        Self { calls, ..self }
+    }
+
+    /// Only calls to the file of this name.
+    #[must_use]
+    pub fn in_file(self, name: &'static str) -> Self {
+        Self { file: Some(name), ..self }
+    }
+
+    /// Only writes at this offset and behind it.
+    #[must_use]
+    pub fn from_offset(self, from: u64) -> Self {
+        Self { from, ..self }
+    }
+
+    /// Not the first `skip` of them.
+    #[must_use]
+    pub fn after(self, skip: u64) -> Self {
+        Self { skip, ..self }
+    }
+
+    /// No more than so many.
+    #[must_use]
+    pub fn times(self, times: u64) -> Self {
+        Self { times, ..self }
+    }
+
+    /// Each with this chance, of 256.
+    #[must_use]
+    pub fn chance(self, of_256: u8) -> Self {
+        Self { of_256: of_256.into(), ..self }
+    }
+
+    fn hits(&mut self, call: Call, (file, offset): (&str, u64), random: u64) -> bool {
+        let is_there = self.file.is_none_or(|name| name == file) && offset >= self.from;
+        if !self.calls.contains(&call) || !is_there {
+            return false;
+        }
+        if self.skip > 0 {
+            self.skip -= 1;
+            return false;
+        }
+        let hit = self.times > 0 && random % 256 < self.of_256;
+        self.times -= u64::from(hit);
+        hit
+    }
+}
+
+#[derive(Debug, Default)]
+struct Script {
+    rules: Vec<Rule>,
+    random: u64,
+    crashed: bool,
+    hung: u32,
+    /// Grows with every `release`: calls that hang since an older one go on.
+    releases: u64,
+    calls: BTreeMap<Call, u64>,
+    faults: BTreeMap<&'static str, u64>,
+    watched: Option<PathBuf>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    script: Mutex<Script>,
+    released: Condvar,
+    most_bytes: AtomicU64,
+}
+
+/// The operating system's files behind a script. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct FaultFiles(Arc<Shared>);
+
+impl FaultFiles {
+    /// Files without a fault; `seed` is for rules with a chance.
+    pub fn new(seed: u64) -> Self {
+        let files = Self::default();
+        files.script().random = seed;
+        files
+    }
+
+    /// Adds a rule; of several that hit, the first counts.
+    pub fn inject(&self, rule: Rule) {
+        self.script().rules.push(rule);
+    }
+
+    /// Takes all rules back and lets go what hangs.
+    pub fn heal(&self) {
+        self.script().rules.clear();
+        self.release();
+    }
+
+    /// Lets go what hangs now.
+    pub fn release(&self) {
+        self.script().releases += 1;
+        self.0.released.notify_all();
+    }
+
+    /// Calls that hang now.
+    pub fn num_hung(&self) -> u32 {
+        self.script().hung
+    }
+
+    /// Calls of a kind so far, those that failed too.
+    pub fn num_calls(&self, call: Call) -> u64 {
+        self.script().calls.get(&call).copied().unwrap_or(0)
+    }
+
+    /// Calls that met a fault so far.
+    pub fn num_faults(&self) -> u64 {
+        self.script().faults.values().sum()
+    }
+
+    /// As `num_faults`, by kind.
+    pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
+        self.script().faults.clone()
+    }
+
+    /// Whether `Crash` happened.
+    pub fn has_crashed(&self) -> bool {
+        self.script().crashed
+    }
+
+    /// Measures this directory after every change.
+    pub fn watch(&self, dir: &Path) {
+        self.script().watched = Some(dir.to_owned());
+    }
+
+    /// The most that the watched directory ever took.
+    pub fn most_bytes(&self) -> u64 {
+        self.0.most_bytes.load(Ordering::SeqCst)
+    }
+
+    fn script(&self) -> MutexGuard<'_, Script> {
+        self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the call and says what happens to it. A hang is over when this returns.
+    fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
+        self.meet_at(call, (file, 0))
+    }
+
+    fn meet_at(&self, call: Call, place: (&str, u64)) -> io::Result<Option<Fault>> {
+        let mut guard = self.script();
+        let script = &mut *guard;
+        if script.crashed {
+            return Err(dead());
+        }
+        *script.calls.entry(call).or_default() += 1;
+        // Marsaglia's xorshift would stay at 0; Weyl's step does not.
+        script.random = script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        let random = script.random >> 40;
+        let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, place, random).then_some(*rule))
+        else {
+            return Ok(None);
+        };
+        *script.faults.entry(rule.fault.name()).or_default() += 1;
+        FAULTS_HERE.set(FAULTS_HERE.get() + 1);
+        match rule.fault {
+            Fault::Refuse(number) => Err(io::Error::from_raw_os_error(number)),
+            Fault::Crash(_) => {
+                script.crashed = true;
+                Ok(Some(rule.fault))
+            }
+            Fault::Hang => {
+                script.hung += 1;
+                let since = script.releases;
+                let hung = self.0.released.wait_while(guard, |script| script.releases == since);
+                hung.unwrap_or_else(PoisonError::into_inner).hung -= 1;
+                Ok(None)
+            }
+            fault => Ok(Some(fault)),
+        }
+    }
+
+    /// A change that happens whole or not at all.
+    fn change(&self, call: Call, file: &str, work: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let result = match self.meet(call, file)? {
+            Some(Fault::Lost) => Ok(()),
+            // The next process may see it or not.
+            Some(Fault::Crash(part)) => if part >= 128 { work() } else { Ok(()) }.and(Err(dead())),
+            _ => work(),
+        };
+        self.measure();
+        result
+    }
+
+    fn measure(&self) {
+        let watched = self.script().watched.clone();
+        if let Some(dir) = watched {
+            self.0.most_bytes.fetch_max(du(&dir), Ordering::SeqCst);
+        }
+    }
+}
+
+fn dead() -> io::Error {
+    io::Error::other("this process is dead")
+}
+
+/// What `du` says of the directory, by length or by blocks, whichever is more.
+pub fn du(dir: &Path) -> u64 {
+    let Ok(meta) = std::fs::symlink_metadata(dir) else { return 0 };
+    let own = (meta.blocks() * 512).max(meta.len());
+    let inside = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
+    own + inside
+}
+
+impl OpenFiles for FaultFiles {
+    fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if let Some(Fault::Crash(_)) = self.meet(Call::Open, &name)? {
+            return Err(dead());
+        }
+        Ok(Box::new(FaultFile { file: OsFile::open(path, direct)?, name, files: self.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct FaultFile {
+    file: OsFile,
+    name: String,
+    files: FaultFiles,
+}
+
+fn flip(bytes: &mut [u8], bit: usize) {
+    if !bytes.is_empty() {
+        let bit = bit % (bytes.len() * 8);
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    }
+}
+
+impl FaultFile {
+    fn write_all(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        self.file.write_all_at(bytes, offset).map(|()| bytes.len())
+    }
+}
+
+impl FileExt for FaultFile {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        match self.files.meet(Call::Read, &self.name)? {
+            Some(Fault::Short(most)) => {
+                let most = most.min(into.len());
+                self.file.read_at(&mut into[..most], offset)
+            }
+            Some(Fault::Flip(bit)) => {
+                let done = self.file.read_at(into, offset)?;
+                flip(&mut into[..done], bit);
+                Ok(done)
+            }
+            Some(Fault::Crash(_)) => Err(dead()),
+            _ => self.file.read_at(into, offset),
+        }
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        match self.files.meet_at(Call::Write, (&self.name, offset))? {
+            Some(Fault::Short(most)) => self.file.write_at(&bytes[..most.min(bytes.len())], offset),
+            Some(Fault::Torn(most, then)) => {
+                self.write_all(&bytes[..most.min(bytes.len())], offset)?;
+                then.map_or(Ok(bytes.len()), |number| Err(io::Error::from_raw_os_error(number)))
+            }
+            Some(Fault::Lost) => Ok(bytes.len()),
+            Some(Fault::Flip(bit)) => {
+                let mut bytes = bytes.to_vec();
+                flip(&mut bytes, bit);
+                self.write_all(&bytes, offset)
+            }
+            Some(Fault::Crash(part)) => {
+                self.write_all(&bytes[..bytes.len() * usize::from(part) / 255], offset)?;
+                Err(dead())
+            }
+            _ => self.file.write_at(bytes, offset),
+        }
+    }
+}
+
+impl RawFile for FaultFile {
+    fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.file.next_data(offset)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        if len <= self.size()? && !self.files.has_crashed() {
+            // Giving space back is not what a full disk refuses.
+            return self.file.set_len(len);
+        }
+        self.files.change(Call::SetLen, &self.name, || self.file.set_len(len))
+    }
+
+    fn allocate(&self, from: u64, to: u64) -> io::Result<()> {
+        let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
+        let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
+        if result.is_err() && has_part {
+            // A real one may have kept a part of it.
+            self.file.allocate(from, from.midpoint(to))?;
+        }
+        result
+    }
+
+    fn is_direct(&self) -> bool {
+        self.file.is_direct()
+    }
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::Unsupported
+}

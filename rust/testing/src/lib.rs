@@ -1,0 +1,17 @@
+//! Test support for kvloft's tiers and the store: never part of a wheel.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`faults`] | files that fail, hang or corrupt bytes on demand |
+//! | [`memory_tier`] | a `LocalTier` in memory that fails, hangs and panics on demand |
+//! | [`local_tier`], [`remote_tier`] | what every implementation of the trait must do, against a model |
+//!
+//! kvloft-core compiles this crate a second time as a module of its unit tests, so code here names
+//! that crate `kvloft_core` and this one `super`.
+
+pub mod faults;
+pub mod local_tier;
+pub mod memory_tier;
+pub mod remote_tier;
+
+pub use kvloft_core::testing::PageBuffer;

@@ -1,0 +1,288 @@
+//! What every `LocalTier` must do, as a walk of random calls against a model: run it over each implementation.
+//!
+//! What was written and acknowledged reads back exactly, or is an error; never other bytes. What was freed is gone. A free
+//! that failed changed nothing. The next open finds exactly what was acknowledged and not freed. The cap is never exceeded.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskEntry, DiskMeta, SlotId};
+use kvloft_core::{ChunkKey, ErrorKind};
+
+use super::PageBuffer;
+
+/// One call, with a number that picks on what.
+#[derive(Debug, Clone, Copy)]
+pub enum Op {
+    /// Reserves a slot and writes a chunk.
+    Write(u32),
+    /// Reads a chunk.
+    Read(u32),
+    /// Frees a chunk and all below it.
+    Free(u32),
+    /// Frees everything.
+    Clear,
+    /// Closes the tier and opens the next one.
+    Reopen,
+    /// Begins or ends a spell of faults; nothing where the place has none.
+    Fault(u32),
+}
+
+impl Op {
+    /// An operation for each pair of numbers, weighted as a store would call.
+    pub fn from_numbers(what: u8, which: u32) -> Self {
+        match what % 32 {
+            0..=11 => Self::Write(which),
+            12..=21 => Self::Read(which),
+            22..=26 => Self::Free(which),
+            27 => Self::Clear,
+            28 => Self::Reopen,
+            _ => Self::Fault(which),
+        }
+    }
+}
+
+/// An opened tier and what it found.
+pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
+
+/// Where an implementation lives.
+pub trait Place {
+    /// Bytes of a frame.
+    fn frame_bytes(&self) -> usize;
+    /// Most slots that there can be.
+    fn capacity(&self) -> usize;
+    /// Opens a tier; no other of this place is open. No fault is on.
+    fn open(&self) -> Opened;
+    /// Begins (some number) or ends (None) a spell of faults.
+    fn fault(&self, _which: Option<u32>) {}
+    /// Whether a fault so far may have lost or damaged what was acknowledged. Then chunks may be gone or come back; wrong
+    /// bytes are as wrong as before.
+    fn may_lose(&self) -> bool {
+        false
+    }
+}
+
+const NUM_CHUNKS: u32 = 16;
+
+/// Chunks form a binary forest: 0 and 1 are first chunks.
+fn parent_of(chunk: u32) -> Option<u32> {
+    (chunk / 2).checked_sub(1)
+}
+
+fn key_of(chunk: u32) -> ChunkKey {
+    ChunkKey(*blake3::hash(&chunk.to_le_bytes()).as_bytes())
+}
+
+fn meta_of(chunk: u32) -> DiskMeta {
+    let depth = std::iter::successors(parent_of(chunk), |&c| parent_of(c)).count();
+    let parent = parent_of(chunk).map_or(ChunkKey([0; 32]), key_of);
+    DiskMeta { key: key_of(chunk), parent, depth: u32::try_from(depth).unwrap_or(u32::MAX), saved_s: 0 }
+}
+
+fn fill(frame: &mut [u8], chunk: u32, version: u32) {
+    blake3::Hasher::new().update(&chunk.to_le_bytes()).update(&version.to_le_bytes()).finalize_xof().fill(frame);
+}
+
+/// Fails with a formatted sentence unless the condition holds.
+macro_rules! hold {
+    ($condition:expr, $($why:tt)+) => {
+        if !$condition {
+            return Err(format!($($why)+));
+        }
+    };
+}
+
+/// Runs the calls; the error is the first property that does not hold.
+pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
+    let (tier, found) = place.open();
+    hold!(found.is_empty(), "a new place holds {} chunks", found.len());
+    let mut walk =
+        Walk { place, tier, written: BTreeMap::new(), stuck: BTreeSet::new(), maybe: BTreeSet::new(), next: 0 };
+    for &op in ops {
+        match op {
+            Op::Write(n) => walk.write(n % NUM_CHUNKS)?,
+            Op::Read(n) => walk.read(n % NUM_CHUNKS)?,
+            Op::Free(n) => walk.free(n % NUM_CHUNKS)?,
+            Op::Clear => walk.clear()?,
+            Op::Reopen => walk.reopen()?,
+            Op::Fault(n) => place.fault((n % 2 == 0).then_some(n / 2)),
+        }
+        walk.count()?;
+    }
+    walk.reopen()?;
+    (0..NUM_CHUNKS).try_for_each(|chunk| walk.read(chunk))
+}
+
+/// The model.
+struct Walk<'a> {
+    place: &'a dyn Place,
+    tier: Arc<dyn LocalTier>,
+    /// Chunk -> (slot, version) of what was acknowledged and not freed.
+    written: BTreeMap<u32, (SlotId, u32)>,
+    /// Slots of failed writes that could not be freed yet.
+    stuck: BTreeSet<SlotId>,
+    /// (chunk, version) that the next open may find: their record was being written, or could not be cleared.
+    maybe: BTreeSet<(u32, u32)>,
+    next: u32,
+}
+
+impl Walk<'_> {
+    fn write(&mut self, chunk: u32) -> Result<(), String> {
+        let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
+        if !has_parent || self.written.contains_key(&chunk) {
+            return Ok(());
+        }
+        let tier = &self.tier;
+        self.stuck.retain(|&slot| tier.free(slot).is_err());
+        let Some(slot) = self.tier.reserve() else { return Ok(()) };
+        let taken = self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
+        hold!(!taken, "{slot:?} was handed out twice");
+        let version = self.next;
+        self.next += 1;
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        fill(&mut frame, chunk, version);
+        if self.tier.write(slot, &meta_of(chunk), &frame).is_ok() {
+            self.written.insert(chunk, (slot, version));
+            return Ok(());
+        }
+        let error = self.read_into(slot, chunk, &mut frame).err();
+        hold!(error.is_some() || self.is(&frame, chunk, version), "a failed write shows other bytes");
+        if self.tier.free(slot).is_err() {
+            self.stuck.insert(slot);
+        }
+        self.maybe.insert((chunk, version));
+        Ok(())
+    }
+
+    fn is(&self, bytes: &[u8], chunk: u32, version: u32) -> bool {
+        let mut expected = vec![0; self.place.frame_bytes()];
+        fill(&mut expected, chunk, version);
+        bytes == expected
+    }
+
+    fn read_into(&self, slot: SlotId, chunk: u32, into: &mut [u8]) -> kvloft_core::Result<()> {
+        into.fill(0xee);
+        self.tier.read(slot, &key_of(chunk), into)
+    }
+
+    fn read(&mut self, chunk: u32) -> Result<(), String> {
+        let Some(&(slot, version)) = self.written.get(&chunk) else { return Ok(()) };
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        match self.read_into(slot, chunk, &mut frame) {
+            Ok(()) => hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes"),
+            Err(e) if e.kind() == ErrorKind::Corrupt => hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}"),
+            Err(e) => hold!(e.kind() == ErrorKind::Io, "a read ended with {e}"),
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, chunk: u32) -> Result<(), String> {
+        for child in [2 * chunk + 2, 2 * chunk + 3] {
+            if self.written.contains_key(&child) {
+                self.free(child)?;
+            }
+        }
+        let is_leaf = ![2 * chunk + 2, 2 * chunk + 3].iter().any(|child| self.written.contains_key(child));
+        let Some(&(slot, version)) = self.written.get(&chunk).filter(|_| is_leaf) else { return Ok(()) };
+        if self.tier.free(slot).is_err() {
+            return self.read(chunk);
+        }
+        self.written.remove(&chunk);
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let is_gone = self.read_into(slot, chunk, &mut frame).is_err();
+        hold!(is_gone || self.place.may_lose(), "chunk {chunk} is there after its free");
+        if !is_gone {
+            hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after its free");
+        }
+        self.maybe.extend(self.place.may_lose().then_some((chunk, version)));
+        Ok(())
+    }
+
+    fn clear(&mut self) -> Result<(), String> {
+        let before = self.written.iter().map(|(&chunk, &(_, version))| (chunk, version));
+        if self.tier.clear().is_ok() {
+            self.maybe.extend(before.filter(|_| self.place.may_lose()));
+            self.written.clear();
+            return Ok(());
+        }
+        // Some went and some did not: a sound tier says which, and what it still has is whole.
+        self.maybe.extend(before);
+        self.place.fault(None);
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
+            if self.read_into(slot, chunk, &mut frame).is_ok() {
+                hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after a clear");
+                self.written.insert(chunk, (slot, version));
+            } else if self.place.may_lose() {
+                // Damaged is not free; what is free already is not freed twice.
+                hold!(self.tier.free(slot).is_ok(), "a sound tier does not free {slot:?}");
+            }
+        }
+        // Parents may be gone before their children: those go too.
+        let orphans = |walk: &Self| {
+            let has_parent = |c: u32| parent_of(c).is_none_or(|p| walk.written.contains_key(&p));
+            walk.written.keys().copied().find(|&chunk| !has_parent(chunk))
+        };
+        while let Some(orphan) = orphans(self) {
+            self.free(orphan)?;
+        }
+        Ok(())
+    }
+
+    fn reopen(&mut self) -> Result<(), String> {
+        self.tier.close();
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let closed = |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
+        hold!(self.tier.reserve().is_none(), "a closed tier hands out slots");
+        hold!(closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))), "a closed tier forgets");
+        hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier is read");
+        self.place.fault(None);
+        let (tier, found) = self.place.open();
+        self.tier = tier;
+        self.stuck.clear();
+        let before = std::mem::take(&mut self.written);
+        for entry in &found {
+            self.found(entry, &before)?;
+        }
+        for (chunk, (slot, _)) in before {
+            let kept = self.written.get(&chunk).is_some_and(|&(s, _)| s == slot);
+            hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged and is lost");
+        }
+        if !self.place.may_lose() {
+            // What was doubtful was found, or is gone.
+            self.maybe.clear();
+        }
+        Ok(())
+    }
+
+    /// Takes over an entry that the next open found.
+    fn found(&mut self, entry: &DiskEntry, before: &BTreeMap<u32, (SlotId, u32)>) -> Result<(), String> {
+        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.meta.key).ok_or("an unknown key was found")?;
+        let slot = entry.slot;
+        hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
+        let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
+        hold!(has_parent, "chunk {chunk} came without its parent");
+        let reported = before.get(&chunk).map(|&(_, version)| version);
+        let doubtful = self.maybe.iter().filter(|(c, _)| *c == chunk).map(|&(_, version)| version);
+        let versions: Vec<_> = doubtful.chain(reported).collect();
+        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let version = match self.read_into(slot, chunk, &mut frame) {
+            Ok(()) => versions.into_iter().find(|&version| self.is(&frame, chunk, version)),
+            // Its next read says the same.
+            Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
+        };
+        let version = version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
+        hold!(self.written.insert(chunk, (slot, version)).is_none(), "chunk {chunk} was found twice");
+        Ok(())
+    }
+
+    fn count(&self) -> Result<(), String> {
+        let stats = self.tier.stats();
+        hold!(stats.slots_used == self.written.len() as u64, "{} chunks are used", stats.slots_used);
+        hold!(stats.slots_reserved == self.stuck.len() as u64, "{} slots are reserved", stats.slots_reserved);
+        let held = self.written.len() + self.stuck.len();
+        hold!(held <= self.place.capacity() && stats.bytes <= stats.cap_bytes, "the cap is exceeded: {stats:?}");
+        Ok(())
+    }
+}

@@ -1,0 +1,219 @@
+//! A tier in memory, for tests: fails, hangs and panics on demand, and notes each breach of its callers' side of the contract.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
+use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
+
+/// Slots in memory.
+#[derive(Debug, Default)]
+pub struct MemoryTier {
+    /// How many slots it has.
+    pub capacity: u32,
+    /// Writes are refused.
+    pub fail_writes: AtomicBool,
+    /// Reads are refused.
+    pub fail_reads: AtomicBool,
+    /// Reads find damage.
+    pub corrupt_reads: AtomicBool,
+    /// Slots that hold a chunk cannot be given back.
+    pub fail_frees: AtomicBool,
+    /// Its storage can be removed.
+    pub is_removable: AtomicBool,
+    /// Its storage was removed.
+    pub is_removed: AtomicBool,
+    /// It was cleared.
+    pub is_cleared: AtomicBool,
+    /// Reads and writes panic.
+    pub panic_in_io: AtomicBool,
+    /// Reads so far, also those that wait.
+    pub num_reads: AtomicU64,
+    /// Reads wait while this is held.
+    pub read_gate: Mutex<()>,
+    /// Writes wait while this is held.
+    pub write_gate: Mutex<()>,
+    /// Slots are not given back while this is held.
+    pub free_gate: Mutex<()>,
+    /// Some slot was to be given back.
+    pub is_freeing: AtomicBool,
+    closed: AtomicBool,
+    slots: Mutex<Slots>,
+}
+
+#[derive(Debug, Default)]
+struct Slots {
+    reserved: BTreeSet<u32>,
+    written: BTreeMap<u32, (DiskMeta, Vec<u8>)>,
+    /// Slots in order of their writing.
+    order: Vec<u32>,
+    violations: Vec<String>,
+}
+
+impl MemoryTier {
+    /// A tier of so many slots.
+    pub fn new(capacity: u32) -> Arc<Self> {
+        Arc::new(Self { capacity, ..Self::default() })
+    }
+
+    /// What is written, by key.
+    pub fn chunks(&self) -> HashMap<ChunkKey, DiskMeta> {
+        self.slots().written.values().map(|(meta, _)| (meta.key, *meta)).collect()
+    }
+
+    /// Slots that callers have.
+    pub fn num_slots_used(&self) -> usize {
+        let slots = self.slots();
+        slots.reserved.len() + slots.written.len()
+    }
+
+    /// Breaches of the contract seen so far.
+    pub fn violations(&self) -> Vec<String> {
+        self.slots().violations.clone()
+    }
+
+    /// What an open finds, in order of writing.
+    pub fn entries(&self) -> Vec<DiskEntry> {
+        let slots = self.slots();
+        let entry =
+            |(sequence, &slot): (u64, &u32)| DiskEntry { slot: SlotId(slot), meta: slots.written[&slot].0, sequence };
+        (0..).zip(&slots.order).map(entry).collect()
+    }
+
+    /// Makes it hold these chunks, with `frame_bytes` zeros each.
+    pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
+        let mut slots = self.slots();
+        for &DiskEntry { slot, meta, .. } in found {
+            slots.written.insert(slot.0, (meta, vec![0; frame_bytes]));
+            slots.order.push(slot.0);
+        }
+    }
+
+    /// Ends a close: from now on it serves its next owner.
+    pub fn open_again(&self) {
+        self.slots().reserved.clear();
+        self.closed.store(false, Ordering::SeqCst);
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn io(&self, flag: &AtomicBool) -> Result<()> {
+        assert!(!self.panic_in_io.load(Ordering::SeqCst), "asked to panic");
+        let failed = || Error::io("asked to fail", std::io::Error::from_raw_os_error(5));
+        if flag.load(Ordering::SeqCst) { Err(failed()) } else { Ok(()) }
+    }
+
+    fn enter(&self) -> Result<()> {
+        let closed = self.closed.load(Ordering::SeqCst);
+        if closed { Err(Error::new(ErrorKind::Closed, "the tier was closed")) } else { Ok(()) }
+    }
+}
+
+fn wait(gate: &Mutex<()>) {
+    drop(gate.lock().unwrap_or_else(PoisonError::into_inner));
+}
+
+impl LocalTier for MemoryTier {
+    fn reserve(&self) -> Option<SlotId> {
+        self.enter().ok()?;
+        let mut slots = self.slots();
+        let free = |slot: &u32| !slots.reserved.contains(slot) && !slots.written.contains_key(slot);
+        let slot = (0..self.capacity).find(free)?;
+        slots.reserved.insert(slot);
+        Some(SlotId(slot))
+    }
+
+    fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
+        self.enter()?;
+        wait(&self.write_gate);
+        self.io(&self.fail_writes)?;
+        let mut slots = self.slots();
+        if meta.depth > 0 && !slots.written.values().any(|(other, _)| other.key == meta.parent) {
+            slots.violations.push(format!("{meta:?} was written before its parent"));
+        }
+        if !slots.reserved.remove(&slot.0) {
+            slots.violations.push(format!("{slot:?} was written without being reserved"));
+            return Err(Error::new(ErrorKind::Io, "the slot is not reserved"));
+        }
+        slots.written.insert(slot.0, (*meta, frame.to_vec()));
+        slots.order.push(slot.0);
+        Ok(())
+    }
+
+    fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        self.num_reads.fetch_add(1, Ordering::SeqCst);
+        wait(&self.read_gate);
+        into.fill(0xee);
+        self.io(&self.fail_reads)?;
+        let corrupt = || Error::new(ErrorKind::Corrupt, "the slot does not hold this chunk");
+        if self.corrupt_reads.load(Ordering::SeqCst) {
+            return Err(corrupt());
+        }
+        let mut slots = self.slots();
+        let found = slots.written.get(&slot.0).filter(|(meta, frame)| meta.key == *key && frame.len() == into.len());
+        let Some((_, bytes)) = found else {
+            slots.violations.push(format!("{slot:?} was read for a key that is not there"));
+            return Err(corrupt());
+        };
+        into.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn free(&self, slot: SlotId) -> Result<()> {
+        self.enter()?;
+        self.is_freeing.store(true, Ordering::SeqCst);
+        wait(&self.free_gate);
+        let mut slots = self.slots();
+        if slots.written.contains_key(&slot.0) {
+            self.io(&self.fail_frees)?;
+        } else if !slots.reserved.contains(&slot.0) {
+            slots.violations.push(format!("{slot:?} was freed twice"));
+        }
+        slots.reserved.remove(&slot.0);
+        slots.written.remove(&slot.0);
+        slots.order.retain(|&other| other != slot.0);
+        Ok(())
+    }
+
+    fn is_removable(&self) -> bool {
+        self.is_removable.load(Ordering::SeqCst)
+    }
+
+    fn removed(&self) -> Option<PathBuf> {
+        self.is_removed.load(Ordering::SeqCst).then(|| "/memory".into())
+    }
+
+    fn stats(&self) -> DiskStats {
+        let slots = self.slots();
+        DiskStats {
+            slots: self.capacity.into(),
+            slots_used: slots.written.len() as u64,
+            slots_reserved: slots.reserved.len() as u64,
+            ..DiskStats::default()
+        }
+    }
+
+    fn take_events(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn clear(&self) -> Result<()> {
+        self.enter()?;
+        self.io(&self.fail_frees)?;
+        self.is_cleared.store(true, Ordering::SeqCst);
+        let mut slots = self.slots();
+        slots.written.clear();
+        slots.order.clear();
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+}

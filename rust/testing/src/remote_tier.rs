@@ -1,0 +1,206 @@
+//! What every `RemoteTier` must do, as a walk of random calls against a model: run it over each implementation.
+//!
+//! What comes back as there is exactly what was once put under its key, whole, for a frame of its size; everything else is a miss
+//! or an error. Hints come in the order of their keys. No call outlives its deadline by much, also where no answer comes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use kvloft_core::tier::remote::RemoteTier;
+use kvloft_core::{ChunkKey, ErrorKind};
+
+/// One call, with a number that picks on what.
+#[derive(Debug, Clone, Copy)]
+pub enum Op {
+    /// Puts another version of a frame.
+    Put(u32),
+    /// Reads a frame.
+    Get(u32),
+    /// Reads a frame into too few or too many bytes.
+    Misread(u32),
+    /// Looks for some of the keys.
+    Look(u32),
+    /// Somebody else's eviction, where the place can do it.
+    Evict(u32),
+    /// A call while the other side does not answer.
+    Hang(u32),
+}
+
+impl Op {
+    /// An operation for each pair of numbers.
+    pub fn from_numbers(what: u8, which: u32) -> Self {
+        match what % 32 {
+            0..=9 => Self::Put(which),
+            10..=19 => Self::Get(which),
+            20..=22 => Self::Misread(which),
+            23..=27 => Self::Look(which),
+            28..=30 => Self::Evict(which),
+            _ => Self::Hang(which),
+        }
+    }
+}
+
+/// Where an implementation has its other side.
+pub trait Place {
+    /// The tier, empty.
+    fn open(&self) -> Arc<dyn RemoteTier>;
+    /// Another user evicts a frame; false if none can.
+    fn evict(&self, _key: &ChunkKey) -> bool {
+        false
+    }
+    /// The other side stops to answer, or answers again; false if that cannot be done.
+    fn hang(&self, _hangs: bool) -> bool {
+        false
+    }
+    /// Whether frames may be gone for another reason.
+    fn may_lose(&self) -> bool {
+        false
+    }
+}
+
+const FRAME: usize = 4096;
+const NUM_KEYS: u32 = 8;
+/// Deadline where the other side answers. Nothing waits so long.
+const LONG: Duration = Duration::from_secs(600);
+/// Deadline where it does not, and how much longer a machine may take that has other things to do.
+const SHORT: Duration = Duration::from_millis(20);
+const GRACE: Duration = Duration::from_secs(10);
+
+fn key_of(chunk: u32) -> ChunkKey {
+    ChunkKey(*blake3::hash(&chunk.to_le_bytes()).as_bytes())
+}
+
+fn frame_of(chunk: u32, version: u32) -> Vec<u8> {
+    let mut frame = vec![0; FRAME];
+    blake3::Hasher::new().update(&chunk.to_le_bytes()).update(&version.to_le_bytes()).finalize_xof().fill(&mut frame);
+    frame
+}
+
+/// Fails with a formatted sentence unless the condition holds.
+macro_rules! hold {
+    ($condition:expr, $($why:tt)+) => {
+        if !$condition {
+            return Err(format!($($why)+));
+        }
+    };
+}
+
+/// Runs the calls; the error is the first property that does not hold.
+pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
+    let mut walk = Walk { place, tier: place.open(), versions: BTreeMap::new(), next: 0 };
+    for &op in ops {
+        match op {
+            Op::Put(n) => walk.put(n % NUM_KEYS)?,
+            Op::Get(n) => walk.get(n % NUM_KEYS)?,
+            Op::Misread(n) => walk.misread(n % NUM_KEYS, (n / NUM_KEYS).is_multiple_of(2))?,
+            Op::Look(n) => walk.look(n)?,
+            Op::Evict(n) => walk.evict(n % NUM_KEYS)?,
+            Op::Hang(n) => walk.hang(n % NUM_KEYS, n / NUM_KEYS)?,
+        }
+    }
+    (0..NUM_KEYS).try_for_each(|chunk| walk.get(chunk))
+}
+
+/// The model: versions of each frame that may be there, and whether one must.
+struct Walk<'a> {
+    place: &'a dyn Place,
+    tier: Arc<dyn RemoteTier>,
+    versions: BTreeMap<u32, (Vec<u32>, bool)>,
+    next: u32,
+}
+
+fn later() -> Instant {
+    Instant::now() + LONG
+}
+
+impl Walk<'_> {
+    fn put(&mut self, chunk: u32) -> Result<(), String> {
+        let (versions, is_there) = self.versions.entry(chunk).or_default();
+        versions.push(self.next);
+        let put = self.tier.put(&key_of(chunk), &frame_of(chunk, self.next), later());
+        self.next += 1;
+        match put {
+            Ok(()) => *is_there = !self.place.may_lose(),
+            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a put ended with {error}"),
+        }
+        Ok(())
+    }
+
+    fn get(&mut self, chunk: u32) -> Result<(), String> {
+        let mut frame = vec![0xee; FRAME];
+        let (versions, is_there) = self.versions.get(&chunk).cloned().unwrap_or_default();
+        match self.tier.get(&key_of(chunk), &mut frame, later()) {
+            Ok(true) => {
+                let is_right = versions.iter().any(|&version| frame == frame_of(chunk, version));
+                hold!(is_right, "chunk {chunk} has bytes that were not put under its key");
+            }
+            Ok(false) => hold!(!is_there, "chunk {chunk} is lost"),
+            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a get ended with {error}"),
+        }
+        Ok(())
+    }
+
+    /// Asks for a frame of another size than was put.
+    fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
+        let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
+        let got = self.tier.get(&key_of(chunk), &mut frame, later());
+        let is_refused = got.as_ref().map_or_else(|error| error.kind() != ErrorKind::Closed, |is_there| !is_there);
+        hold!(is_refused, "chunk {chunk} was read as a frame of {} bytes: {got:?}", frame.len());
+        Ok(())
+    }
+
+    fn look(&mut self, from: u32) -> Result<(), String> {
+        let chunks: Vec<_> = (0..from % (NUM_KEYS + 1)).map(|nth| (from + 3 * nth) % NUM_KEYS).collect();
+        let keys: Vec<_> = chunks.iter().map(|&chunk| key_of(chunk)).collect();
+        match self.tier.contains_many(&keys, later()) {
+            Ok(hints) => {
+                hold!(hints.len() == keys.len(), "{} keys, {} hints", keys.len(), hints.len());
+                for (chunk, hint) in chunks.iter().zip(hints) {
+                    let is_there = self.versions.get(chunk).is_some_and(|(_, is_there)| *is_there);
+                    hold!(hint == is_there || self.place.may_lose(), "the hint of chunk {chunk} is wrong");
+                }
+            }
+            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a look ended with {error}"),
+        }
+        Ok(())
+    }
+
+    fn evict(&mut self, chunk: u32) -> Result<(), String> {
+        if self.place.evict(&key_of(chunk)) {
+            self.versions.remove(&chunk);
+        }
+        self.get(chunk)
+    }
+
+    /// Calls on a thread: one that ignores its deadline must not take the suite along.
+    fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
+        if !self.place.hang(true) {
+            return Ok(());
+        }
+        let (key, frame) = (key_of(chunk), frame_of(chunk, self.next));
+        if which % 3 == 1 {
+            // It may get there later.
+            self.versions.entry(chunk).or_default().0.push(self.next);
+            self.next += 1;
+        }
+        let (tier, (ended, end)) = (Arc::clone(&self.tier), mpsc::channel());
+        std::thread::spawn(move || {
+            let (deadline, mut into) = (Instant::now() + SHORT, vec![0xee; FRAME]);
+            let result = match which % 3 {
+                0 => tier.get(&key, &mut into, deadline).map(drop),
+                1 => tier.put(&key, &frame, deadline),
+                _ => tier.contains_many(&[key], deadline).map(drop),
+            };
+            let _ = ended.send(result);
+        });
+        let result = end.recv_timeout(SHORT + GRACE);
+        self.place.hang(false);
+        match result {
+            Err(_) => Err("a call goes on after its deadline".to_owned()),
+            Ok(Err(error)) if error.kind() == ErrorKind::Io => Ok(()),
+            Ok(other) => Err(format!("no answer came, and a call ended with {other:?}")),
+        }
+    }
+}
