@@ -86,6 +86,12 @@ class Arena:
     def check(self, frame: int, part: dict[str, Any]) -> str | None:
         """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'. ``part`` as in `seal`."""
 
+def prefer_numa_node(address: int, num_bytes: int, node: int) -> bool:
+    """Place whole pages of this process that are not in memory yet on a NUMA node.
+
+    Returns False if they were placed before, by any process that shares them, or if the system refuses.
+    """
+
 @final
 class ChunkBatch:
     """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns.

@@ -5,9 +5,9 @@ Saves to frames that are not pinned yet wait for them, and none fails unless its
 
 import ctypes
 import mmap
-import os
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from batches import batch_of
 from emulated_gpu import emulated
 from gpu_support import Frames, Paged, copies_of, make_mover, part_bytes_for, per_layer
 
+from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
@@ -228,25 +229,21 @@ def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.Mo
 
 
 def test_memory_that_was_placed_stays_where_it_was_placed() -> None:
-    """By the server, say: real calls, of which those that place are noted and not made."""
-    mbind, _ = pinning._SYSCALLS[os.uname().machine]
-    libc = ctypes.CDLL(None, use_errno=True)
+    """The first process that places pages decides, for example the server."""
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    placed: list[tuple[int, int]] = []
-
-    class Libc:
-        @staticmethod
-        def syscall(number: int, *args: Any) -> int:
-            if number == mbind:
-                placed.append((args[0].value, args[1].value))
-                return 0
-            return int(libc.syscall(number, *args))
-
-    pinning._prefer(Libc, begin, 2 * mmap.PAGESIZE, 0)  # type: ignore[arg-type]
-    assert placed == [(begin, 2 * mmap.PAGESIZE)]
-    mask = ctypes.c_ulong(1)
-    if libc.syscall(mbind, ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE), 1, ctypes.byref(mask), 65, 0):
+    if not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0):
         pytest.skip("this system refuses to place memory")
-    pinning._prefer(Libc, begin, 2 * mmap.PAGESIZE, 0)  # type: ignore[arg-type]
-    assert len(placed) == 1, "the one who came first decides"
+    assert not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0)
+    assert _core.prefer_numa_node(begin + 2 * mmap.PAGESIZE, 2 * mmap.PAGESIZE, 0)
+
+
+def test_pages_are_placed_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(pinning._core, "prefer_numa_node", lambda *call: calls.append(call))
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with ThreadPoolExecutor(1) as pool:
+        pinning._touch(begin + 1, mmap.PAGESIZE, 2, pool)
+        pinning._touch(begin, mmap.PAGESIZE, None, pool)
+    assert calls == [(begin, 2 * mmap.PAGESIZE, 2)], "whole pages, and none without a node"

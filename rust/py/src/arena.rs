@@ -45,6 +45,12 @@ impl Arena {
     }
 }
 
+/// Place pages that are not in memory yet on a NUMA node; returns whether they were placed.
+#[pyfunction]
+pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
+    io::prefer_numa_node(address, num_bytes, node)
+}
+
 #[pymethods]
 impl Arena {
     /// Map the arena at `path`.

@@ -17,7 +17,7 @@ mod tokens;
 mod _core {
     #[pymodule_export]
     use crate::{
-        arena::Arena,
+        arena::{Arena, prefer_numa_node},
         batch::ChunkBatch,
         disk::{DiskVerify, disk_inspect},
         error::{BusyError, ConfigError, StoreError},

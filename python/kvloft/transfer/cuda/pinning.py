@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Final
 
 import torch
 
+from kvloft import _core
 from kvloft.transfer.cuda import driver
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,6 @@ GOOD_PIECE_BYTES: Final = 256 << 20
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-_MPOL_DEFAULT, _MPOL_PREFERRED, _MPOL_F_ADDR = 0, 1, 2
-_SYSCALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Numbers of mbind and get_mempolicy."""
 
 
 class PinnedRange:
@@ -104,25 +101,14 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    if numa_node is not None and numa_node < 64:
-        _prefer(libc, begin, end - begin, numa_node)
+    if numa_node is not None:
+        _core.prefer_numa_node(begin, end - begin, numa_node)
     step = -(-(end - begin) // _NUM_THREADS // (2 << 20)) * (2 << 20)
 
     def populate(at: int) -> None:
         libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE)
 
     list(pool.map(populate, range(begin, end, step)))
-
-
-def _prefer(libc: ctypes.CDLL, begin: int, num_bytes: int, numa_node: int) -> None:
-    """Have pages lie on a node, unless somebody said already where: the server, or the first of its engines."""
-    mbind, get_mempolicy = _SYSCALLS.get(os.uname().machine, (None, None))
-    if mbind is None or get_mempolicy is None:
-        return
-    mode, mask = ctypes.c_int(), ctypes.c_ulong(1 << numa_node)
-    failed = libc.syscall(get_mempolicy, ctypes.byref(mode), None, 0, ctypes.c_void_p(begin), _MPOL_F_ADDR)
-    if not failed and mode.value == _MPOL_DEFAULT:
-        libc.syscall(mbind, ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0)
 
 
 def numa_node_of(device: torch.device) -> int | None:

@@ -20,11 +20,14 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 pub use super::frame::{FRAME_ALIGN, FrameId};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
-use super::placement::{MAX_NODES, Place};
+use super::placement::{MAX_NODES, Place, bit};
 use crate::{Error, ErrorKind, Result};
 
 /// Ranges that are mapped together to be placed: each splits that mapping, and a process may have 65,530.
 const PLACED_AT_ONCE: usize = 1024;
+
+/// Asks `get_mempolicy` for the policy of an address; not in libc.
+const MPOL_F_ADDR: u64 = 2;
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]
@@ -241,21 +244,13 @@ impl HostArena {
         let start = unsafe {
             rustix::mm::mmap(ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::SHARED, &self.fd, first.start)
         }?;
-        let bind = |place: &Place| {
+        let place_one = |place: &Place| {
             let within =
                 |byte: u64| usize::try_from(byte.saturating_sub(first.start)).unwrap_or(size_bytes).min(size_bytes);
             let (from, to) = (within(place.start), within(place.end));
-            let (at, mask) = (start.wrapping_byte_add(from), &raw const place.nodes);
-            // SAFETY: at..at + to - from lies in the mapping above; the mask is one word, of which the system reads one bit less
-            // than it is told.
-            match unsafe {
-                libc::syscall(libc::SYS_mbind, at, to - from, place.mode(), mask, u64::from(MAX_NODES) + 1, 0)
-            } {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
+            bind(start.addr() + from, to - from, place)
         };
-        let bound = places.iter().try_for_each(bind);
+        let bound = places.iter().try_for_each(place_one);
         // SAFETY: start and size are those of the mapping above, into which nothing points.
         let _unmapped = unsafe { rustix::mm::munmap(start, size_bytes) };
         bound
@@ -271,6 +266,37 @@ impl HostArena {
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
+}
+
+/// Sets the policy of whole pages at `address` in this process.
+fn bind(address: usize, num_bytes: usize, place: &Place) -> std::io::Result<()> {
+    let num_bits = u64::from(MAX_NODES) + 1;
+    // SAFETY: the call changes no byte and the system refuses addresses that are not mapped; the mask is one word, of which the
+    // system reads one bit less than `num_bits`.
+    match unsafe {
+        libc::syscall(libc::SYS_mbind, address, num_bytes, place.mode(), &raw const place.nodes, num_bits, 0)
+    } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// Returns the policy of the page at `address`, which is 0 if none was set; None if the system does not report it.
+fn policy_at(address: usize) -> Option<i32> {
+    let mut mode = -1_i32;
+    let no_mask: *const u64 = ptr::null();
+    // SAFETY: the mode is ours, no mask is returned, and the address is only looked up.
+    let done = unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, no_mask, 0_u64, address, MPOL_F_ADDR) };
+    (done == 0).then_some(mode)
+}
+
+/// Places whole pages at `address` that are not in memory yet on one NUMA node, for every process that maps them.
+///
+/// Returns false, and changes nothing, if they were placed before: by the server, or by the first of its engines. Also false
+/// if the system refuses, in which case it chooses the node.
+pub fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
+    let place = Place { start: 0, end: num_bytes as u64, nodes: bit(node) };
+    place.nodes != 0 && policy_at(address) == Some(libc::MPOL_DEFAULT) && bind(address, num_bytes, &place).is_ok()
 }
 
 /// A worker's view of the frames, maybe in another process: bounds are checked here, leases are kept by the plans it obeys.
@@ -385,10 +411,10 @@ mod tests {
         let policy = |page: usize| {
             let (mut mode, mut mask) = (-1_i32, 0_u64);
             let at = other.address() + page * 4096;
-            let by_address = 2; // MPOL_F_ADDR
             // SAFETY: the mode and one word of a mask are ours; the address is only looked up.
-            let done =
-                unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, &raw mut mask, 65_u64, at, by_address) };
+            let done = unsafe {
+                libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, &raw mut mask, 65_u64, at, MPOL_F_ADDR)
+            };
             (done == 0).then_some((mode, mask))
         };
         pages.map(policy).collect()
@@ -421,6 +447,23 @@ mod tests {
         let found = policies(&arena, 0..usize::try_from(num_pages).unwrap()).unwrap();
         let wanted = |page| if page % 2 == 0 { (1, 1) } else { (0, 0) };
         assert_eq!((0..).zip(found).find(|(page, found)| *found != wanted(*page)), None);
+    }
+
+    #[test]
+    fn pages_that_were_placed_stay_where_they_are() {
+        if !system_places_memory() {
+            eprintln!("skipped: this system refuses to place memory");
+            return;
+        }
+        let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
+        let worker = Arena::open(&arena.path(), FRAME_ALIGN, 4).unwrap();
+        let prefer = |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
+        assert!(!prefer(0, 63) && !prefer(0, 64), "there are no such nodes");
+        assert!(prefer(0, 0));
+        assert_eq!(policies(&arena, 0..4), Some(vec![(1, 1), (1, 1), (0, 0), (0, 0)]));
+        assert!(!prefer(0, 0), "placed before");
+        arena.place(&[Place { start: 2 * FRAME_ALIGN, end: 4 * FRAME_ALIGN, nodes: 1 }]).unwrap();
+        assert!(!prefer(2, 0), "placed by the owner");
     }
 
     #[test]

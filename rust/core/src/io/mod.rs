@@ -11,7 +11,7 @@ pub mod memory;
 pub mod part;
 pub mod placement;
 
-pub use arena::{Arena, Frame, Frames, HostArena};
+pub use arena::{Arena, Frame, Frames, HostArena, prefer_numa_node};
 pub use frame::FrameId;
 pub use memory::available_bytes;
 pub use part::{Damage, PartSpec, TRAILER_BYTES};

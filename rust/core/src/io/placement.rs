@@ -27,7 +27,8 @@ impl Place {
     }
 }
 
-fn bit(node: u32) -> u64 {
+/// Returns the mask of one node; 0 if the mask has no bit for it.
+pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
