@@ -18,7 +18,7 @@ import pytest
 from kvloft import _core, auto
 from kvloft.cli import background
 from kvloft.config import Config, load_config
-from kvloft.errors import ConfigError
+from kvloft.errors import ConfigError, StoreError
 
 ENGINE = """
 import logging, os, signal, sys, time
@@ -89,7 +89,7 @@ class Host:
     def num_engines(self) -> int:
         try:
             return sum(len(space["engines"]) for space in _core.server_status(str(self.socket))["namespaces"])
-        except _core.StoreError:
+        except StoreError:
             return 0
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
 def test_a_server_starts_without_what_other_commands_need() -> None:
     """Engines wait for its start; tables, YAML and an HTTP server take several times as long to load as all that it needs."""
     code = (
-        "from kvloft.cli.commands import build_parser; from kvloft.cli.serve import settings; "
+        "from kvloft.cli.commands import build_parser; from kvloft.cli.connection import settings; "
         "settings(build_parser('serve').parse_args(['serve', '--socket', '/tmp/a.sock', '--salt-ttl', '1h']))"
     )
     heavy = ("rich", "yaml", "prometheus_client", "http.server", "difflib", "subprocess", "kvloft.cli.status")

@@ -1,4 +1,4 @@
-"""Typed face of the Rust extension. Conversions only: behaviour is documented in rust/core.
+"""Types of the Rust extension. Conversions only: behavior is documented in rust/core. Errors are those of `kvloft.errors`.
 
 Sizes are bytes, counts are tokens or blocks as named. Every key is 32 bytes.
 """
@@ -11,15 +11,6 @@ from kvloft.seam.ids import BlockId, Ticket
 
 _Limits = tuple[int | float | None, int | float | None, int | None]
 _TenantLimits = tuple[_Limits, _Limits, Sequence[tuple[str, _Limits]]]
-
-class StoreError(RuntimeError):
-    """The store could not do what was asked (I/O, corrupt file, closed)."""
-
-class ConfigError(ValueError):
-    """A setting is out of range; the message names it and the fix."""
-
-class BusyError(StoreError):
-    """Another process owns the disk directory."""
 
 KEY_SCHEMA: Final[int]
 TRAILER_BYTES: Final[int]
@@ -311,7 +302,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     share_percent where that is set), tenants (salts that have most: each tag, None for what has no salt, host and disk in chunks,
     max_host and max_disk, ttl_s) and engines (each pid, connected_ms, reservations, leases).
 
-    Raises StoreError where none answers in time, ConfigError where the server refuses to.
+    Raises LateError if the server does not answer in time, StoreError if there is no server, and ConfigError if it refuses.
     """
 
 def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:

@@ -21,7 +21,7 @@ from typing import Final
 
 from kvloft import _core
 from kvloft.config import FROM_DEFAULT, KEYS, OF_LIMITS, Config, describe, server_environment
-from kvloft.errors import MAY_PASS, ConfigError
+from kvloft.errors import MAY_PASS, ConfigError, StoreError
 
 START_TIMEOUT_S: Final = 30.0
 """Longest wait for a server that starts."""
@@ -125,7 +125,7 @@ def _command(config: Config, log: Path) -> list[str]:
 
 def _tell_differences(config: Config, logger: logging.Logger) -> None:
     """Only the settings of the engine that starts a server count."""
-    with contextlib.suppress(_core.StoreError):
+    with contextlib.suppress(StoreError):
         its = _core.server_status(_path(config))["settings"]
         differences = [
             f"{key} = {own} here and {its[key]} there"

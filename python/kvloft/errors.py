@@ -1,23 +1,34 @@
-"""What kvloft raises on purpose: at start only, never inside a step (there, a failure is a miss and a count).
+"""Exceptions of kvloft and exit statuses of its commands. The extension raises these exceptions, too.
 
-Must know nothing else of kvloft, so that every module may import it. The errors of the Rust half (`StoreError`,
-`BusyError`) come from `kvloft._core`, which this file must not load.
+Wrong settings are raised at start only: inside a step, an error is a miss and is counted. Every module
+may import this one, so it must not import anything of kvloft.
 """
 
 import errno
 from typing import Final
 
 MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")}
-"""What is wrong with the machine for now, and with no setting: it must not end an engine's start."""
-
+"""Errors of the machine that can pass without a change of settings; an engine starts despite them."""
 
 NOT_WRITTEN: Final = 4
-"""Exit status of a command whose output could not be written: 1 says what was found."""
+"""Exit status of a command that could not write its output."""
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one sentence naming the key, the value, its source and what is allowed."""
+    """A setting or an argument is wrong; the message names it, its value, its source and the fix."""
 
 
 class UnsupportedError(ConfigError):
-    """vLLM runs something kvloft does not serve yet, so it refuses at start rather than half-serve it."""
+    """kvloft does not support what vLLM runs, so the engine does not start."""
+
+
+class StoreError(RuntimeError):
+    """The store or the server failed: an I/O error, a damaged file, no answer, or it is closed."""
+
+
+class LateError(StoreError):
+    """The server did not answer in time. It may still execute the request."""
+
+
+class BusyError(StoreError):
+    """Another process owns the disk directory or the socket."""

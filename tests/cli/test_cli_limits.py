@@ -11,7 +11,7 @@ import pytest
 
 from kvloft import _core
 from kvloft.cli.__main__ import main
-from kvloft.cli.rules import rules
+from kvloft.cli.admin import limits_text
 from kvloft.cli.tables import tenant_table, whose
 from kvloft.config import KEYS
 
@@ -162,7 +162,7 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
     ],
 )
 def test_bounds_are_told_in_words(settings: dict[str, str], said: str) -> None:
-    assert rules(settings) == said
+    assert limits_text(settings) == said
 
 
 def test_what_has_no_salt_is_shown_by_itself_only_with_a_limit() -> None:

@@ -24,6 +24,7 @@ from kvloft import _core
 from kvloft.cli import serve
 from kvloft.cli.__main__ import main
 from kvloft.cli.log import Log
+from kvloft.errors import StoreError
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def take_terminal() -> None:
 
 def until_it_listens(socket: str) -> None:
     for _ in range(1200):
-        with contextlib.suppress(_core.StoreError):
+        with contextlib.suppress(StoreError):
             _core.server_status(socket)
             return
         time.sleep(0.05)

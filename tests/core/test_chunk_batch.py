@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft import _core
+from kvloft.errors import ConfigError
 from kvloft.seam.batch import ChunkCopy
 
 
@@ -79,7 +80,7 @@ def test_columns_that_were_cut_or_grew_are_no_batch(model: Chunks, column: int, 
         return  # as a load has them
     if column == 2 and len(columns[2]) % (4 * len(model)) == 0 and columns[2]:
         return  # chunks of another size
-    with pytest.raises(_core.ConfigError):
+    with pytest.raises(ConfigError):
         _core.ChunkBatch([(group, *columns[:3])], columns[3])  # type: ignore[list-item]
 
 
@@ -99,7 +100,7 @@ def test_chunks_of_several_groups_are_one_batch(groups: list[tuple[int, Chunks]]
 def test_blocks_that_are_not_one_run_are_no_chunk(blocks: tuple[int, ...]) -> None:
     """Nothing to copy would never be reported, and a hole is neither copied nor told of."""
     part = (0, bytes(4), bytes(32), struct.pack(f"<{len(blocks)}i", *blocks))
-    with pytest.raises(_core.ConfigError, match="one run"):
+    with pytest.raises(ConfigError, match="one run"):
         _core.ChunkBatch([part], b"")
 
 
@@ -116,8 +117,8 @@ def test_a_copy_outside_arena_frame_or_paged_kv_is_refused(chunk: Chunk, words: 
     limits = {"num_frames": 4, "num_blocks": 10, "blocks_per_chunk": 2}
     fine = Chunk(3, bytes(32), 2, 1, (9,))
     batch_of([fine]).check(**limits)
-    with pytest.raises(_core.ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         batch_of([fine, chunk]).check(**limits)
     for size in (1, 3):
-        with pytest.raises(_core.ConfigError, match="as many blocks as a frame"):
+        with pytest.raises(ConfigError, match="as many blocks as a frame"):
             batch_of([fine]).check(**limits | {"blocks_per_chunk": size})

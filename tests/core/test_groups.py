@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloft import _core
+from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import groups_of
 
@@ -211,5 +212,5 @@ ODD = [(None, "full", 0, 1, 1, 0), (2, "local", 4, 1, 1, 0), (2, "round", 4, 1, 
 
 @pytest.mark.parametrize("groups", [[], *([group] for group in ODD)])
 def test_groups_that_cannot_be_are_refused(groups: list[tuple[int | None, str, int, int, int, int]]) -> None:
-    with pytest.raises(_core.ConfigError):
+    with pytest.raises(ConfigError):
         _core.Session(frame_bytes=FRAME, host_bytes=FRAME, namespace=bytes(32), groups=groups)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft import _core
+from kvloft.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[1]))
 from model import keys as model
@@ -83,7 +84,7 @@ def test_a_part_of_a_list_is_appended_and_no_more() -> None:
 def test_bounds_outside_the_sequence_raise(start: int, stop: int | None) -> None:
     chain = _core.KeyChain(ROOT, block_tokens=1)
     for sequence in ([1] * 5, (1,) * 5):
-        with pytest.raises(_core.ConfigError, match="token_ids"):
+        with pytest.raises(ConfigError, match="token_ids"):
             chain.append_tokens(sequence, start, stop)
     assert chain.num_tokens == 0
 
@@ -92,7 +93,7 @@ def test_bounds_outside_the_sequence_raise(start: int, stop: int | None) -> None
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_bad_element_raises_and_names_its_place(bad: object, kind: Any) -> None:
     chain = _core.KeyChain(ROOT, block_tokens=1)
-    with pytest.raises(_core.ConfigError, match=r"token_ids\[2\]"):
+    with pytest.raises(ConfigError, match=r"token_ids\[2\]"):
         chain.append_tokens(kind([1, 2, bad, 3]))
     assert chain.num_tokens == 0
     chain.append_tokens([1])
@@ -143,7 +144,7 @@ def test_rows_that_are_not_what_they_are_called_raise() -> None:
         (memoryview(raw).cast("f", [8, 3]), "bfloat16", 3),
     ]
     for rows, dtype, width in bad:
-        with pytest.raises(_core.ConfigError):
+        with pytest.raises(ConfigError):
             chain.append_embeds(rows, dtype=dtype, width=width)
     with pytest.raises((TypeError, BufferError)):
         chain.append_embeds([1.0, 2.0], dtype="float32", width=2)
@@ -156,7 +157,7 @@ def test_items_late_or_contradicting_raise() -> None:
     chain.append_tokens([1] * 6)
     chain.add_item("a", 2, 6)
     for identifier, start, num in [("b", 5, 1), ("b", 0, 9), ("a", 2, 7), ("b", 8, 0), ("b", 2**32 - 1, 2)]:
-        with pytest.raises(_core.ConfigError):
+        with pytest.raises(ConfigError):
             chain.add_item(identifier, start, num)
     chain.add_item("b", 6, 1)
     with pytest.raises(OverflowError):
@@ -164,15 +165,15 @@ def test_items_late_or_contradicting_raise() -> None:
 
 
 def test_arguments_of_another_shape_raise() -> None:
-    with pytest.raises(_core.ConfigError, match="root must be 32 bytes"):
+    with pytest.raises(ConfigError, match="root must be 32 bytes"):
         _core.KeyChain(bytes(31), block_tokens=4)
-    with pytest.raises(_core.ConfigError, match="block_tokens"):
+    with pytest.raises(ConfigError, match="block_tokens"):
         _core.KeyChain(ROOT, block_tokens=0)
-    with pytest.raises(_core.ConfigError, match="namespace must be 32 bytes"):
+    with pytest.raises(ConfigError, match="namespace must be 32 bytes"):
         _core.root_key(bytes(33), None, None)
-    with pytest.raises(_core.ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="twice"):
         _core.namespace_digest([("a", "1"), ("a", "1")])
-    with pytest.raises(_core.ConfigError, match="no such full block"):
+    with pytest.raises(ConfigError, match="no such full block"):
         _core.KeyChain(ROOT, block_tokens=4).key(0)
 
 

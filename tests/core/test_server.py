@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvloft import _core
+from kvloft.errors import BusyError, ConfigError, StoreError
 
 FRAME = 4096
 
@@ -85,15 +86,15 @@ def test_a_look_after_a_save_without_a_place_is_no_lookup(socket: str) -> None:
 
 
 def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
-    with pytest.raises(_core.StoreError, match="no kvloft server answers"):
+    with pytest.raises(StoreError, match="no kvloft server answers"):
         _core.server_status(socket)
     server = _core.Server(socket, host_bytes=8 * FRAME)
-    with pytest.raises(_core.BusyError, match="another kvloft server"):
+    with pytest.raises(BusyError, match="another kvloft server"):
         _core.Server(socket, host_bytes=8 * FRAME)
     engine = connect(socket)
-    with pytest.raises(_core.ConfigError, match=r"no such namespace.*: 0000000000000000"):
+    with pytest.raises(ConfigError, match=r"no such namespace.*: 0000000000000000"):
         _core.server_forget(socket, namespace="f")
-    with pytest.raises(_core.ConfigError, match="no such units"):
+    with pytest.raises(ConfigError, match="no such units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])
     assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"
     assert repr(server) == "Server(1 engines)"

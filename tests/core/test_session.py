@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloft import _core
+from kvloft.errors import ConfigError, StoreError
 
 FRAME = 4096
 NAMESPACE = b"s" * 32
@@ -53,14 +54,14 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
     lease = store.acquire(chain)
-    with pytest.raises((_core.ConfigError, TypeError)):
+    with pytest.raises((ConfigError, TypeError)):
         store.reserve([(chain, [], 3, 0, 3, [table])])
-    with pytest.raises((_core.ConfigError, TypeError)):
+    with pytest.raises((ConfigError, TypeError)):
         other = chain_of([7, 8, 9])
         store.reserve([(other, [], 3, 0, 3, [[4, 5, 6]]), (chain, [], 3, 0, 3, [table])])
     try:
         assert not lease.batch([table], 0, 3)[0], "a table that is too short"
-    except (_core.ConfigError, TypeError):
+    except (ConfigError, TypeError):
         assert len(table) == 3
     stats = store.stats()
     assert (store.num_in_flight, stats["frames_reserved"]) == (0, 0)
@@ -70,7 +71,7 @@ def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> Non
     """Rows hold their chains until the store has answered: a second row of the same one must not wait for the first."""
     store, other, twice = session(8), chain_of([7]), chain_of([1, 2])
     rows = [(chain, [], chain.num_tokens, 0, 1, [[4, 5]]) for chain in (other, twice, twice)]
-    with pytest.raises(_core.StoreError, match="in use"):
+    with pytest.raises(StoreError, match="in use"):
         store.reserve(rows)
     assert (store.num_in_flight, store.stats()["frames_reserved"]) == (0, 0)
     assert [len(chunks or ()) for chunks in store.reserve(rows[:2])[0]] == [1, 1]
@@ -85,7 +86,7 @@ def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left
     assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
         "the first is one's, the last has no frame"
     )
-    with pytest.raises(_core.ConfigError, match="no such full block"):
+    with pytest.raises(ConfigError, match="no such full block"):
         store.reserve_states([(one, 2, 0, 7), (one, 2, 2, 8)])
     assert store.num_in_flight == 3
 

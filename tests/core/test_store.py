@@ -9,6 +9,7 @@ import pytest
 from batches import frames, reserve, tiers
 
 from kvloft import _core
+from kvloft.errors import ConfigError, StoreError
 
 NAMESPACE = bytes(32)
 FRAME = 4096
@@ -149,7 +150,7 @@ def test_a_closed_store_misses() -> None:
 )
 def test_bad_settings_are_named(kwargs: dict[str, object], words: str) -> None:
     settings: dict[str, object] = {"frame_bytes": FRAME, "host_bytes": 8 * FRAME, "namespace": NAMESPACE, **kwargs}
-    with pytest.raises(_core.ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         _core.Session(**settings)  # type: ignore[arg-type]
 
 
@@ -157,7 +158,7 @@ def test_ranges_outside_the_chain_are_refused() -> None:
     store = make_store(4)
     chain = chain_of(1, 2, 3)
     for start, stop in [(0, 4), (1, 0), (0, 2**32 - 1)]:
-        with pytest.raises(_core.ConfigError):
+        with pytest.raises(ConfigError):
             reserve(store, chain, start, stop)
     balance(store)
 
@@ -206,12 +207,12 @@ def test_places_outside_the_arena_are_refused() -> None:
         (0, {"part_bytes": 2**64 - 1}), (1, {"page_bytes": [2000]}), (1, {"page_bytes": [2**32 - 1] * 9, "num_blocks": 2**32 - 1}),
     ]:  # fmt: skip
         for call in (arena.seal, arena.check):
-            with pytest.raises(_core.ConfigError):
+            with pytest.raises(ConfigError):
                 call(frame, part(**change))
     for path, num_frames in [(store.arena_path, 3), (store.arena_path, 1)]:
-        with pytest.raises(_core.ConfigError):
+        with pytest.raises(ConfigError):
             _core.Arena.open(path, frame_bytes=FRAME, num_frames=num_frames)
-    with pytest.raises(_core.StoreError):
+    with pytest.raises(StoreError):
         _core.Arena.open("/proc/self/exe", frame_bytes=FRAME, num_frames=1)
 
 
@@ -234,7 +235,7 @@ def test_memory_that_somebody_could_cut_short_is_no_arena() -> None:
     fd = os.memfd_create("no-arena", os.MFD_ALLOW_SEALING)
     try:
         os.truncate(fd, 2 * 4096)
-        with pytest.raises(_core.ConfigError):
+        with pytest.raises(ConfigError):
             _core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=4096, num_frames=2)
     finally:
         os.close(fd)

@@ -10,6 +10,7 @@ import pytest
 from batches import frames, reserve, tiers
 
 from kvloft import _core
+from kvloft.errors import ConfigError
 
 LONG_S = 60.0 * float(os.environ.get("TEST_PACE", "1"))
 FRAME = 4096
@@ -162,9 +163,9 @@ def test_damaged_frames_are_misses_and_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [0, 65])
 def test_bad_disk_settings_are_named(tmp_path: Path, threads: int) -> None:
-    with pytest.raises(_core.ConfigError, match="disk_threads"):
+    with pytest.raises(ConfigError, match="disk_threads"):
         make_store(tmp_path, disk_threads=threads)
-    with pytest.raises(_core.ConfigError, match="disk_size"):
+    with pytest.raises(ConfigError, match="disk_size"):
         make_store(tmp_path, disk_bytes=0)
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft import _core
+from kvloft.errors import ConfigError
 
 TABLES = st.none() | st.just(()) | st.tuples(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(), max_size=2))
 
@@ -20,7 +21,7 @@ def test_the_first_of_each_value_that_is_there_comes_with_its_key(values: list[t
 
 def test_columns_of_two_lengths_and_no_lists_are_refused() -> None:
     for keys in (["a"], ["a", "b", "c"]):
-        with pytest.raises(_core.ConfigError, match=f"{len(keys)} keys of 2 values"):
+        with pytest.raises(ConfigError, match=f"{len(keys)} keys of 2 values"):
             _core.first_of_each(keys, [None, ([1],)])
     with pytest.raises(TypeError):
         _core.first_of_each(("a",), [None])  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from kvloft._core import StoreError, server_status
+from kvloft._core import server_status
 from kvloft.config import OF_STORE
+from kvloft.errors import StoreError
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 IS_SERVED = os.environ.get("KV_STORE") == "server"

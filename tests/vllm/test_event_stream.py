@@ -28,6 +28,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory, 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvloft import _core
+from kvloft.errors import StoreError
 from kvloft.plan import announce
 from kvloft.plan.announce import DISK, HOST, Block, Event, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
@@ -195,7 +196,7 @@ class Served:
     def _answers(socket: str) -> bool:
         try:
             return bool(_core.server_status(socket))
-        except _core.StoreError:
+        except StoreError:
             return False
 
     def close(self, timeout_s: float = 60 * PACE) -> None:

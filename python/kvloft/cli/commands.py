@@ -1,4 +1,7 @@
-"""The command line of `kvloft`. Each command is a module with `add_parser(subparsers)` and `run(args) -> int`."""
+"""The command line of `kvloft`. A module of commands has `add_parser(subparsers)`, which sets the function to run.
+
+That function takes the arguments and returns the exit status.
+"""
 
 import argparse
 import errno
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-from kvloft.errors import NOT_WRITTEN, ConfigError
+from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,6 +74,10 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)
         return 2
+    except StoreError as e:
+        from kvloft.cli.connection import report_no_answer
+
+        return report_no_answer(e)
     except SystemExit as e:  # rich has handled a closed pipe
         if not isinstance(e.__context__, BrokenPipeError):
             raise
@@ -134,6 +141,6 @@ def _commands(name: str | None) -> Iterator[Any]:
         yield serve
         return
     from kvloft.bench import command as bench
-    from kvloft.cli import check, clear, config, evict, inspect, serve, size, status, verify
+    from kvloft.cli import admin, check, config, inspect, serve, size, status, verify
 
-    yield from (config, size, check, serve, status, clear, evict, inspect, verify, bench)
+    yield from (config, size, check, serve, status, admin, inspect, verify, bench)

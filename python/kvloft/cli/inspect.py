@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvloft.config import size_text
+from kvloft.errors import ConfigError, StoreError
 
 NUM_MORE_LOOKS, LOOK_AGAIN_S = 2, 0.1
 T = TypeVar("T")
@@ -38,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser, json_help: str = "print JSON 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
     """Return ``read(folder)``; prints a message and returns None if ``folder`` is not a disk directory, or is in use."""
-    # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import ConfigError, StoreError
-
     found = None
     try:
         found = read(folder)

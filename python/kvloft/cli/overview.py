@@ -6,8 +6,8 @@ It must not depend on the tables of namespaces.
 
 from typing import Any, Final
 
+from kvloft.cli.admin import NONE
 from kvloft.cli.hits import hit_rate
-from kvloft.cli.rules import NONE
 from kvloft.cli.tables import Status, broken, disk_unused
 from kvloft.config import size_text
 

@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from kvloft.cli import metrics
+from kvloft.cli.admin import NONE, limits_text
 from kvloft.cli.background import in_background
+from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
 from kvloft.cli.log import Log, warn
-from kvloft.cli.rules import NONE, rules
-from kvloft.config import KEYS, MAX_SOCKET_BYTES, OF_STORE, Config, describe, load_config, parse_seconds, parse_socket, size_text
-from kvloft.errors import ConfigError
+from kvloft.config import KEYS, OF_STORE, Config, describe, parse_seconds, size_text
+from kvloft.errors import ConfigError, StoreError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
 from kvloft.version import BUILD
 
-COMMAND_LINE: Final = "command line"
-"""The origin of a setting."""
-MAX_SHOWN: Final = 80
-"""Characters of a wrong argument in an error."""
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
 """What --linger adds before the first engine, which may still load its model's weights."""
@@ -116,32 +113,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_socket(parser: argparse.ArgumentParser) -> None:
-    """Add --socket."""
-    parser.add_argument("--socket", metavar="PATH", help="the server's socket (default: the setting server, KVLOFT_SERVER)")
-
-
-def settings(args: argparse.Namespace) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server``. Raises ConfigError."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
-    if args.socket == "auto":
-        raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
-    if args.socket is not None:
-        given["server"] = f"unix:{_path(args.socket)}"
-    config = load_config(given, extra_origin=COMMAND_LINE)
-    if config.server is None:
-        raise ConfigError("the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
-    return config
-
-
-def _path(text: str) -> str:
-    try:
-        return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
-    except ValueError:
-        shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-        raise ConfigError(f"--socket {shown}: expected a path of 1 to {MAX_SOCKET_BYTES} bytes.") from None
-
-
 def shares(texts: list[str]) -> list[tuple[str, int]]:
     """Parse ``NAMESPACE=PERCENT`` texts. Raises ConfigError."""
     found = []
@@ -162,17 +133,6 @@ def nodes(text: str | None) -> list[int]:
     found = [int(each) for each in text.split(",")]
     refuse_nodes(found)
     return found
-
-
-def not_answered(error: Exception) -> int:
-    """Print the reason why a server did not answer, and the fix; returns the exit status."""
-    from kvloft._core import StoreError
-
-    fix = "; start one with `kvloft serve`" if isinstance(error, StoreError) else ""
-    if "timed out" in str(error):
-        fix = "; the server's process is stopped or busy, and may still execute the command"
-    print(f"kvloft: {error}{fix}", file=sys.stderr)
-    return 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -231,8 +191,7 @@ def _serve(
     begun: Callable[[], None],
 ) -> int:
     # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import ConfigError as PlaceError
-    from kvloft._core import Server, StoreError
+    from kvloft._core import Server
 
     is_over, begun_s, log = threading.Event(), list[float](), Log()
     told = _told(config, linger_s, own_shares, numa)
@@ -252,9 +211,9 @@ def _serve(
             limits=tenant_limits(config),
             settings=told,
         )
-    except (PlaceError, StoreError) as e:
+    except StoreError as e:
         warn(str(e))
-        return 2 if isinstance(e, PlaceError) else 1
+        return 1
     end_metrics = None
     if metrics_at is not None:
         try:
@@ -267,7 +226,7 @@ def _serve(
         warn(f"warning: {trouble}; the server uses host memory only and retries")
     told_at = _place(sys.stderr)
     begun()
-    bounds = f"; {text}" if (text := rules(told)) else ""
+    bounds = f"; {text}" if (text := limits_text(told)) else ""
     host, disk = size_text(config.host_size), _disk(config, trouble, is_told=told_at == _place(sys.stdout))
     log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
     if end_metrics is not None:

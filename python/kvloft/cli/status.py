@@ -2,16 +2,16 @@
 
 import argparse
 import json
+import sys
 from typing import Any, Final
 
 from rich.console import Console
 
-from kvloft.cli.evict import add_salt, given_salt, salt_tag
+from kvloft.cli.admin import add_salt, limits_text, read_salt_argument, salt_tag
+from kvloft.cli.connection import add_socket, socket_of
 from kvloft.cli.hits import hit_table, late_lines
 from kvloft.cli.inspect import fields_of
 from kvloft.cli.overview import as_json, lines
-from kvloft.cli.rules import rules
-from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
     ID_DIGITS,
     NO_ENGINE,
@@ -53,21 +53,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of the server; returns 0, or 1 after a message if no server answers. Raises ConfigError."""
-    from kvloft._core import ConfigError as RefusedError
-    from kvloft._core import StoreError, server_status
+    """Print the state of the server; returns 0, or 1 if it refuses. Raises ConfigError, and StoreError if no server answers."""
+    from kvloft._core import server_status
 
     if not args.watch and (args.interval is not None or args.count is not None):
         raise ConfigError("--interval and --count need --watch.")
-    socket, salt = settings(args).socket, given_salt(args)
-    assert socket is not None
+    socket, salt = socket_of(args), read_salt_argument(args)
     tag = salt_tag(salt) if salt is not None else None
     try:
         if args.watch:
             return watch(socket, args, tag)
         status = server_status(socket)
-    except (RefusedError, StoreError) as e:
-        return not_answered(e)
+    except ConfigError as e:  # the server refuses this version of kvloft
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 1
     if args.json:
         print(json.dumps(as_json(status, tag), indent=2))
     else:
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
     spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
-    bounds = rules(status["settings"])
+    bounds = limits_text(status["settings"])
     more = [*([f"Limits: {bounds}"] if bounds else []), *([whose(tag, spaces)] if tag is not None else [])]
     for line in (*lines(status, socket), *more, *([] if spaces else [NO_ENGINE])):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

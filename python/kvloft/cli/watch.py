@@ -13,9 +13,9 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
+from kvloft.cli.admin import limits_text
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.overview import as_json, disk_full, lines
-from kvloft.cli.rules import rules
 from kvloft.cli.tables import (
     NO_ENGINE,
     broken,
@@ -133,7 +133,7 @@ def picture(
 ) -> RenderableType:
     """Return the tables of one refresh, below a row of limits that is cut at the edge of the screen."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
-    bounds = rules(status["settings"])
+    bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))

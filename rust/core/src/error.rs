@@ -50,6 +50,11 @@ impl Error {
         self.kind
     }
 
+    /// Returns whether an answer did not arrive in time.
+    pub fn is_late(&self) -> bool {
+        self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
+    }
+
     /// Whether the system refused for lack of space: the file system is full, or its quota is used up.
     pub(crate) fn is_no_space(&self) -> bool {
         self.source.as_ref().is_some_and(is_no_space)

@@ -20,7 +20,6 @@ mod _core {
         arena::{Arena, prefer_numa_node},
         batch::ChunkBatch,
         disk::{DiskVerify, disk_inspect},
-        error::{BusyError, ConfigError, StoreError},
         key::{KeyChain, namespace_digest, root_key},
         lease::ReadLease,
         server::{Server, server_evict, server_forget, server_status},

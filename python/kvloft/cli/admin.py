@@ -1,0 +1,205 @@
+"""`kvloft clear` and `kvloft evict`: remove chunks from a server; and the arguments and texts about its tenants.
+
+`kvloft serve` imports this module, so it must not load the extension or anything slow.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvloft.cli.connection import add_socket, socket_of
+from kvloft.config import size_text
+from kvloft.errors import ConfigError
+from kvloft.limits import read_salt
+
+NONE: Final = "(none)"
+"""A setting without a value, in a server's settings."""
+CLEAR_DESCRIPTION: Final = """\
+Remove all chunks of a namespace, in memory and on disk. Engines continue and
+save new chunks. Namespaces without an engine, which are on disk only, can be
+cleared, too. Without --yes, the command asks for confirmation on a terminal,
+and clears nothing elsewhere. Exit status: 0; 1 if no server answers or the user
+does not confirm; 2 if there are several namespaces and --namespace is missing,
+or if the disk cannot be listed.
+"""
+EVICT_DESCRIPTION: Final = """\
+Remove a tenant: all chunks of requests with one cache_salt, for every LoRA
+adapter and every model, in memory and on disk, including models without an
+engine. They are not found again, even after a restart. With --host-only, evict
+chunks from host memory only, of that tenant or of all tenants.
+"""
+EVICT_EPILOG: Final = """\
+  kvloft evict --socket PATH --salt-file secret.txt
+  printf %s "$SALT" | kvloft evict --socket PATH --salt-file -
+  kvloft evict --socket PATH --namespace 3f9a --host-only
+
+Other users of this machine can read a command line, so use --salt-file for
+secret salts. The CLI hashes the salt locally: neither the server nor its logs
+receive it.
+
+Stop the tenant's requests first: chunks that they save later are stored again.
+Chunks that are being loaded can no longer be found, and their memory is freed
+when the load ends; with --host-only they stay. The bytes stay in memory and in
+files until they are overwritten, but no index entry refers to them. KV in the
+engines' GPUs is not affected.
+
+Exit status: 0, also if there is no chunk with that salt; 1 if no server answers
+or something remains, for example on a failing disk; 2 for a wrong argument.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add both commands to the argparse subparsers."""
+    parser = subparsers.add_parser("clear", help="empty a server's memory and disk", description=CLEAR_DESCRIPTION)
+    add_socket(parser)
+    _add_namespace(parser, "the namespace, as printed by `kvloft status`; required if there are several")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    parser.set_defaults(run=clear)
+    parser = subparsers.add_parser(
+        "evict",
+        help="remove one tenant from a server",
+        description=EVICT_DESCRIPTION,
+        epilog=EVICT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_socket(parser)
+    _add_namespace(parser, "only this namespace, as printed by `kvloft status`")
+    add_salt(parser)
+    parser.add_argument("--host-only", action="store_true", help="evict from host memory only; chunks on disk are still found")
+    parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes)")
+    parser.set_defaults(run=evict)
+
+
+def clear(args: argparse.Namespace) -> int:
+    """Clear a namespace. Returns 0, or 1 without confirmation.
+
+    Raises StoreError if no server answers, and ConfigError if the namespace is missing.
+    """
+    from kvloft._core import server_forget, server_status
+
+    socket = socket_of(args)
+    if not args.yes:
+        server_status(socket)  # ask only if a server answers
+        what = f"namespace {args.namespace}" if args.namespace else "all chunks"
+        if not _confirm(f"Remove {what} from the server at {socket}?"):
+            print("kvloft: nothing was cleared; use --yes to clear without confirmation", file=sys.stderr)
+            return 1
+    num_chunks = server_forget(socket, namespace=args.namespace.lower())
+    print(f"{_count(num_chunks, 'chunk')} removed")
+    return 0
+
+
+def evict(args: argparse.Namespace) -> int:
+    """Evict and print the result. Returns 0, or 1 if something remains.
+
+    Raises StoreError if no server answers, and ConfigError for a wrong argument.
+    """
+    from kvloft._core import server_evict
+
+    socket, salt = socket_of(args), read_salt_argument(args)
+    if salt is None and not args.host_only:
+        raise ConfigError("use --salt-file or --salt to select a tenant, or --host-only; `kvloft clear` empties a namespace.")
+    report = server_evict(socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only)
+    has_nothing = salt is not None and report["complete"] and not report["chunks"] and not report["in_use"]
+    if args.json:
+        print(json.dumps(report))
+    elif has_nothing:
+        print(f"there are no chunks with that salt{' in host memory' if args.host_only else ''}")
+    else:
+        print(_evicted(report, args.host_only))
+    if report["complete"]:
+        return 0
+    print(
+        "kvloft: some chunks remain: the disk does not respond, or a namespace is being opened; run the command again",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _add_namespace(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--namespace", metavar="ID", default="", type=_utf8, help=text)
+
+
+def add_salt(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select a tenant."""
+    salt = parser.add_mutually_exclusive_group()
+    salt.add_argument("--salt", type=_utf8, help="the cache_salt of the tenant's requests")
+    salt.add_argument(
+        "--salt-file", metavar="FILE", help="a file that contains the salt; - for stdin. One newline at its end is ignored"
+    )
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected UTF-8") from None
+    return text
+
+
+def read_salt_argument(args: argparse.Namespace) -> str | None:
+    """Return the salt from --salt or --salt-file. Raises ConfigError."""
+    if args.salt_file is None:
+        salt: str | None = args.salt
+    else:
+        try:
+            raw = sys.stdin.buffer.read() if args.salt_file == "-" else Path(args.salt_file).read_bytes()
+        except OSError as e:
+            raise ConfigError(f"--salt-file {args.salt_file}: cannot be read ({e.strerror}).") from None
+        salt = read_salt(raw, f"--salt-file {args.salt_file}")
+    if salt == "":
+        raise ConfigError("the salt is empty; no request has an empty cache_salt.")
+    return salt
+
+
+def salt_tag(salt: str) -> str:
+    """Return the tag that identifies a salt in a server's output: 16 hex digits, equal in each namespace."""
+    from kvloft._core import root_key
+
+    return root_key(bytes(32), None, salt)[-8:].hex()
+
+
+def _confirm(question: str) -> bool:
+    """Return True if the user of the terminal agrees; False without a terminal or at the end of input."""
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False
+
+
+def _evicted(report: dict[str, Any], host_only: bool) -> str:
+    freed = f"{size_text(report['host_bytes'])} of host memory"
+    freed += "" if host_only else f" and {size_text(report['disk_bytes'])} on disk"
+    text = f"{_count(report['chunks'], 'chunk')} evicted in {_count(report['namespaces'], 'namespace')}: {freed}"
+    if report["in_use"]:
+        text += f"; {report['in_use']:,} in use, {'which stay' if host_only else 'freed when their loads end'}"
+    return text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def limits_text(settings: Mapping[str, str]) -> str:
+    """Return a server's quotas, TTLs, shares and NUMA nodes as text; empty if none is set."""
+    return "; ".join(_limits({name: text for name, text in settings.items() if text != NONE}))
+
+
+def _limits(given: Mapping[str, str]) -> Iterator[str]:
+    of_host = "of its namespace's host memory" if "%" in given.get("salt_quota", "") else "of host memory"
+    words = {"salt_quota": f"at most {{}} {of_host}", "salt_disk_quota": "at most {} of the disk", "salt_ttl": "expires after {}"}
+    bounds = [text.format(given[name]) for name, text in words.items() if name in given]
+    if bounds:
+        yield f"each salt: {', '.join(bounds)}"
+    if "salt_limits" in given:
+        yield f"{'other limits' if bounds else 'limits'} for single salts: {given['salt_limits']}"
+    if "share" in given:
+        yield f"fixed shares of host memory: {given['share']}"
+    if "numa" in given:
+        yield f"host memory on NUMA node{'s' if ',' in given['numa'] else ''} {given['numa']}"

@@ -1,0 +1,59 @@
+"""The connection of a command to a server: `--socket`, the settings that it needs, and the message if no server answers.
+
+`kvloft serve` imports this module, so it must not load the extension or anything slow.
+"""
+
+import argparse
+import sys
+from typing import Final
+
+from kvloft.config import MAX_SOCKET_BYTES, OF_STORE, Config, load_config, parse_socket
+from kvloft.errors import ConfigError, LateError, StoreError
+
+COMMAND_LINE: Final = "command line"
+"""The origin of a setting."""
+MAX_SHOWN: Final = 80
+"""Characters of a wrong argument in an error."""
+
+
+def add_socket(parser: argparse.ArgumentParser) -> None:
+    """Add --socket."""
+    parser.add_argument("--socket", metavar="PATH", help="the server's socket (default: the setting server, KVLOFT_SERVER)")
+
+
+def settings(args: argparse.Namespace) -> Config:
+    """Return the settings from the command line and all other sources, with a ``server``. Raises ConfigError."""
+    given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
+    if args.socket == "auto":
+        raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
+    if args.socket is not None:
+        given["server"] = f"unix:{_path(args.socket)}"
+    config = load_config(given, extra_origin=COMMAND_LINE)
+    if config.server is None:
+        raise ConfigError("the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
+    return config
+
+
+def socket_of(args: argparse.Namespace) -> str:
+    """Return the path of the server's socket. Raises ConfigError."""
+    socket = settings(args).socket
+    assert socket is not None
+    return socket
+
+
+def _path(text: str) -> str:
+    try:
+        return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
+    except ValueError:
+        shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+        raise ConfigError(f"--socket {shown}: expected a path of 1 to {MAX_SOCKET_BYTES} bytes.") from None
+
+
+def report_no_answer(error: StoreError) -> int:
+    """Print the reason why a server did not answer, and the fix; returns the exit status."""
+    is_late = isinstance(error, LateError)
+    fix = (
+        "the server's process is stopped or busy, and may still execute the command" if is_late else "start one with `kvloft serve`"
+    )
+    print(f"kvloft: {error}; {fix}", file=sys.stderr)
+    return 1
