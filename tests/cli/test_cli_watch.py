@@ -32,7 +32,7 @@ from kvloft.cli.commands import build_parser
 from kvloft.cli.hits import hit_rate, late_lines
 from kvloft.cli.tables import count_text
 from kvloft.counters import Scope, exported
-from kvloft.errors import ConfigError
+from kvloft.errors import ConfigError, LateError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks")
@@ -148,6 +148,69 @@ def test_watch_shows_tiers_engines_and_rates(socket: str, capsys: pytest.Capture
     assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == ({"loaded": 0.0, "saved": 0.0}, None, None)
     assert main(["status", "--watch", "--socket", f"{socket}.none"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_watch_reports_a_late_answer_and_continues(
+    socket: str, is_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, LateError("timed out"), LateError("timed out"), None])
+    real = _core.server_status
+
+    def status(path: str, **options: Any) -> dict[str, Any]:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return real(path, **options)
+
+    monkeypatch.setattr(_core, "server_status", status)
+    options = ["--count", "4", "--interval", "0.1", *(["--json"] if is_json else [])]
+    assert main(["status", "--watch", "--socket", socket, *options]) == 0
+    out, late = capsys.readouterr().out, "The server has not answered for 0 s; its process is stopped or busy."
+    if not is_json:
+        assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], "the rates span the late refreshes"
+        return
+    first, *rows, last = map(json.loads, out.splitlines())
+    assert rows == [{"problems": [late]}] * 2
+    assert first["namespaces"][0]["chunks_per_s"] == {} and last["namespaces"][0]["chunks_per_s"].keys() == watch.RATES.keys()
+
+
+def test_watch_waits_for_a_server_that_does_not_answer_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "TIMEOUT_S", 0.2)
+    with socketlib.socket(socketlib.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        assert main(["status", "--watch", "--socket", str(tmp_path / "silent.sock"), "--count", "2", "--interval", "0.1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("The server has not answered") == 2 and captured.err == ""
+
+
+def test_watch_shows_the_last_state_below_a_late_answer(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(watch, "Console", lambda: Console(width=80, height=24, file=screen, force_terminal=True))
+    monkeypatch.setenv("TERM", "xterm")
+    answers = iter([_core.server_status(socket), LateError("timed out")])
+
+    def status(_: str, **__: Any) -> dict[str, Any]:
+        answer = next(answers)
+        if isinstance(answer, LateError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(_core, "server_status", status)
+    assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
+    last = screen.getvalue().rpartition("The server has not answered")[2]
+    assert "all engines" in last
+
+
+def test_watch_shows_the_late_answers_that_engines_counted(socket: str) -> None:
+    status = _core.server_status(socket)
+    status["namespaces"][0]["stats"] |= {"late_calls": 7, "late_chunks": 12}
+    drawn = Console(width=150, record=True, file=io.StringIO())
+    drawn.print(watch.picture(status, {}))
+    assert "Late answers: 7; chunks not saved because of them: 12." in drawn.export_text()
 
 
 def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvloft.cli.admin import limits_text
-from kvloft.cli.hits import hit_rate, hit_table
+from kvloft.cli.hits import hit_rate, hit_table, late_lines
 from kvloft.cli.overview import as_json, disk_full, lines
 from kvloft.cli.tables import (
     NO_ENGINE,
@@ -29,8 +29,11 @@ from kvloft.cli.tables import (
     unwritten,
 )  # fmt: skip
 from kvloft.config import parse_seconds
+from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
+TIMEOUT_S: Final = 5.0
+"""Time to wait for the answer of each refresh."""
 MIN_INTERVAL_S: Final = 0.1
 MAX_TENANTS: Final = 5
 RATES: Final = {
@@ -52,31 +55,54 @@ RATES: Final = {
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
     """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or Ctrl-C.
 
-    On a terminal that can move its cursor, each refresh replaces the previous one.
-    Raises what `server_status` raises.
+    A refresh without an answer in time prints that, and the next one tries again.
+    Raises ConfigError if the server refuses, and StoreError if there is no server.
     """
     from kvloft._core import server_status
 
-    console = Console()
-    can_redraw = console.is_terminal and not console.is_dumb_terminal and not args.json
-    live = Live(console=console, auto_refresh=False) if can_redraw else None
-    before: tuple[float, dict[str, Any]] | None = None
-    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+    output, answered_s = _Output(is_json=args.json), time.monotonic()
+    before: dict[str, Any] | None = None
+    with contextlib.suppress(KeyboardInterrupt), output.live or contextlib.nullcontext():
         for nth in itertools.count(1):
-            status, now = server_status(socket), time.monotonic()
-            old_s, old = before or (now, None)
-            rates = rates_of(status, now - old_s, old) if old is not None else {}
-            if args.json:
-                print(json.dumps(look_json(status, rates, old, tag)), flush=True)
-            elif live is not None:
-                live.update(fitted(picture(status, rates, old, socket, tag), console), refresh=True)
+            try:
+                status, now = server_status(socket, timeout_s=TIMEOUT_S), time.monotonic()
+            except LateError:
+                output.print_late(time.monotonic() - answered_s)
             else:
-                console.print(picture(status, rates, old, socket, tag))
+                rates = rates_of(status, now - answered_s, before) if before is not None else {}
+                output.print_state(look_json(status, rates, before, tag), picture(status, rates, before, socket, tag))
+                before, answered_s = status, now
             if nth == args.count:
                 break
-            before = now, status
             time.sleep(args.interval or INTERVAL_S)
     return 0
+
+
+class _Output:
+    """Prints one refresh after the other; on a terminal that can move its cursor, each replaces the previous one."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._console, self._is_json, self._last = Console(), is_json, Group()
+        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal and not is_json
+        self.live = Live(console=self._console, auto_refresh=False) if can_redraw else None
+
+    def print_state(self, row: dict[str, Any], drawn: Group) -> None:
+        """Print ``row`` as JSON, or ``drawn``."""
+        self._last = drawn
+        self._print(row, drawn)
+
+    def print_late(self, seconds: float) -> None:
+        """Print the time since the last answer, and on a terminal the last state below it."""
+        problem = f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
+        self._print({"problems": [problem]}, Group(problem, self._last) if self.live is not None else Group(problem))
+
+    def _print(self, row: dict[str, Any], drawn: Group) -> None:
+        if self._is_json:
+            print(json.dumps(row), flush=True)
+        elif self.live is not None:
+            self.live.update(fitted(drawn, self._console), refresh=True)
+        else:
+            self._console.print(drawn)
 
 
 def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
@@ -130,7 +156,7 @@ def picture(
     before: dict[str, Any] | None = None,
     socket: str = "",
     tag: str | None = None,
-) -> RenderableType:
+) -> Group:
     """Return the tables of one refresh, below a row of limits that is cut at the edge of the screen."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
@@ -149,7 +175,7 @@ def _picture_of(
     tag: str | None,
 ) -> RenderableType:
     """Tables of one namespace, the most important first, because a short screen hides the last ones."""
-    notes = (*given_up(space), *unwritten(space), *broken(space, status))
+    notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
     flow = [_flow(rates, space["frame_bytes"])] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
     tables = (tier_table(space, status), *notes, *flow, hit_table(space, olds.get(space["namespace"])), *below)
