@@ -14,8 +14,9 @@ from circles import Crate
 
 ROOT = Path(__file__).resolve().parents[1]
 UNSAFE_FILES = {"rust/core/src/io/arena.rs", "rust/py/src/tokens.rs"}
-ENVIRONMENT_FILE = "python/kvloft/config.py"
-PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/")
+ENVIRONMENT_FILE = "python/kvloft/config/environment.py"
+PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/", "python/kvloft/config/")
+PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 500
 FREE_OF_CIRCLES = ("core", "wire")
@@ -41,7 +42,7 @@ def unsafe_elsewhere() -> Iterator[str]:
 
 
 def environment_elsewhere() -> Iterator[str]:
-    """Only config.py reads environment variables."""
+    """Only one file reads environment variables."""
     for name, text in sources("python/kvloft", ".py"):
         if name != ENVIRONMENT_FILE and re.search(r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text):
             yield f"{name}: reads the environment, which only {ENVIRONMENT_FILE} may"
@@ -51,11 +52,8 @@ def extension_elsewhere() -> Iterator[str]:
     """Values, settings and the scheduler half do not load the extension (import-linter cannot see compiled modules)."""
     for name, text in sources("python/kvloft", ".py"):
         loaded = re.sub(r"^if TYPE_CHECKING:\n(    .*\n)+", "", text, flags=re.MULTILINE)
-        pure = name.startswith(("python/kvloft/plan/", "python/kvloft/seam/")) or name.rpartition("/")[2] in (
-            "errors.py",
-            "config.py",
-        )
-        if pure and "/cli/" not in name and re.search(r"^\s*(from|import) kvloft(\._core|.* _core\b)", loaded, re.MULTILINE):
+        pure = name.startswith(PURE_FOLDERS) or name in PURE_FILES
+        if pure and re.search(r"^\s*(from|import) kvloft(\._core|.* _core\b)", loaded, re.MULTILINE):
             yield f"{name}: imports the extension"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from watched import save, stats_of
+from watched import save
 
 from kvloft import _core
 from kvloft.cli import metrics, watch
@@ -390,58 +390,6 @@ def test_what_a_namespace_depends_on_is_a_table(capsys: pytest.CaptureFixture[st
     assert max(map(len, lines)) <= 80 and "".join(lines).replace(" ", "").count("[4,5]") == 30
 
 
-def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["clear", "--socket", socket]) == 1
-    assert "use --yes" in capsys.readouterr().err
-    assert stats_of(socket)["frames_visible"] == 3
-    assert main(["clear", "--socket", socket, "--yes"]) == 0
-    assert capsys.readouterr().out == "3 chunks removed\n"
-    stats = stats_of(socket)
-    assert (stats["frames_visible"], stats["disk_used"], stats["cleared"]) == (0, 0, 3)
-    for more in ([], ["--yes"]):
-        assert main(["clear", "--socket", f"{socket}.none", *more]) == 1
-        assert "no kvloft server answers" in capsys.readouterr().err
-
-
-def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a restart no engine has opened it yet; and it says so where it cannot tell which of several is meant."""
-
-    def chunks() -> list[int]:
-        assert main(["inspect", str(tmp_path / "disk"), "--json"]) == 0
-        return sorted(space["chunks"] for space in json.loads(capsys.readouterr().out))
-
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        path = f"{folder}/run/kv.sock"
-
-        def serve() -> _core.Server:
-            return _core.Server(path, host_bytes=1 << 20, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20)
-
-        with closing(serve()):
-            for nth in (1, 2):
-                engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0)
-                chain = _core.KeyChain(_core.root_key(bytes([nth] * 32), None, None), block_tokens=1)
-                chain.append_tokens([1, 2, 3])
-                (saved,), _ = engine.reserve([(chain, (), 0, 0, 3, [[1, 2, 3]])])
-                assert saved is not None
-                engine.settle(saved.tickets())
-                assert engine.flush(60.0)
-                engine.close()
-        with closing(serve()):
-            assert chunks() == [3, 3]
-            assert main(["clear", "--socket", path, "--yes"]) == 2
-            said = capsys.readouterr().err
-            assert "open or on disk only; use --namespace with one of 0101010101010101, 0202020202020202" in said
-            assert main(["clear", "--socket", path, "--yes", "--namespace", "03"]) == 2
-            assert "no such namespace" in capsys.readouterr().err
-            assert main(["clear", "--socket", path, "--yes", "--namespace", "01" * 32]) == 0
-            assert capsys.readouterr().out == "3 chunks removed\n"
-            assert chunks() == [0, 3]
-            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([2] * 32), timeout_s=60.0)
-            assert main(["clear", "--socket", path, "--yes", "--namespace", "02"]) == 0
-            assert capsys.readouterr().out == "3 chunks removed\n"
-            engine.close()
-
-
 def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be one of, ignores it
@@ -452,32 +400,6 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=120)[1] == b""
         assert process.returncode == 0
-
-
-def test_clear_asks_a_person_only_where_a_server_answers(
-    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = list[str]()
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda text: (asked.append(text), "yes")[1])
-    assert main(["clear", "--socket", f"{socket}.none"]) == 1
-    assert "no kvloft server answers" in capsys.readouterr().err
-    assert asked == []
-    assert main(["clear", "--socket", socket]) == 0
-    assert capsys.readouterr().out == "3 chunks removed\n"
-    assert len(asked) == 1
-
-
-def test_clear_is_not_agreed_to_by_the_end_of_input(
-    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ends(_: str) -> str:
-        raise EOFError
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", ends)
-    assert main(["clear", "--socket", socket]) == 1
-    assert "nothing was cleared" in capsys.readouterr().err
 
 
 def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+"""Sources of settings, from strong to weak: vLLM's ``kv_connector_extra_config`` (or a command line), environment variables
+``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
+
+It must know neither vLLM nor the store: checks that need the model are made where the model is known.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvloft.config.environment import ENV_FILE, ENV_PREFIX, environment, setting_variables
+from kvloft.config.table import AUTO, KEYS, OF_STORE, Config, is_checked_for_unit
+from kvloft.config.units import has_unit
+from kvloft.errors import ConfigError
+
+FROM_EXTRA: Final = "kv_connector_extra_config"
+MAX_SHOWN: Final = 80
+"""Characters of a wrong value in an error."""
+_Layer = dict[str, tuple[object, str]]
+"""Value and origin of each key that a source has."""
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, extra_origin: str = FROM_EXTRA
+) -> Config:
+    """Merge all sources into a Config.
+
+    ``extra`` is vLLM's kv_connector_extra_config, or the source that ``extra_origin`` names; ``environ`` defaults to the
+    environment of the process. Raises ConfigError.
+    """
+    environ = environment() if environ is None else environ
+    layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
+    has_null = [True, False, extra_origin == FROM_EXTRA]  # a variable or a flag is text
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    bare_numbers: dict[str, int] = {}
+    for layer, may_be_null in zip(layers, has_null, strict=True):  # weakest first; each value is checked, also if it is replaced
+        for key, (raw, origin) in layer.items():
+            values[key] = value = _parse(key, raw, origin, may_be_null)
+            origins[key] = origin
+            bare_numbers.pop(key, None)
+            if is_checked_for_unit(key) and isinstance(value, int) and not has_unit(raw):
+                bare_numbers[key] = value
+    _refuse_contradictions(values, origins)
+    return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was parsed
+
+
+def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, str]) -> None:
+    for key in ("disk_size", "salt_disk_quota"):
+        if values.get(key) is not None and values.get("disk_path") is None:
+            size = KEYS[key].show(values[key])
+            raise ConfigError(f'{key} = "{size}" ({origins[key]}) does nothing without disk_path: set that, or leave {key} out.')
+    misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment can be the server's
+    if misplaced and values.get("server") not in (None, AUTO):
+        raise ConfigError(
+            f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
+        )
+
+
+def describe(config: Config) -> list[tuple[str, str, str]]:
+    """Return (key, value as text, origin) of every setting, in the order of the documentation."""
+    return [(key, setting.show(getattr(config, key)), config.origin(key)) for key, setting in KEYS.items()]
+
+
+def _from_mapping(given: Mapping[str, object], origin: str) -> _Layer:
+    return {_known(key, origin): (value, origin) for key, value in given.items()}
+
+
+def _from_environ(environ: Mapping[str, str]) -> _Layer:
+    def spell(key: str) -> str:
+        return f"{ENV_PREFIX}{key.upper()}"
+
+    return {
+        _known(key, "environment", spell, name): (value, f"environment variable {name}")
+        for name, key, value in setting_variables(environ)
+    }
+
+
+def _from_file(environ: Mapping[str, str]) -> _Layer:
+    path = environ.get(ENV_FILE)
+    if not path:
+        return {}
+    import yaml  # a fifth of a server's start, and few users have such a file
+
+    blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must hold lines such as: host_size: 8GiB"
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
+            text = file.read()
+        document = yaml.safe_load(text)
+    except RecursionError as e:
+        raise ConfigError(f"{blame} is nested too deeply; {wanted}") from e
+    except OSError as e:
+        raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from e
+    except (yaml.YAMLError, ValueError) as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f" (see line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(f"{blame} is not YAML{where}; {wanted}") from e
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{blame} holds a {type(document).__name__}; {wanted}")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)
+    if twice := first_twice([key.value for key, _ in node.value]):  # PyYAML would use the last one
+        raise ConfigError(f"{blame} sets {twice} twice; leave one of the two lines out")
+    return _from_mapping(document, f"file {path}")
+
+
+def first_twice(keys: Sequence[str]) -> str | None:
+    """Return the first key that occurs twice."""
+    return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+
+
+def _known(key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None) -> str:
+    if isinstance(key, str) and key in KEYS:
+        return key
+    import difflib  # slow, and needed for an error only
+
+    near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
+    hint = f"did you mean {spell(near[0])}?" if near else f"known keys are {', '.join(map(spell, KEYS))}."
+    raise ConfigError(f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; {hint}")
+
+
+def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
+    setting = KEYS[key]
+    try:
+        return setting.parse(raw)
+    except (ValueError, TypeError, ArithmeticError):
+        null = f", or null for {setting.null}" if setting.null and may_be_null else ""
+        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) is not allowed; it must be {setting.allowed}{null}.") from None
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    text = f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -1,0 +1,113 @@
+"""Sizes, times and quotas: text to numbers and back.
+
+It must not know which settings have them.
+"""
+
+import math
+import re
+from decimal import Decimal
+from typing import Final
+
+_UNITS: Final = {"": 1, "b": 1} | {
+    f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
+}
+_TTL_SECONDS: Final = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+MAX_TTL_S: Final = 3650 * 86400
+_SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
+_QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
+    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError, also if out of range."""
+    amount, unit = _quantity(value)
+    if unit not in _UNITS:
+        raise ValueError(value)
+    size = amount * _UNITS[unit]
+    if size != int(size) or not low <= size <= high:
+        raise ValueError(value)
+    return int(size)
+
+
+def parse_seconds(value: object) -> float:
+    """Return the seconds of ``"10s"``, ``"250ms"``, ``"2min"`` or a plain number. Raises ValueError, also above an hour."""
+    amount, unit = _quantity(value)
+    if unit not in _SECONDS:
+        raise ValueError(value)
+    seconds = float(amount) * _SECONDS[unit]
+    if seconds > 3600.0:
+        raise ValueError(value)
+    return seconds
+
+
+Quota = int | float
+"""Limit of a tier: bytes as an int, or a fraction from 0.0 to 1.0 as a float."""
+
+
+def parse_quota(value: object) -> Quota:
+    """Return bytes for a size such as ``"8GiB"``, or a fraction for ``"10%"`` or 0.1. Raises ValueError.
+
+    A number with a point up to 1.0 is a fraction, also as text, because YAML has it as a number and a command line
+    as text. The resolution is one millionth: a smaller fraction that is not 0 is refused.
+    """
+    if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
+        value = float(value)
+    if isinstance(value, float) and (value == 0.0 or 1e-6 <= value <= 1.0):
+        return round(value, 6)
+    match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
+    if match is None:
+        return parse_size(value, low=0)
+    part = float(Decimal(match[1]) / 100)
+    if part > 1.0:
+        raise ValueError(value)
+    return part
+
+
+def format_quota(quota: Quota) -> str:
+    """Return text that :func:`parse_quota` reads back."""
+    return f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%" if isinstance(quota, float) else format_size(quota)
+
+
+def parse_ttl(value: object) -> int:
+    """Return whole seconds of ``"24h"``, ``"7d"``, ``"90min"``, ``"30s"`` or a plain number, up to ten years. Raises ValueError."""
+    amount, unit = _quantity(value)
+    seconds = amount * _TTL_SECONDS[unit] if unit in _TTL_SECONDS else Decimal(0)
+    if seconds != int(seconds) or not 1 <= seconds <= MAX_TTL_S:
+        raise ValueError(value)
+    return int(seconds)
+
+
+def format_ttl(seconds: int) -> str:
+    """Return text that :func:`parse_ttl` reads back."""
+    return next((f"{seconds // each}{unit}" for unit, each in (("d", 86400), ("h", 3600)) if seconds % each == 0), f"{seconds}s")
+
+
+def format_size(size_bytes: int) -> str:
+    """Return the shortest exact text that :func:`parse_size` reads back to the same number."""
+    for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes and size_bytes % base == 0:
+            return f"{size_bytes // base}{unit}"
+    return f"{size_bytes}B"
+
+
+def size_text(size_bytes: int) -> str:
+    """Format bytes with up to four digits and a binary unit: "256 MiB" or "1.5 GiB"."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def has_unit(value: object) -> bool:
+    """Return True if a size or a time that was parsed has a unit."""
+    return _quantity(value)[1] != ""
+
+
+def _quantity(value: object) -> tuple[Decimal, str]:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return Decimal(value), ""
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(value)
+    return Decimal(match[1]), match[2].lower()
