@@ -1,12 +1,11 @@
-// gather_chunks, scatter_chunks: paged KV <-> contiguous chunk payload, as bytes, with the chunk's tag on the way.
+// gather_chunks, scatter_chunks: paged KV <-> contiguous chunk payload, as bytes, and the chunk's tag.
 //
-// In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and tags_out[s], the sum of segment s;
-// the tag of a chunk is the sum over its segments. Every address and length of a piece is a multiple of kVecBytes
-// (16, 8, 4 or 1), which the host checks. Any grid is correct: its warps share the tiles out evenly.
-// Expected: 2 bytes of HBM traffic per payload byte; with 66 CTAs of an H200 (132 SMs) about 1.2 TB/s of payload for any page
-// size, some 22 times what PCIe takes, so a burst holds half the SMs for a few percent of the copy's time (measured:
-// benches/results). The tag costs two 64-bit multiplies per 8 bytes, hidden behind the memory. This file must not know why bytes
-// move, nor their dtype.
+// In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and tags_out[s], the sum of segment s.
+// The tag of a chunk is the sum over its segments. Every address and length of a piece is a multiple of kVecBytes
+// (16, 8, 4 or 1), which the host checks. Any grid is correct: its warps divide the tiles evenly.
+// Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs): 1.2 TB/s of payload for any
+// page size, 22 times PCIe's rate, so half of the SMs are busy for a few percent of the copy's time (benches/results). The
+// tag takes two 64-bit multiplications per 8 bytes, which memory accesses hide. Must not depend on dtypes.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -14,13 +13,13 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // what one thread moves at a time: 16 bytes where alignment allows it, else one word
+struct Item {  // bytes that one thread moves at a time: 16 if the alignment allows it, else one word
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];
 };
 
-// Streaming accesses: neither side is read again soon. `num_bytes` < kBytes only where a page ends inside a word.
+// Streaming accesses, because neither side is read again soon. `num_bytes` < kBytes only if a page ends inside a word.
 template <int kVecBytes>
 __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from, const u32 num_bytes) {
   Item<kVecBytes> item{};
@@ -60,7 +59,7 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
-// One warp moves one tile; returns this lane's part of the sum. `to` null: nothing is written.
+// Moves one tile with one warp; returns this lane's part of the sum. Writes nothing if `to` is null.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
@@ -104,8 +103,8 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 
 }  // namespace kvloft
 
-// One vector width a compilation (KVLOFT_VEC_BYTES), so that an engine start compiles no more than it uses.
-// 64 registers a thread: two CTAs fit beside each other on an SM.
+// One vector width per compilation (KVLOFT_VEC_BYTES), so that an engine compiles only the kernels that it uses.
+// 64 registers per thread, so that two CTAs fit on an SM.
 static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 || KVLOFT_VEC_BYTES == 1, "no such width");
 #define KVLOFT_KERNEL(NAME, VERB)                                                                                       \
   extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                                  \

@@ -1,24 +1,23 @@
-// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, losslessly, with the tag of the raw pages on the way.
+// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, without loss, and the tag of the raw pages.
 //
 // In: PieceParams (kv_layout.cuh). Every address and length of a piece is a multiple of 16. Out: as chunks.cu, and used_out[s],
-// the 16-byte units of segment s' records. A segment is a whole chunk. The format "e348" is ARCHITECTURE.md's, "Frames": a table
-// with an entry of 8 bytes a tile, then the tiles' records in any order.
+// the size of segment s's records in 16 bytes. A segment is a whole chunk. docs/design/compression.md describes the format
+// "e348": a table with an entry of 8 bytes per tile, then the tiles' records in any order.
 //
-// The width rule: the copy engine moves `width` bytes of a part, whatever is in them. A record that ends behind them is also written
-// to the part in host memory by encode_chunks, and read from there by decode_chunks. So the host needs no sizes.
-// Damaged parts: every position is computed from table and record and is bounded before it is used, so that a read stays in the slot
-// or the part; a tile that cannot be decoded is left out of the sum.
-// Expected: 1.7 bytes of HBM traffic per payload byte, but some 1,300 instructions a tile: 550 (encode) and 650 (decode) GB/s of
-// payload with 66 CTAs of an H100, eight times what PCIe takes.
+// Width: the copy engine moves the first `width` bytes of a part. encode_chunks also writes a record that ends after them to
+// the part in host memory, and decode_chunks reads it from there, so the host needs no sizes.
+// Damaged parts: every offset is bounded before it is used, so that reads stay in the slot or the part. A tile that cannot be
+// decoded is not in the sum, so the tag differs.
+// Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per tile. Measured with 66 CTAs on an H100:
+// 550 (encode) and 650 (decode) GB/s of payload, eight times PCIe's rate.
 #include "piece.cuh"
 
 namespace kvloft {
 
-constexpr u32 kAllLanes = 0xffffffffu;
-constexpr int kRows = kTileBytes / 512;  // of 512 bytes, 16 a lane
-constexpr int kPairs = kRows / 2;        // of rows: 16 words a lane, whose low code bits are one u32
-constexpr int kLaneStride = 17;          // u32 between lanes' exponents in shared memory: no bank conflicts
-constexpr u32 kMaxNibbles = 1728;        // more, and the tile is raw: what 16 warps have room for in 48 KiB
+constexpr int kRows = kTileBytes / 512;  // rows of 512 bytes, 16 per lane
+constexpr int kPairs = kRows / 2;        // pairs of rows: 16 words per lane, whose low code bits are one u32
+constexpr int kLaneStride = 17;          // u32 per lane in shared memory, without bank conflicts
+constexpr u32 kMaxNibbles = 1728;        // above, the tile is raw; as many as fit for 16 warps in 48 KiB
 constexpr u32 kMaxBytes = 255;
 constexpr u32 kRawEntry = 0xfff;
 constexpr u32 kLowBits = 0x55555555u;  // the lower bit of each pair of bits
@@ -28,7 +27,7 @@ struct WarpMemory {
   u32 nibbles[kMaxNibbles / 8];
 };
 
-// A table entry. `offset` counts from the table's end, in 16 bytes; `top` is the largest exponent of the window of 3-bit codes.
+// A table entry. `offset` is from the table's end, in 16 bytes; `top` is the largest exponent of the window of 3-bit codes.
 struct Entry {
   u32 offset, top, num_nibbles, num_bytes;
   bool is_raw;
@@ -44,7 +43,7 @@ struct Entry {
   }
 };
 
-// The parts of a record whose tile has `num_rows` rows, as offsets in it.
+// Offsets of the parts of a record, from the size of its tile.
 struct RecordLayout {
   u32 num_pairs, low_codes, high_codes, nibbles;
 
@@ -60,7 +59,7 @@ struct RecordLayout {
   }
 };
 
-// Places of a chunk's table and records.
+// Addresses of a chunk's table and records.
 struct ChunkAt {
   u8* slot;
   u8* host;
@@ -76,34 +75,22 @@ struct ChunkAt {
   }
 };
 
-// How many of a tile's rows reach this lane.
+// Returns the number of a tile's rows in which this lane has words.
 __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// All code bits of the words of pair `pair` that are in the tile: 2 bits a word, 8 words a row.
+// Returns a mask of the code bits of words of pair `pair` in the tile: 2 bits per word, 8 words per row.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
-}
-
-// The sum over the lanes before this one; `total` is that over all.
-__device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& total) {
-  u32 sum = mine;
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const u32 other = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  total = __shfl_sync(kAllLanes, sum, kWarpSize - 1);
-  return sum - mine;
 }
 
 __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
   return term(static_cast<u64>(words.y) << 32 | words.x, position) + term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Moves a page's bytes unchanged and returns their terms of the tag. `to` null: only the tag.
+// Copies a page's bytes unchanged and returns their terms of the tag. Copies nothing if `to` is null.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to, const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
   u64 sum = 0;
@@ -118,22 +105,22 @@ __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restr
   return sum;
 }
 
-// Two words, each rotated left by one bit: the exponent is the high byte, mantissa and sign are the low one.
+// Rotates two words left by one bit each: the high byte is then the exponent, the low byte mantissa and sign.
 __device__ __forceinline__ u32 rotated(const u32 words) { return (words << 1 & 0xfffefffeu) | (words >> 15 & 0x00010001u); }
 __device__ __forceinline__ u32 rotated_back(const u32 words) { return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u); }
 
-// The nibble of an exponent outside of the window.
+// Returns the nibble of an exponent outside of the window.
 __device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
   const u32 below = (top - exponent) & 255u;
   if (exponent == 0) return 14;           // zeros and denormals
   if (below >= 251) return 255 - below;   // top + 1 .. top + 5
-  return below < 16 ? below - 2 : 15;     // top - 7 .. top - 15; else a byte follows
+  return below < 16 ? below - 2 : 15;     // top - 7 .. top - 15; 15: a byte follows
 }
 __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent) for each bit of `escapes`, in order; an escape's bit is 2 * word + the half of the pair of pairs.
+// Calls visit(exponent, bit) for each bit of `escapes`, in order. The bit is 2 * word + the pair's number modulo 2.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {
@@ -143,14 +130,15 @@ __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, con
   }
 }
 
-// What a lane has of a tile that is being encoded.
+// A lane's share of a tile that is being encoded.
 struct LaneCodes {
   uint4 low_bytes[kPairs];
   u32 low_codes[kPairs];
   u32 high_codes[kPairs / 2];
-  u32 escapes[kPairs / 2];  // then those that a byte follows
+  u32 escapes[kPairs / 2];  // after encode_nibbles, only those with a byte
 
-  // Words -> low bytes here, exponents in shared memory; returns the tag's terms and, packed, sum and number of nonzero exponents.
+  // Splits words into low bytes, and exponents in shared memory. Returns the tag's terms; `stats` packs the sum and the
+  // number of nonzero exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position, u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
     u64 sum = 0;
@@ -182,7 +170,7 @@ struct LaneCodes {
     return sum;
   }
 
-  // The codes of all words; returns the number of escapes.
+  // Computes the codes of all words; returns the number of escapes.
   __device__ __forceinline__ u32 encode(const u32* mine, const u32 top, const int num_rows) {
     const u32 tops = top * 0x01010101u;
     u32 num_escapes = 0;
@@ -208,7 +196,7 @@ struct LaneCodes {
     return num_escapes;
   }
 
-  // Nibbles of the escapes from number `at` on, to shared memory; returns how many bytes follow.
+  // Writes the nibbles of this lane's escapes to shared memory, from number `at` on; returns the number of bytes that follow.
   __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top, u32 at) {
     u32 num_bytes = 0;
 #pragma unroll
@@ -247,7 +235,7 @@ struct LaneCodes {
   }
 };
 
-// One warp encodes one tile: into the slot, into the part in host memory, or, across the width, into both.
+// Encodes one tile with one warp, to the slot, to the part in host memory, or, across the width, to both.
 __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
   if (at.page == nullptr) return 0;
   const u32 lane = threadIdx.x % kWarpSize;
@@ -259,7 +247,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   LaneCodes codes;
   u32 stats, byte_at = 0;
-  __syncwarp();  // the tile before is out of shared memory
+  __syncwarp();  // shared memory of the previous tile is no longer read
   const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
   Entry entry{0, 0, 0, 0, true};
   if (at.tile.is_bf16) {
@@ -295,14 +283,14 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Spreads 16 pairs of bits over half-bytes: bit pair i of x to bits 4 i of the result. Only the low 16 bits of x are taken.
+// Spreads the low 16 bits of x: bit pair i becomes bits 4 i and 4 i + 1 of the result.
 __device__ __forceinline__ u32 spread(u32 x) {
   x = (x | x << 8) & 0x00ff00ffu;
   x = (x | x << 4) & 0x0f0f0f0fu;
   return (x | x << 2) & 0x33333333u;
 }
 
-// One warp decodes one tile; a tile that is not wanted is decoded for its tag.
+// Decodes one tile with one warp; a tile without a page is decoded for its tag.
 __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
   const u32 tile_bytes = at.tile.num_bytes;
@@ -311,13 +299,13 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
   const ChunkAt chunk(p, at.segment);
   const RecordLayout layout(tile_bytes);
   Entry entry{0, 0, 0, 0, true};
-  u32 begin = static_cast<u32>(at.block * p.block_bytes) + at.tile.payload_offset;  // of a raw part, whose payload starts it
+  u32 begin = static_cast<u32>(at.block * p.block_bytes) + at.tile.payload_offset;  // in a raw part, which starts with the payload
   if (!p.parts[at.segment].is_raw) {
     entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
     begin = chunk.table_bytes + entry.offset * 16;
   }
   const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
-  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr)) return 0;  // damaged: left out of the sum, the tag differs
+  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr)) return 0;  // damaged; the tag differs
   const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
   if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
 
@@ -353,7 +341,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // At most one word or byte behind those that the entry counts is read, which is still in the slot or the part.
+  // Reads at most one word or byte after those in the entry, which is still in the slot or the part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;
@@ -396,7 +384,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
 
 }  // namespace kvloft
 
-// 64 registers a thread: two CTAs fit on an SM.
+// 64 registers per thread, so that two CTAs fit on an SM.
 #define KVLOFT_KERNEL(NAME, FUNCTION)                                                                          \
   extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                         \
       NAME(const __grid_constant__ kvloft::PieceParams params) {                                               \

@@ -1,9 +1,9 @@
-// Where the bytes of a piece of work are: tiles of pages in paged KV, segments of chunk payload in staging or in a frame.
+// Addresses of a piece: tiles of pages in paged KV, and segments of chunk payload in a staging slot or a frame.
 //
-// A tile is at most kTileBytes of one page, the unit that a warp moves. The tile table lists the tiles of *one* block in
-// payload order, for all planes, once per engine; a block is reached by its stride. A segment is a run of tiles of one chunk.
+// A tile is up to kTileBytes of one page, and a warp moves one tile at a time. The tile table has the tiles of one block in
+// payload order, for all planes; other blocks are at multiples of the stride. A segment is a run of tiles of one chunk.
 // All 64-bit address arithmetic of the kernels is here. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
-// compares their sizes. This file must not know layers or streams; of dtypes it has only whether a tile is of bf16 words.
+// compares their sizes. Must not depend on layers or streams, or on dtypes other than bf16.
 #pragma once
 #include "tag.cuh"
 
@@ -15,7 +15,7 @@ constexpr u32 kTileBytes = 4096;
 constexpr int kMaxSegments = 128;
 constexpr int kMaxBlocks = 1024;
 
-// One tile of a block: `num_bytes` at `base + block_id * block_stride`, and at `payload_offset` of the block's payload.
+// One tile of a block: `num_bytes` at `base + block_id * block_stride` and at `payload_offset` of the block's payload.
 struct Tile {
   u64 base;
   u64 block_stride;
@@ -23,13 +23,13 @@ struct Tile {
   unsigned short num_bytes;
   unsigned short is_bf16;  // its 16-bit words have an 8-bit exponent that e348 can encode
   u32 plane;
-  u32 first_word;  // of the tile inside its page: byte offset / 8
+  u32 first_word;  // offset of the tile in its page, in 8 bytes
 };
 static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
 // Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile begins.
 struct Segment {
-  u64 base;         // where byte 0 of the chunk's payload is (or would be, if the segment starts later), from PieceParams' base
+  u64 base;         // offset of byte 0 of the chunk's payload from PieceParams' base, even if the segment starts later
   u32 first_tile;   // number of its first tile in the piece
   u32 chunk_tile;   // number of its first tile in the chunk
   int block_index;  // block_ids[block_index + i] is the paged block of the chunk's block i
@@ -37,35 +37,35 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
-// Where an encoded part is in host memory, for the kernels of e348.cu; one a segment.
+// Address of an encoded part in host memory, for the kernels of e348.cu; one per segment.
 struct Part {
-  u64 address;  // of its first byte, in registered memory; 0: nothing of it may be touched (loads only)
-  u32 width;    // bytes that the copy engine moves; records that end behind them are written and read in place
+  u64 address;  // of its first byte, in registered memory; 0: the kernel must not access it (loads only)
+  u32 width;    // bytes that the copy engine moves; records that end after them are accessed in place
   u32 is_raw;   // its payload is not encoded (loads only)
 };
 static_assert(sizeof(Part) == 16, "mirrored in kernels.py");
 
 struct PieceParams {
   const Tile* tiles;  // [tiles_per_block]
-  u64* sums;          // [kMaxSegments], zero between launches
-  u32* num_done;      // CTAs that have added their sums; zero between launches
-  u64* tags_out;      // [num_segments], the finished sums; may be host memory
+  u64* sums;          // [kMaxSegments]; zero between launches
+  u32* num_done;      // number of CTAs that have added their sums; zero between launches
+  u64* tags_out;      // [num_segments]: the final sums; may be host memory
   u64 block_bytes;    // payload of one block
-  u64 base;           // what the segments' bases count from: a staging slot, or the frames
-  u32* num_used;      // [kMaxSegments] 16-byte units of records, zero between launches; with the rest below for e348.cu only
-  u64* used_out;      // [num_segments], the finished num_used; may be host memory; null elsewhere
-  u64 part_room;      // bytes of a part in front of its trailer
+  u64 base;           // address of a staging slot or of the frames, to which segments' bases are added
+  u32* num_used;      // e348.cu only: [kMaxSegments] sizes of records in 16 bytes; zero between launches
+  u64* used_out;      // e348.cu only, else null: [num_segments] the final num_used; may be host memory
+  u64 part_room;      // e348.cu only: bytes of a part before its trailer
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
   u32 num_segments;
   Segment segments[kMaxSegments];
-  int block_ids[kMaxBlocks];  // < 0: read and tag the payload, but touch no page (the part of a chunk that is not wanted)
+  int block_ids[kMaxBlocks];  // < 0: read and tag the payload without writing pages
   Part parts[kMaxSegments];
 };
 static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
 
-// The segment that holds tile `tile` of the piece.
+// Returns the segment of tile `tile` of the piece.
 __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {
   u32 low = 0;
   u32 high = p.num_segments;

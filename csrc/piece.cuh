@@ -1,23 +1,25 @@
-// The walk over a piece that every kernel family shares: each warp takes neighbouring tiles and adds their terms to the sums.
+// The loop over the tiles of a piece, for all kernel families: each warp moves neighboring tiles and adds their terms to the sums.
 //
 // A family passes a function of `TileAt` that moves one tile with one warp and returns the lane's part of the tile's sum.
-// This file must not know how a tile is moved.
+// Must not depend on how a tile is moved.
 #pragma once
 #include "kv_layout.cuh"
 
 namespace kvloft {
 
-// A tile of a piece, as one warp takes it.
+constexpr u32 kAllLanes = 0xffffffffu;
+
+// A tile of a piece, for one warp.
 struct TileAt {
   u32 segment;
   u32 chunk_tile;  // its number in the chunk
-  u32 block;       // the chunk's block that it is of
+  u32 block;       // number of its block in the chunk
   Tile tile;
-  u8* page;      // its bytes in paged KV; null if they are not wanted
+  u8* page;      // its bytes in paged KV; null if they must not be written
   u64 position;  // of its first word in the tag
 };
 
-// A word's part of the tag. A bench compiles it away to learn what it costs; nothing else does.
+// The term of a word in the tag. A benchmark compiles without it to measure its cost.
 __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #ifdef KVLOFT_BENCH_WITHOUT_TAG
   return 0;
@@ -26,19 +28,31 @@ __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #endif
 }
 
-// Adds up what the lanes of a warp have of a segment's sum.
+// Returns the sum over the lanes before this one; `total` is the sum over all lanes.
+__device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& total) {
+  u32 sum = mine;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const u32 other = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  total = __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+  return sum - mine;
+}
+
+// Adds the lanes' sums of a segment to the segment's sum.
 __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
 #pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(kAllLanes, sum, distance);
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
-// The last CTA hands the sums over and leaves everything zero for the next launch: no memset, no second kernel.
+// The last CTA writes the final sums and zeroes the state for the next launch, which saves a memset and a second kernel.
 __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // what every warp of this CTA added, before this CTA is counted as done
+    __threadfence();  // all additions of this CTA are visible before it is counted as done
     is_last = atomicAdd(p.num_done, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -53,8 +67,8 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // Each warp takes neighbouring tiles, so that it has one segment or two to add to: with tiles dealt out in turn every tile is
-  // of another segment, and all warps wait for each other's atomics (seen on an H200: 118 us a piece of 4 KiB pages, 26 this way).
+  // Each warp has neighboring tiles and so adds to one or two segments. With interleaved tiles, all warps wait for each
+  // other's atomics (H200, 4 KiB pages: 118 us per piece instead of 26).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
   const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
   const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;

@@ -1,8 +1,8 @@
-// The tag of a chunk, as ARCHITECTURE.md defines it, for device code; rust/core/src/tag.rs is the same on the CPU.
+// The tag of a chunk in device code; docs/design/frames.md defines it, and rust/core/src/tag.rs computes it on the CPU.
 //
-// tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, w[p, j] the j-th little-endian 64-bit word of page p,
-// pages zero-padded to whole words. Being a sum, any thread may add any word in any order. tests/gpu/test_tag.py compares
-// the constants below with tag.rs. This file must not know where words come from.
+// tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th little-endian 64-bit word
+// of page p. Pages are zero-padded to whole words. Threads can add words in any order. tests/gpu/test_tag.py compares the
+// constants with tag.rs. Must not depend on the source of words.
 #pragma once
 
 namespace kvloft {
@@ -18,9 +18,9 @@ constexpr u64 kTagC = 0x8cedaa8195c75ecdull;
 constexpr u64 kTagM1 = 0xaaa3ec2316f39b27ull;
 constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
-// A bijection of 64 bits: a changed word always changes its term of the sum.
+// A bijection on 64 bits, so that a changed word always changes its term of the sum.
 __device__ __forceinline__ u64 mix(u64 x) {
-  // The rotations by 17 and 36, in halves: from 64-bit shifts the compiler makes the same instructions but spills registers.
+  // Rotations by 17 and 36, in halves: with 64-bit shifts the compiler spills registers.
   const u32 low = static_cast<u32>(x);
   const u32 high = static_cast<u32>(x >> 32);
   const u32 mixed_low = low ^ __funnelshift_r(low, high, 17) ^ __funnelshift_r(high, low, 4);
@@ -32,7 +32,7 @@ __device__ __forceinline__ u64 mix(u64 x) {
   return x ^ (x >> 32);
 }
 
-// Where word `word` of page `page` stands; the next word is at + kTagB.
+// The position of word `word` of page `page` in the tag; the next word is at + kTagB.
 __device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) { return kTagC + page * kTagA + word * kTagB; }
 
 }  // namespace kvloft

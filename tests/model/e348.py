@@ -1,4 +1,4 @@
-"""The encoding e348 in numpy, straight from ARCHITECTURE.md ("Frames"): the oracle of csrc/e348.cu. It shares no code with it.
+"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. It shares no code with it.
 
 `python tests/model/e348.py --write` makes tests/vectors/e348.json anew; `--check` says whether it is as made.
 """

@@ -1,1 +1,1 @@
-"""Values and seams that both halves share. Nothing here knows torch, vLLM or the Rust extension."""
+"""Values and protocols that the scheduler side and the worker side share. Must not import torch, vLLM or the extension."""

@@ -1,4 +1,7 @@
-"""Chunks to copy, as plans carry them: frames, their keys, and the blocks of paged KV on the other side. No meaning beyond that."""
+"""Chunks to copy, as plans carry them: frames, keys, and blocks of paged KV; and the block tables of a request.
+
+Must not depend on the reason for a copy.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ else:  # the extension is not loaded for a type
 
 
 class ChunkCopy(NamedTuple):
-    """One chunk of a batch, for who looks at single ones.
+    """One chunk of a batch.
 
-    ``blocks[i]`` is block ``first_block + i`` of the chunk; for a save first_block is 0. ``num_blocks`` is what the frame
-    holds, which the trailer must agree with; ``len(blocks)`` may be smaller for a load that needs only the chunk's end.
+    ``blocks[i]`` is block ``first_block + i`` of the chunk; first_block is 0 for a save. ``num_blocks`` is the
+    number of blocks in the frame, as in its trailer; ``len(blocks)`` is smaller for a load of the chunk's end.
     """
 
     frame: int
@@ -29,9 +32,10 @@ class ChunkCopy(NamedTuple):
 
 
 class Tables:
-    """A request's block tables, one per KV cache group. Its length is in units; a slice of units gives blocks of group ``main``.
+    """A request's block tables, one per KV cache group.
 
-    ``per_unit``: blocks of each group per unit; None: one.
+    Its length is in units; a slice of units returns blocks of group ``main``. ``per_unit`` is the number of
+    blocks per unit of each group; None: one.
     """
 
     __slots__ = ("main", "main_size", "main_table", "per_unit", "tables")
@@ -47,23 +51,23 @@ class Tables:
         return self.of(self.main, units)
 
     def size_of(self, group: int) -> int:
-        """Blocks of a group per unit."""
+        """Return the number of blocks of a group per unit."""
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """The blocks of a group in ``units``, of which neither end is negative."""
+        """Return the blocks of a group in ``units``, whose ends must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
 
     def copy(self) -> Tables:
-        """The same tables as lists of their own, which `grow` may add to."""
+        """Return a copy whose tables are lists, so that `grow` can extend them."""
         return Tables([list(table) for table in self.tables], self.main, self.per_unit)
 
     def grow(self, blocks: Sequence[BlockId]) -> None:
-        """Add blocks to the only group's table."""
+        """Append blocks to the table of the only group."""
         self.main_table += blocks  # type: ignore[operator]
 
 
 NO_TABLES = Tables(((),))
-"""Of a request without blocks."""
+"""Block tables of a request without blocks."""

@@ -1,4 +1,4 @@
-"""Ids that both halves share. They are plain ints, strings and bytes at run time."""
+"""Ids that both sides share. They are plain ints, strings and bytes at run time."""
 
 from typing import NewType
 

@@ -1,4 +1,4 @@
-"""All that crosses between the halves: a StepPlan to the workers, a StepReport back. Immutable values."""
+"""The messages between the two sides: a StepPlan to the workers and a StepReport back. Immutable values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Chunks = Any
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Frames to scatter for one request, which waits until the worker reports it; no ``chunks``: none of them is there.
+    """Frames to scatter for one request, which waits until the worker reports the load.
 
-    ``lost`` are blocks that were promised to vLLM but whose frames are gone: the worker reports them as load errors.
+    ``chunks`` is empty if none is available. ``lost`` are blocks that were offered to vLLM but whose frames are
+    gone: the worker reports them as load errors.
     """
 
     req_id: ReqId
@@ -25,7 +26,7 @@ class LoadPlan:
     lost: tuple[BlockId, ...] = ()
 
     def blocks(self) -> list[BlockId]:
-        """All that were promised, lost or not."""
+        """Return all offered blocks, including lost ones."""
         return [*(self.chunks.block_ids() if self.chunks else ()), *self.lost]
 
 
@@ -37,9 +38,9 @@ class SavePlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """All that the worker half learns in one step.
+    """The work of one step.
 
-    ``rewritten`` are blocks that this step's forward may write and that a save of an earlier step may still be reading.
+    ``rewritten`` are blocks that this step's forward may write while a save of an earlier step still reads them.
     """
 
     step: int
@@ -50,14 +51,14 @@ class StepPlan(NamedTuple):
 
 
 LAYOUT: Final = "layout"
-"""Why a chunk failed its check if its trailer names another memory layout."""
+"""The reason for a failed check if the trailer names another memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What became of one LoadPlan; ``bad_keys`` failed their check, with why.
+    """Result of one LoadPlan. ``bad_keys``: chunks that failed their check, with the reason.
 
-    ``failed``: nothing was copied though no frame is to blame, so none is forgotten for it.
+    ``failed``: nothing was copied, for a reason other than the frames, so no chunk is removed.
     """
 
     req_id: ReqId
@@ -68,9 +69,9 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the worker half did: each save ticket is in exactly one of the two tuples, once per rank.
+    """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per rank.
 
-    ``usable_frames`` is (rank, how many of the first frames it can copy to), where that changed.
+    ``usable_frames`` is (rank, n) if n changed: the rank can copy to the first n frames.
     """
 
     saved: tuple[Ticket, ...] = ()

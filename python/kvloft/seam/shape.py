@@ -1,6 +1,6 @@
-"""What the cache is made of: sizes that both halves and the store read. Values, built once at start.
+"""Sizes of the cache, which both sides and the store use: KV cache groups, shards and the arena.
 
-``kvloft.vllm.shape`` builds them from vLLM's own configuration. It must not know vLLM or bytes.
+`kvloft.vllm.shape` builds these values once at start from vLLM's configuration. Must not import vLLM.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV cache group: layers that share a block table. Sizes are in tokens and blocks.
+    """One KV cache group: layers that share a block table.
 
-    ``kind`` says which blocks a prefix of L tokens needs: "full" all of them; "window" those of the last ``reach`` tokens before
-    L; "local" those of the local chunk of ``reach`` tokens that L cuts; "state" the one state after L tokens. Chunks of all groups
-    end at the same tokens, so a group of shorter blocks has more of them in each.
+    ``kind`` decides the blocks that a hit of L tokens needs:
+
+    - "full": all
+    - "window": those of the last ``reach`` tokens before L
+    - "local": those of the attention chunk of ``reach`` tokens that contains position L
+    - "state": the one state after L tokens
+
+    Chunks of all groups end at the same tokens, so a group with shorter blocks has more of them per chunk.
     """
 
     block_tokens: int
@@ -29,7 +34,10 @@ class GroupShape:
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks of a unit that a chunk keeps, the last ones: no prefix needs more, and vLLM may have freed those before."""
+        """Return the number of blocks of a unit that a chunk keeps: its last ones.
+
+        No hit needs the blocks before them, and vLLM may have freed those.
+        """
         match self.kind:
             case "full" | "local":
                 return self.blocks_per_unit
@@ -41,12 +49,13 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Groups of layers and shards of ranks.
+    """KV cache groups and shards.
 
-    Every ``num_replicas`` neighbouring ranks are a shard: they hold the same bytes (MLA, fewer KV heads than ranks). The first one
-    writes the shard's part of each frame, ``part_bytes`` long, all of them read it. A frame holds a chunk of any one group.
-    ``lookahead``: tokens behind a block that a drafter's KV in it depends on. ``encoding``: what parts may be encoded with, a
-    number of `kvloft.transfer.frames`; 0: all are raw. Raises ValueError where ranks are left over.
+    ``num_replicas`` neighboring ranks are one shard: they hold the same bytes (MLA, or fewer KV heads than
+    ranks). The first of them writes the shard's part of each frame, of ``part_bytes``, and all of them read it.
+    A frame holds a chunk of any one group. ``lookahead`` is the number of tokens after a block on which a draft
+    model's KV in that block depends. ``encoding`` is the encoding that parts can have, a number of
+    `kvloft.transfer.frames`; 0: all parts are raw. Raises ValueError if the ranks are not whole shards.
     """
 
     groups: tuple[GroupShape, ...]
@@ -62,27 +71,27 @@ class CacheShape:
 
     @property
     def main(self) -> int:
-        """Which group stands for the request where one must: the first of full attention, or the first of windows without any."""
+        """Return the group that represents the request: the first with full attention, or else with a window."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """The number in the keys of what ``groups[group]`` keeps; None: they are the prefix's own."""
+        """Return the group number in the keys of the group's chunks; None if they have the keys of the prefix."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens from one cache key to the next: whole blocks of every group."""
+        """Return the number of tokens of a unit: whole blocks of every group."""
         return self.groups[0].unit_tokens
 
     @property
     def is_divisible(self) -> bool:
-        """True if any part of a stored prefix is a hit: with one group of full attention. Else a hit is whole or nothing."""
+        """Return True if any part of a stored prefix is a hit, which is so for one group with full attention."""
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
     @property
     def is_dense(self) -> bool:
-        """True if some group keeps every block of a prefix, so that no hit goes beyond a missing chunk."""
+        """Return True if some group needs every block of a prefix, so that no hit extends beyond a missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -94,7 +103,7 @@ class CacheShape:
         return self.part_bytes * self.num_shards
 
     def shard_of(self, rank: int) -> int:
-        """Which part of a frame is ``rank``'s. Raises ValueError for a rank that is none of ours."""
+        """Return the number of the rank's shard. Raises ValueError if there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is not one of the {self.num_ranks} that share the cache")
         return rank // self.num_replicas
@@ -105,16 +114,16 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """How a worker maps the host tier."""
+    """Location and size of the host arena, for workers that map it."""
 
     path: str
     frame_bytes: int
     num_frames: int
     id: int = 0
-    """Which memory it is, for paths are used again; 0: not known."""
+    """Identifies the memory, because paths are reused; 0: unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that a worker holds open while it can write to frames; None for an engine's own store."""
+    """Path and inode of the pipe that a worker holds open while it can write to frames; None without a server."""
 
     def is_same_memory(self, other: ArenaSpec | None) -> bool:
-        """Whether frames of ``other`` are frames of this arena, whatever connection they came by."""
+        """Return True if ``other`` is the same memory, possibly through another connection."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

@@ -1,4 +1,4 @@
-"""The store as the scheduler half sees it: types of the extension, described in its stub, which are not loaded at run time."""
+"""Types of the store for the scheduler side. They are the extension's, which is not imported at run time."""
 
 from typing import TYPE_CHECKING, Any
 

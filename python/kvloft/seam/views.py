@@ -1,4 +1,4 @@
-"""vLLM's requests and steps as kvloft reads them. It must not know vLLM."""
+"""vLLM's requests and steps as kvloft reads them. Must not import vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloft.seam.ids import BlockId, ReqId
 
 @dataclass(frozen=True, slots=True)
 class EmbedRows:
-    """Prompt-embedding rows at positions [start, start + num_rows): raw bytes of a C-contiguous array."""
+    """Prompt embeddings of positions [start, start + num_rows): raw bytes of a C-contiguous array."""
 
     start: int
     num_rows: int
@@ -24,7 +24,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A multimodal item by its identifier and the positions it covers."""
+    """A multimodal item: its identifier and the positions that it covers."""
 
     identifier: str
     start: int
@@ -33,10 +33,10 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What decides a request's keys besides its token ids.
+    """The inputs of a request's keys other than token ids.
 
-    ``embeds`` are the positions whose input is an embedding row, whatever stands in the token ids there. With ``savable_tokens``,
-    only that many leading tokens are worth saving: no later request can have the keys of those after them.
+    ``embeds`` are the positions whose input is an embedding; the token ids there are ignored. ``savable_tokens``
+    limits saves to that many leading tokens, because no later request can have the keys after them.
     """
 
     adapter: tuple[str, str] | None = None
@@ -47,37 +47,40 @@ class RequestView:
 
 
 class LiveRequest(Protocol):
-    """A vLLM request as it changes: only read, and only inside a scheduler hook."""
+    """A vLLM request, which changes between steps. Read only, and only inside a scheduler hook."""
 
     @property
     def req_id(self) -> ReqId: ...
     @property
     def token_ids(self) -> Sequence[int]:
-        """vLLM's own list: prompt and confirmed output. It may shrink in a streaming session."""
+        """Return vLLM's list of prompt and confirmed output tokens. It can shrink in a streaming session."""
         ...
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Changes only when a streaming session takes its next input."""
+        """Return the prompt's length. It changes only when a streaming session receives its next input."""
         ...
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        """The two above, in one call: some of hundreds of requests are asked in every step."""
+        """Return token_ids and num_prompt_tokens in one call, which is cheaper for hundreds of requests per step."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens scheduled so far, less the drafts known to be rejected: ahead of the truth only while a step is in flight."""
+        """Return the tokens scheduled so far without draft tokens known to be rejected.
+
+        It is too high only while a step is in flight.
+        """
         ...
 
     @property
     def skip_load(self) -> bool:
-        """The request asked not to read any prefix cache."""
+        """Return True if the request must not read any prefix cache."""
         ...
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """What of it to save; None: it does not say."""
+        """Return the part of the request to save; None if the request does not set it."""
         ...
 
     def view(self) -> RequestView: ...
@@ -85,7 +88,7 @@ class LiveRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request's first step since admission (also after a preemption): the block table is replaced."""
+    """A request in its first step after admission or preemption; its block table is replaced."""
 
     req_id: ReqId
     num_computed_tokens: int
@@ -93,7 +96,7 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """``block`` of a state group will hold the state after the first ``num_tokens`` tokens when this step's forward is done."""
+    """``block`` of a state group holds the state after ``num_tokens`` tokens once this step's forward is done."""
 
     req_id: ReqId
     group: int
@@ -102,10 +105,10 @@ class BoundaryState(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """What one schedule() decided, whichever of vLLM's two shapes it came in.
+    """The decisions of one schedule(), in either of vLLM's two formats.
 
-    The running requests come as parallel columns, vLLM's own lists, because this is read every step for every running
-    request. ``grown`` are those whose block table was added to, and what was added.
+    Running requests are parallel columns, which are vLLM's lists, because they are read in every step.
+    ``grown`` are the requests whose block table grew, with the added blocks.
     """
 
     new: Sequence[NewRequest] = ()
@@ -117,6 +120,6 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Where vLLM frees blocks of running requests: a request's block tables as they are now, with null blocks for those that a
-    group gave up. None: tables grow by ``grown`` and are kept."""
+    """Returns a request's current block tables, with null blocks where a group freed its blocks; set if vLLM
+    frees blocks of running requests. None: the tables change by ``grown`` only."""
     states: Sequence[BoundaryState] = ()

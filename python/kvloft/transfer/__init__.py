@@ -1,4 +1,4 @@
-"""The worker half: moves bytes between paged KV and frames, and never decides.
+"""The worker side: moves bytes between paged KV and frames, and never decides.
 
-``layout`` says where pages are, a mover (``cpu``; CUDA has its own) copies and proves them, ``worker`` runs one step.
+`layout` finds the pages, a mover (`cpu` or `cuda/`) copies and checks them, `worker` runs one step.
 """

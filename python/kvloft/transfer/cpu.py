@@ -1,6 +1,6 @@
-"""The CPU mover: plain torch copies, done when submitted. Also the reference that CUDA kernels are tested against.
+"""The CPU mover: torch copies that are done when submitted, and the reference for tests of the CUDA kernels.
 
-It must not know engines. A failed copy is a failed ticket or a failed load, never an exception.
+A failed copy is a failed ticket or a failed load, never an exception. Must not depend on engines.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvloft.transfer.mover import Finished
 
 
 class CpuMover:
-    """Gathers into and scatters out of frames with torch on the calling thread."""
+    """Gathers pages to frames and scatters frames to pages with torch, on the calling thread."""
 
     usable_frames = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: FrameWindow) -> None:
-        """``layouts``: of each KV cache group, over the same frames."""
+        """``layouts``: one per KV cache group; all groups use the same frames."""
         self._part = PrivatePart(frames)
         self._groups = [(layout, _planes_of(layout)) for layout in layouts]
         self._done = Finished()
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Copies are done when submitted: nothing is ever in flight."""
+        """Do nothing: no copy is in flight between calls."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         begin = time.perf_counter()
@@ -64,10 +64,10 @@ class CpuMover:
         return self.poll()
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: the mover holds no resources."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Check and scatter one chunk; returns why it failed, or None."""
+        """Check and scatter one chunk; returns the reason if it failed."""
         layout, _ = self._groups[group]
         try:
             problem = self._part.fetch(copy, layout.digest, layout.page_bytes)
@@ -89,7 +89,7 @@ class CpuMover:
             page.copy_(saved)
 
     def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each page of the copy's blocks, the first of which is number ``first`` of its chunk: in the part, and in paged KV."""
+        """Yield each page of the copy's blocks in the part and in paged KV; the part is read from block ``first`` on."""
         layout, planes = self._groups[group]
         payload = self._part.bytes[first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes]
         saved = payload.split(list(layout.page_bytes * len(copy.blocks)))
@@ -97,7 +97,7 @@ class CpuMover:
 
 
 def _copies(plan: SavePlan | LoadPlan) -> Iterator[tuple[int, ChunkCopy]]:
-    """Every chunk with its KV cache group."""
+    """Yield every chunk with its KV cache group."""
     groups = plan.chunks.by_group() if plan.chunks else ()
     return ((group, copy) for group, batch in groups for copy in batch)
 

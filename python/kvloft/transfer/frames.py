@@ -1,7 +1,4 @@
-"""A worker's window on the host tier: the arena mapped from the scheduler half's plan, and this rank's part of each frame.
-
-It must not know where pages come from.
-"""
+"""The host arena as a worker maps it, and this rank's part of each frame. Must not depend on pages."""
 
 from __future__ import annotations
 
@@ -18,26 +15,26 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
-"""Parts start and end on pages, so that frames can be read and written without bounce copies."""
+"""Alignment of parts: pages, so that disk I/O needs no bounce copies."""
 
 
 RAW, E348 = 0, 1
-"""Encodings of a part, as trailers and namespaces name them; a number stands for one format permanently."""
+"""Encodings of a part, as in trailers and namespaces. A number is never reused for another format."""
 TABLE_ENTRY_BYTES = 8
-"""Of each tile of an encoded part."""
+"""Bytes of the table entry of each tile of an encoded part."""
 TILE_BYTES = 4096
-"""A tile is at most so much of one page, as csrc/kv_layout.cuh has it."""
+"""Size limit of a tile, a part of one page; as in csrc/kv_layout.cuh."""
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Bytes of one rank's part of a frame that holds ``payload_bytes``: table of ``num_tiles``, payload, padding, trailer."""
+    """Return the bytes of one rank's part of a frame: table of ``num_tiles``, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class FrameMemory:
-    """Frames at ``address + frame * frame_bytes``; ours is the part of ``part_bytes`` at ``part_offset`` in each."""
+    """Frames at ``address + frame * frame_bytes``, and this rank's part of each: ``part_bytes`` at ``part_offset``."""
 
     address: int
     num_frames: int
@@ -46,9 +43,9 @@ class FrameMemory:
     part_bytes: int
     rank: int
     owner: object
-    """Whatever keeps the memory mapped."""
+    """Keeps the memory mapped."""
     is_shared: bool = False
-    """Whether other ranks use these frames too."""
+    """True if other ranks use these frames, too."""
 
     @property
     def size_bytes(self) -> int:
@@ -56,21 +53,21 @@ class FrameMemory:
 
     @property
     def part_room(self) -> int:
-        """Bytes of a part in front of its trailer."""
+        """Return the bytes of a part before its trailer."""
         return self.part_bytes - _core.TRAILER_BYTES
 
     def part(self, frame: int) -> int:
-        """Address of our part of ``frame``."""
+        """Return the address of this rank's part of ``frame``."""
         return self.address + frame * self.frame_bytes + self.part_offset
 
 
 class FrameWindow:
-    """This rank's part of every frame: as addresses in ``memory``, and as bytes of one shared tensor."""
+    """This rank's part of every frame: addresses in ``memory``, and bytes of one shared tensor."""
 
     def __init__(self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int) -> None:
-        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part.
+        """Map the arena. Raises LayoutError if this shard's part of a frame cannot hold ``payload_bytes``.
 
-        How large parts are the scheduler says, which knows all ranks.
+        The scheduler side decides the size of parts, because it has the shapes of all ranks.
         """
         part_bytes, rest = divmod(spec.frame_bytes, shape.num_shards)
         if rest or part_bytes % PART_ALIGN or part_bytes < part_bytes_for(payload_bytes):
@@ -80,7 +77,7 @@ class FrameWindow:
             )
         self._arena = arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
         if spec.id not in (0, arena.id):
-            raise RuntimeError("the host tier that was planned for is gone; what was planned is a miss")
+            raise RuntimeError("the host arena of this plan is gone; its loads are misses")
         self.memory = FrameMemory(
             arena.address, spec.num_frames, spec.frame_bytes, shard * part_bytes, part_bytes, shard, arena,
             is_shared=shape.num_ranks > 1,
@@ -89,15 +86,15 @@ class FrameWindow:
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
 
     def part(self, frame: int) -> torch.Tensor:
-        """uint8 view of this rank's part of ``frame``: payload, padding, trailer."""
+        """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer."""
         return self.bytes[frame, self.memory.part_offset : self.memory.part_offset + self.memory.part_bytes]
 
 
 class PrivatePart:
-    """A copy of one part that no other process can change: sealed before it goes to a frame, checked after it came from one.
+    """A private copy of one part: sealed before it is copied to a frame, and checked after it is copied from one.
 
-    A worker whose scheduler died can still write to frames that belong to others by then. Sealed or checked in place, such a write
-    between the copy and the check would make wrong bytes look right.
+    A worker whose scheduler died can still write to frames that now belong to another engine. If a part were sealed
+    or checked in place, a write between the copy and the check would make wrong bytes look right.
     """
 
     def __init__(self, frames: FrameWindow) -> None:
@@ -107,7 +104,7 @@ class PrivatePart:
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8)
 
     def store(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
-        """Tag the payload in ``bytes`` and write it with its trailer to ``copy.frame``."""
+        """Tag the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
         self._arena.seal(0, self._describe(copy, layout, page_bytes))
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
@@ -115,7 +112,7 @@ class PrivatePart:
             part[begin:end] = self.bytes[begin:end]
 
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
-        """Copy ``copy.frame`` to ``bytes``. None if it is what ``copy.key`` stands for, else what is wrong with it."""
+        """Copy ``copy.frame`` to ``bytes``; returns the problem if it is not the chunk of ``copy.key``."""
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
         if num_bytes + _core.TRAILER_BYTES <= len(part):

@@ -1,8 +1,8 @@
-"""Where the pages of paged KV are: planes of equally spaced pages, read off the registered tensors' own strides.
+"""Addresses of the pages of paged KV: planes of equally spaced pages, from the strides of the registered tensors.
 
-A (plane, block) page is opaque bytes at ``base + block * block_stride``. Geometry comes from data pointers and strides, never
-from what a shape seems to mean: the CPU backend packs K and V unlike CUDA, dim 0 may hold kernel blocks, layers may alias.
-It must not know engines or frames.
+The page of a plane and a block is opaque bytes at ``base + block * block_stride``. Data pointers and strides
+define the geometry, not shapes: the CPU backend packs K and V differently from CUDA, dimension 0 can count kernel
+blocks, and layers can alias. Must not depend on engines or frames.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvloft.errors import UnsupportedError
 
 
 class LayoutError(UnsupportedError):
-    """This attention backend's paged KV cannot be read as pages."""
+    """The paged KV of this attention backend is not made of pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Pages of one layer (or of one head of it): page b is ``page_bytes`` bytes at ``base + b * block_stride``.
+    """Pages of one layer, or of one of its heads: page b is ``page_bytes`` bytes at ``base + b * block_stride``.
 
-    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes. ``is_bf16``: of bfloat16 words,
-    which can be compressed.
+    ``storage`` keeps the memory alive; ``offset`` is the byte offset of ``base`` in it. ``is_bf16``: the pages are
+    bfloat16 words, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -42,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """All planes in payload order, one block being their pages back to back."""
+    """All planes in payload order. The payload of a block is its pages, one after the other."""
 
     planes: tuple[Plane, ...]
     num_blocks: int
@@ -60,15 +60,15 @@ class PagedLayout:
 def read_layout(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int, fingerprint: str = ""
 ) -> PagedLayout:
-    """Planes of every registered layer, each memory range once, in the order of the layers' registration.
+    """Return the planes of every registered layer in the order of registration, each memory range once.
 
-    ``fingerprint`` (dtype, backend, version) goes into the digest together with each page's inner geometry, so that a frame
-    written under another layout is refused on load. Raises LayoutError if a tensor's pages cannot be told.
+    The digest covers ``fingerprint`` (dtype, backend, version) and the geometry inside pages, so that loads refuse
+    a frame with another layout. Raises LayoutError if a tensor is not made of pages.
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
     listed = {name: [given] if isinstance(given, torch.Tensor) else given for name, given in kv_caches.items()}
-    for name, tensor in [(name, part) for name, parts in listed.items() for part in parts]:  # a state-space layer has several
+    for name, tensor in [(name, part) for name, parts in listed.items() for part in parts]:  # a Mamba layer has several
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):
@@ -82,12 +82,12 @@ def read_layout(
 
 
 def without_pages(other: PagedLayout) -> PagedLayout:
-    """Of a group that has no layer on a rank, beside ``other``."""
+    """Return the layout of a group without layers on this rank; ``other`` is another group's."""
     return PagedLayout((), other.num_blocks, hashlib.blake2b(b"no pages", digest_size=32).digest())
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Inner dims from outermost to innermost in memory: what distinguishes NHD from HND pages of one shape."""
+    """Return the inner dimensions in memory order, which differs between NHD and HND pages of one shape."""
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
 
@@ -95,8 +95,8 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     """Split one layer's tensor into planes of dense pages.
 
-    Dims with a larger stride than a block (K and V or heads outermost) become separate planes; the dims inside a page must
-    be dense, so that a page is one run of bytes.
+    Dimensions with a larger stride than a block (K and V, or heads) become separate planes. The dimensions inside a
+    page must be dense, so that a page is one run of bytes.
     """
     if tensor.shape[0] % num_blocks:
         raise LayoutError(

@@ -1,6 +1,7 @@
-"""The seam between the worker half and whatever moves pages: submit copies, poll what finished.
+"""The interface of movers: submit copies, and poll for results.
 
-``cpu.CpuMover`` copies at once; a CUDA mover may take several steps. It must not know engines or requests beyond an id.
+`cpu.CpuMover` copies at once; a CUDA mover can take several steps. Must not depend on engines, or on requests
+beyond their id.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 
 @dataclass(slots=True)
 class Finished:
-    """Copies that finished since the last poll; ``bad_blocks`` were to be loaded and were not."""
+    """Copies that finished since the last poll; ``bad_blocks`` are blocks whose load failed."""
 
     saved: list[Ticket] = field(default_factory=list)
     failed: list[Ticket] = field(default_factory=list)
@@ -28,29 +29,29 @@ class Finished:
 
 
 class Mover(Protocol):
-    """Moves chunks for one worker. Every submitted ticket and load comes back from `poll` exactly once (I10)."""
+    """Moves chunks for one worker. `poll` returns every submitted ticket and load exactly once (I10)."""
 
     @property
     def usable_frames(self) -> int | None:
-        """How many of the first frames can be copied to now; None: all."""
+        """Return n if only the first n frames can be copied to now; None for all frames."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2).
+        """Order the next forward, which may write ``rewritten``, after the saves that still read these blocks (I2).
 
-        ``has_loads``: loads will be submitted in this step, perhaps after the forward was launched (as vLLM does since 0.30);
-        they come after what was launched before now, and need not wait for that forward.
+        ``has_loads``: loads will be submitted in this step, possibly after the forward was launched (as in vLLM
+        0.30 and newer). They run after the work launched before this call and need not wait for that forward.
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather; called after the forward that wrote the blocks and before any that may write them next (I2)."""
+        """Gather chunks. Called after the forward that wrote the blocks and before the next that may write them (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Check and scatter; called between steps, the blocks belong to waiting requests."""
+        """Check and scatter chunks. Their blocks belong to requests that wait for the load."""
 
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for everything in flight: engine sleep, shutdown."""
+        """Wait for all copies in flight, and return the results. For engine sleep and shutdown."""
 
     def close(self) -> None:
-        """Wait for everything in flight and give back what was taken; the mover is not used afterwards."""
+        """Wait for all copies in flight and release resources. The mover must not be used afterwards."""

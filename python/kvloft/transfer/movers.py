@@ -1,6 +1,6 @@
-"""Which mover serves a layout: torch on the CPU, kernels on a GPU, and never a slow one in silence.
+"""Chooses the mover of a layout: torch on the CPU, kernels on a GPU. A slow mover on a GPU is logged.
 
-It must not know engines. CUDA packages are imported only where the KV is on a GPU.
+Imports CUDA packages only if the KV is on a GPU. Must not depend on engines.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 MakeMover = Callable[[Sequence[PagedLayout], FrameWindow], Mover]
-"""Of one layout per KV cache group."""
+"""Makes a mover for one layout per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
-    """What a user may say about copies (see `kvloft.config`), and what the engine does with blocks."""
+    """Settings of copies (see `kvloft.config`), and properties of the engine."""
 
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20
     gathers_first: bool = False
-    """The engine writes new blocks before it says which they are: it zeroes them."""
+    """True if the engine zeroes new blocks before it announces them."""
     encodes: bool = False
-    """Parts of frames are encoded where the pages allow it."""
+    """Encode parts of frames if their pages allow it."""
 
 
 def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
 ) -> Callable[[FrameWindow], Mover]:
-    """Return what makes the mover for ``layouts``, one per KV cache group. ``blocks_per_chunk``: that a frame holds, of each.
+    """Return the function that makes the mover for ``layouts``, one per KV cache group.
 
-    Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies.
+    ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError if the KV is on a
+    GPU and the kernels are not available, unless the settings allow torch's copies.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":

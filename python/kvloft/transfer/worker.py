@@ -1,7 +1,7 @@
-"""WorkerCore: one method per worker hook. It runs a step's plan through a mover and says what became of it.
+"""WorkerCore: runs the plan of each step through a mover, and reports the results. One method per worker hook.
 
-It must not know engines: the connector calls `begin` with a StepPlan, then `run_loads` and `run_saves` when the engine's
-ordering allows, then takes the report. Each is idempotent within a step, because engines differ in which hooks they call.
+The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, then takes the report. Each call is
+idempotent within a step, because vLLM releases differ in the hooks that they call. Must not depend on engines.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 logger = logging.getLogger(__name__)
 
 ALL_FRAMES = (1 << 32) - 1
-"""No arena has more."""
+"""More frames than any arena has."""
 
 
 class WorkerCore:
-    """The worker half of one rank."""
+    """The worker side of one rank."""
 
     def __init__(
         self, shape: CacheShape, *, rank: int, settings: MoverSettings | None = None, make_mover: MakeMover | None = None
     ) -> None:
-        """``make_mover`` None: chosen by `register`, by where the KV is."""
+        """Without ``make_mover``, `register` chooses the mover by the device of the KV."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -43,28 +43,28 @@ class WorkerCore:
         self._make: Callable[[FrameWindow], Mover] | None = None
         self._payload_bytes = 0
         self._mover: Mover | None = None
-        """None until it is made, where it could not be, and once this worker was stopped: then copies fail."""
+        """None before the first plan, after a failure to make it, and after `stop`: then copies fail."""
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
         self._arena: ArenaSpec | None = None
-        """What the mover was made for, or could not be."""
+        """The arena of the mover, or of the failed attempt to make one."""
         self._lifeline: Lifeline | None = None
-        """Open while the mover can write to a server's frames."""
+        """Open while the mover can write to frames of a server."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
         self._lost: set[int] = set()
-        """Loads whose plan says already that they bring less than was promised."""
+        """Loads whose plan has lost blocks."""
         self.failed_loads: set[ReqId] = set()
-        """Requests that `take_finished_loads` named last, and whose load brought less than was promised."""
+        """Requests of the last `take_finished_loads` whose load was incomplete."""
         self._totals = Finished()
 
     def register(self, groups: Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str) -> PagedLayout:
-        """Learn where the pages of each KV cache group are; returns the first layout that has some.
+        """Read the layouts of the KV cache groups; returns the first that has pages.
 
-        A pipeline stage may have no layer of a group: its part of that group's frames is a trailer alone. Raises LayoutError for
-        layouts, UnsupportedError for GPUs that cannot be served.
+        A pipeline stage can have no layer of a group: its part of the group's frames has a trailer only. Raises
+        LayoutError for unsupported layouts, and UnsupportedError for unsupported GPUs.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
@@ -77,7 +77,7 @@ class WorkerCore:
         return first
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts: its forward is not launched yet, and nothing is copied yet. What the one before left out has failed."""
+        """Start a step, before its forward is launched. Saves of the last plan that were not run have failed."""
         if not self._saves_run:
             self._fail_saves()
         self._plan = plan
@@ -90,9 +90,10 @@ class WorkerCore:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def _enter_arena(self, new: ArenaSpec) -> None:
-        """From this plan on frames are those of ``new``. Copies in flight end first; their results are reported as usual.
+        """Use the frames of ``new`` from this plan on. Waits for copies in flight, and reports them as usual.
 
-        After a reconnect ``new`` can be the same memory with another lifeline: then the mover stays, and what it has registered.
+        After a reconnect, ``new`` can be the same memory with another lifeline. The mover and the registered memory
+        are then kept.
         """
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
@@ -120,7 +121,7 @@ class WorkerCore:
             lifeline.close()
 
     def run_loads(self) -> None:
-        """Start this step's loads: their blocks belong to requests that wait."""
+        """Start this step's loads. Their blocks belong to requests that wait for them."""
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
@@ -128,17 +129,17 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves: the forward that wrote the blocks has been launched."""
+        """Start this step's saves, after the forward that writes the blocks was launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes the same bytes; the ticket is settled when all have reported it.
+                # Another rank writes the same bytes; a ticket is committed once all ranks have reported it.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Requests whose load finished since the last call, and the blocks of theirs that hold nothing."""
+        """Return the requests whose load finished since the last call, and their blocks that were not loaded."""
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
@@ -150,7 +151,7 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler half must learn; loads are in it only once the engine was told of them."""
+        """Return results for the scheduler side. It has a load only after `take_finished_loads` returned it."""
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
@@ -164,34 +165,34 @@ class WorkerCore:
         return report
 
     def _usable_frames(self) -> tuple[int, int] | None:
-        """What the scheduler half was not told yet of the frames that this rank can copy to. Without a mover there is no news."""
+        """Return the frames that this rank can copy to, if that changed since the last report."""
         if self._mover is None or (usable := self._mover.usable_frames) == self._told_usable:
             return None
         self._told_usable = usable
         return self._rank, ALL_FRAMES if usable is None else usable
 
     def take_totals(self) -> Finished:
-        """Bytes and seconds since the last call."""
+        """Return bytes and seconds since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
     def drain(self) -> None:
-        """Wait for copies in flight; what became of them is reported as usual."""
+        """Wait for copies in flight. Their results are reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """The pages go away: wait for copies in flight, and touch none until `resume`; copies fail. Again does nothing."""
+        """Wait for copies in flight before the pages are unmapped; until `resume`, copies fail. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
 
     def resume(self) -> None:
-        """The pages are where they were before `suspend`. Again does nothing."""
+        """Use the pages again, at their previous addresses. Idempotent."""
         self._is_asleep = False
 
     def stop(self, reason: str) -> None:
-        """From now on every save and load fails, which makes them misses; what is in flight ends first and is reported."""
+        """Fail every save and load from now on, after copies in flight are done and reported."""
         if self._is_stopped:
             return
         logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
@@ -201,13 +202,13 @@ class WorkerCore:
         self._close_lifeline()
 
     def shutdown(self) -> None:
-        """Wait for copies in flight; this worker writes to no frame until a plan names an arena again."""
+        """Wait for copies in flight; do not write to frames until a plan names an arena again."""
         self._close_mover()
         self._arena = None
         self._close_lifeline()
 
     def _ready_mover(self) -> Mover | None:
-        """The mover, made on the first plan, when the arena is known; None: copies fail, and steps do not."""
+        """Return the mover, made with the arena of the first plan; None if copies must fail."""
         if self._is_asleep or self._is_stopped:
             return None
         if self._mover is None and self._could_be_made:
@@ -222,7 +223,7 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""
+        """Submit copies of this step. If the mover raises, collect the copies it took, and ``fail`` reports the rest."""
         mover: Mover | None = None
         is_taken = False
         try:
@@ -230,26 +231,26 @@ class WorkerCore:
             if mover is not None:
                 submit(mover)
                 is_taken = True
-        finally:  # whatever was raised: a panic in Rust is no Exception
+        finally:  # also for a panic in Rust, which is not an Exception
             if not is_taken:
                 if mover is not None:
                     self._note(mover.drain())
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report as failed this step's loads that the mover never will, or requests wait permanently."""
+        """Report this step's loads that the mover did not take as failed. Their requests would wait permanently."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
         self._note(Finished(loads=results, bad_blocks={block for plan in plans for block in plan.blocks()}))
 
     def _fail_saves(self) -> None:
-        """The same for saves, whose frames would stay reserved."""
+        """Report this step's saves that the mover did not take as failed. Their frames would stay reserved."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 
     def _tickets(self) -> list[Ticket]:
-        """Of this step's saves."""
+        """Return the tickets of this step's saves."""
         return [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
 
     def _collect(self) -> None:

@@ -1,7 +1,7 @@
-"""Kernels from source: compiled by NVRTC for the device that is there, kept on disk by cuda.core's program cache.
+"""Compiles kernels with NVRTC for the device, and caches them on disk with cuda.core's program cache.
 
-The sources travel in the package (`kvloft/csrc`); nothing here needs nvcc, torch's ABI or, to compile, a GPU. It must not know
-what the kernels are for.
+The sources are in the package (`kvloft/csrc`). Needs no nvcc and no torch ABI, and no GPU to compile. Must not
+depend on the purpose of the kernels.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from kvloft.errors import UnsupportedError
 
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
-"""Each includes only those before it."""
+"""Each includes only headers before it."""
 
 
 class Family(NamedTuple):
-    """Kernels of one source file: from pages to parts of frames, and back."""
+    """The two kernels of one source file: pages to parts of frames, and back."""
 
     source: str
     gather: str
@@ -33,12 +33,12 @@ CACHE_BYTES = 64 << 20
 
 
 class KernelError(UnsupportedError):
-    """The kernels cannot be had on this machine; the message says what to install or set."""
+    """The kernels are not available on this machine; the message has the fix."""
 
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """The device code of ``family`` as one text, with no file to include: what the program cache needs."""
+    """Return the device code of ``family`` as one text without includes, as the program cache needs it."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join((folder / name).read_text(encoding="utf-8") for name in (*HEADERS, family.source))
     return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
@@ -47,9 +47,10 @@ def kernel_source(family: Family = CHUNKS) -> str:
 def compile_kernels(
     arch: str, vec_bytes: int, cache_dir: Path | None = None, *, family: Family = CHUNKS, macros: tuple[tuple[str, str], ...] = ()
 ) -> bytes:
-    """The cubin of ``family`` for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
+    """Return the cubin of ``family`` for ``arch`` (such as "sm_90") with accesses of ``vec_bytes``.
 
-    ``macros`` are for benches that price a part of the kernels. Raises KernelError with the compiler's log.
+    Uses the cache in ``cache_dir``. ``macros`` are for benchmarks that leave out a part of the kernels. Raises
+    KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
@@ -70,5 +71,5 @@ def compile_kernels(
 
 
 def default_cache_dir() -> Path:
-    """Where compiled kernels are kept: ``~/.cache/kvloft``."""
+    """Return the folder of compiled kernels: ``~/.cache/kvloft``."""
     return Path.home() / ".cache" / "kvloft"

@@ -1,8 +1,8 @@
-"""The few CUDA driver calls that the movers make, with errors as exceptions and handles as plain ints.
+"""The CUDA driver calls of the movers, with errors as exceptions and handles as ints.
 
-torch owns the context; this only uses the one that is current. Driver calls instead of torch's wrappers because they cost a
-microsecond and let a copy name raw addresses; by ctypes, because the Python of NVIDIA's bindings is slow to start: through it, the
-first copy of a save on an idle GPU was 100 us later. It must not know pages, frames or plans.
+torch owns the context; these calls use the current one. They cost a microsecond and take raw addresses, unlike
+torch's wrappers. They use ctypes because NVIDIA's bindings start slowly: with them, the first copy of a save on an
+idle GPU was 100 us later. Must not depend on pages, frames or plans.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 NOT_READY: Final = 600
-"""CUDA_ERROR_NOT_READY, the answer of a query, not an error."""
+"""CUDA_ERROR_NOT_READY: the result of a query, not an error."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of all copies of a batch: sources are read in stream order; no hints of locations, no flags."""
+"""CUmemcpyAttributes of all copies of a batch: read sources in stream order; no location hints, no flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
@@ -43,7 +43,7 @@ _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
-"""By the name that the library exports, which stands for one signature permanently."""
+"""Argument types by exported name. An exported name never changes its signature."""
 
 
 class CudaError(RuntimeError):
@@ -59,7 +59,7 @@ def _library() -> Any:
 
 
 class _Driver:
-    """The driver's functions, each found at its first use. They raise CudaError, and run without the interpreter's lock."""
+    """The driver's functions, resolved at first use. They raise CudaError and run without the GIL."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -83,14 +83,14 @@ _cu = _Driver()
 
 
 def _made(kind: Any, call: Callable[..., int], *arguments: Any) -> Any:
-    """What ``call`` writes where its first argument, a ``kind``, points to."""
+    """Return the value of type ``kind`` that ``call`` writes through its first argument."""
     out = kind()
     call(ctypes.byref(out), *arguments)
     return out.value
 
 
 class Stream:
-    """A non-blocking stream of our own, or a view of one that torch owns."""
+    """A non-blocking stream, or a view of a stream that torch owns."""
 
     __slots__ = ("handle",)
 
@@ -99,7 +99,7 @@ class Stream:
 
     @classmethod
     def create(cls) -> Stream:
-        """Of the lowest priority: computation goes first."""
+        """Return a new stream of the lowest priority, so that computation goes first."""
         low = _made(c_int, _cu.cuCtxGetStreamPriorityRange, None)
         return cls(_made(c_void_p, _cu.cuStreamCreateWithPriority, _NON_BLOCKING, low))
 
@@ -122,10 +122,10 @@ class Stream:
     def copy_rows(
         self, *, host: int, host_pitch: int, device: int, device_pitch: int, row_bytes: int, num_rows: int, to_host: bool
     ) -> None:
-        """Equally spaced runs of bytes in one copy-engine command.
+        """Copy equally spaced runs of bytes with one copy-engine command.
 
-        CUDA_MEMCPY2D is from where, to where, and the rows' size and number; a side is x, y, kind of memory, addresses on the host,
-        on the device and of an array, and bytes from one row to the next.
+        CUDA_MEMCPY2D is source, destination, row size and number of rows. Each side is x, y, memory type, host
+        address, device address, array, and pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides
@@ -133,10 +133,10 @@ class Stream:
         _cu.cuMemcpy2DAsync_v2(ctypes.addressof(copy), self.handle)
 
     def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
-        """Many copies between pinned memory and the device as one command, in no order among themselves.
+        """Make many copies between registered memory and the device with one command, in any order.
 
-        One by one, copies of a few MiB each leave the link idle between them and fill the stream's queue, at whose end the
-        host would wait. A driver older than 12.8 gets them one by one (`cuMemcpyAsync` infers their direction).
+        Single copies of a few MiB leave the link idle in between, and fill the stream's queue, for which the host
+        would wait. Drivers older than 12.8 get single copies (`cuMemcpyAsync` infers the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
             for each in zip(to, source, num_bytes, strict=True):
@@ -150,7 +150,7 @@ class Stream:
         )  # fmt: skip
 
     def launch(self, function: int, num_ctas: int, num_threads: int, params_address: int) -> None:
-        """``params_address`` is that of an array of pointers to the kernel's parameters, which are copied before it returns."""
+        """Launch a kernel. ``params_address``: an array of pointers to its parameters, which are copied before the return."""
         _cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None)
 
     def destroy(self) -> None:
@@ -158,7 +158,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Waiting for one with ``timing`` spins; for the others, it sleeps."""
+    """A point in a stream's work. Waiting spins for an event with ``timing``, and sleeps otherwise."""
 
     __slots__ = ("handle",)
 
@@ -169,7 +169,7 @@ class Event:
         _cu.cuEventRecord(self.handle, stream.handle)
 
     def is_done(self) -> bool:
-        """Whether the work before it is; raises CudaError if that work failed."""
+        """Return True if the work before the event is done. Raises CudaError if it failed."""
         return bool(_cu.cuEventQuery(self.handle) != NOT_READY)
 
     def synchronize(self) -> None:
@@ -183,13 +183,13 @@ class Event:
 
 
 def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, int]:
-    """Kernels by name, loaded into the current context (and kept for the life of the process)."""
+    """Load kernels into the current context, for the life of the process; returns them by name."""
     module = _made(c_void_p, _cu.cuModuleLoadData, cubin)
     return {name: _made(c_void_p, _cu.cuModuleGetFunction, module, name.encode()) for name in names}
 
 
 def current_context() -> int | None:
-    """The CUDA context of this thread."""
+    """Return the CUDA context of this thread."""
     context: int | None = _made(c_void_p, _cu.cuCtxGetCurrent)
     return context
 
@@ -200,23 +200,23 @@ def use_context(context: int | None) -> None:
 
 
 def kernels_reach_registered() -> bool:
-    """Whether kernels on the current context's device use registered host memory by its host address."""
+    """Return True if kernels on the current device can access registered memory by its host address."""
     device = _made(c_int, _cu.cuCtxGetDevice)
     return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 
 
 def host_register(address: int, num_bytes: int) -> None:
-    """Pin memory for every context of this process."""
+    """Register memory for every context of this process."""
     _cu.cuMemHostRegister_v2(address, num_bytes, _PORTABLE_AND_MAPPED)
 
 
 def host_unregister(address: int) -> None:
-    """Undo `host_register` of the range that begins there."""
+    """Undo `host_register` of the range that begins at ``address``."""
     _cu.cuMemHostUnregister(address)
 
 
 def host_alloc(num_bytes: int) -> int:
-    """Address of pinned memory of ours."""
+    """Allocate page-locked memory; returns its address."""
     return int(_made(c_void_p, _cu.cuMemHostAlloc, num_bytes, _PORTABLE_AND_MAPPED))
 
 
@@ -226,10 +226,10 @@ def host_free(address: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait for everything on the device. For tests and benches only; nothing in a step may."""
+    """Wait for all work on the device. For tests and benchmarks: a step must not wait."""
     _cu.cuCtxSynchronize()
 
 
 def driver_version() -> int:
-    """As 13000 for CUDA 13.0."""
+    """Return the version, such as 13000 for CUDA 13.0."""
     return int(_made(c_int, _cu.cuDriverGetVersion))

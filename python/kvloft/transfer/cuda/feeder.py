@@ -1,8 +1,8 @@
-"""Feeder: a thread that sends one direction's next copies when earlier ones are done, so that few of them are queued at a time.
+"""Feeder: a thread that submits the next copies of one direction when earlier ones are done, to keep queues short.
 
-A copy engine stays with a stream until its queue is empty, whatever the priorities: behind 48 copies of 40 MiB, four bytes of
-another stream in the same direction waited 36 ms (seen on an H200; benches/results). What an engine copies in its steps must
-wait for a piece or two, not for a whole prompt. It must not know pages, plans or what is sent.
+A copy engine stays with a stream until its queue is empty, despite priorities: behind 48 copies of 40 MiB, four
+bytes of another stream in the same direction waited 36 ms (H200; benches/results). The engine's copies in a step
+must wait for a piece or two, not for a whole prompt. Must not depend on pages or plans.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvloft.transfer.cuda.shared import Half
 
 
 class Feeder:
-    """Feeds ``half`` under ``lock`` each time the event that it awaits has passed; sleeps while it awaits none, until `wake`."""
+    """Feeds ``half`` under ``lock`` each time its awaited event has passed. Without one, it sleeps until `wake`."""
 
     def __init__(self, name: str, lock: threading.RLock, half: Half) -> None:
-        """Starts the thread, in the CUDA context that is current."""
+        """Start the thread, with the current CUDA context."""
         self._changed = threading.Condition(lock)
         self._half = half
         self._context = driver.current_context()
@@ -27,11 +27,11 @@ class Feeder:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was queued; the caller holds the lock."""
+        """Wake the thread because copies were queued. The caller must hold the lock."""
         self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread, at the latest when the copy that it waits for is done; the caller must not hold the lock."""
+        """End the thread once its awaited copy is done. The caller must not hold the lock."""
         with self._changed:
             self._closing = True
             self._changed.notify()

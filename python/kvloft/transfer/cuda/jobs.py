@@ -1,4 +1,4 @@
-"""What CudaMover keeps of copies under way: loads, jobs that finish together, what waits to be sent. It must not know streams."""
+"""Records of CudaMover's copies: loads, jobs that finish together, chunks to be sent. Must not depend on streams."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
-"""To prepare and send one of the first pieces takes so long (of a load, its predecessor's kernel is launched before it), and so
-much longer for each of its chunks: seen on an H200's host, whose caches hold other things by then."""
+"""Time to prepare and send one of the first pieces, and for each of its chunks, on the host of an H200 with cold caches.
+For a load it includes the launch of the kernel of the piece before."""
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
-"""The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
+"""The last piece of a load is smaller than others by this factor, because the link is idle while it is scattered."""
 SORTED_PIECES = 4
-"""Of a load: as many pieces' chunks are sorted at once."""
+"""Number of pieces of a load whose chunks are sorted at once."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
-    """Chunks of the first pieces that a link takes which is idle before them; those after are full.
+    """Return the numbers of chunks of the first pieces on an idle link; later pieces are full.
 
-    The link waits for the first, so it has few; each keeps the link at work for as long as it takes to prepare the next.
+    The link waits for the first piece, so it is small. The transfer of each piece lasts as long as the preparation
+    of the next one.
     """
     link_us = part_bytes / LINK_BYTES_A_US
     spare_us = link_us - PREPARE_CHUNK_US
-    size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)  # the next has a few more than it
+    size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)  # the next piece has a few more
     sizes: list[int] = []
     while size < chunks_per_piece:
         sizes.append(size)
@@ -43,7 +44,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream for queued jobs to start after. Its event is reused once nothing refers to it."""
+    """A point in the compute stream after which queued jobs can start. Its event is reused after the last reference."""
 
     event: driver.Event
     spare: list[driver.Event]
@@ -54,7 +55,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadPlan under way, ``num_missing`` of whose chunks are not in yet."""
+    """A LoadPlan in progress; ``num_missing`` of its chunks are not loaded yet."""
 
     plan: LoadPlan
     num_missing: int
@@ -63,7 +64,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of a load that go to pages of one ``kind`` (see `shared`). Those from ``num_sent`` on are not sent yet."""
+    """Chunks of a load for pages of one ``kind`` (see `shared`); the first ``num_sent`` are sent."""
 
     load: Load
     kind: int
@@ -71,18 +72,18 @@ class Waiting:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Some that are sorted already; those from ``used`` on are not sent yet."""
+    """Chunks that are sorted already; the first ``used`` of them are sent."""
     used: int = 0
 
     @property
     def num_left(self) -> int:
-        """To be sent."""
+        """Return the number of chunks that are not sent."""
         return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
-        """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
+        """Return at most ``count`` chunks, in the order of their frames. The last piece of an idle link is smaller.
 
-        What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
+        After the first piece, chunks of several pieces are sorted at once: the link then has enough work for that time.
         """
         chunks, begin, left, last = self.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
         if is_last and begin and last < left <= count:
@@ -102,12 +103,12 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks of one kind that finish together: as many as one piece takes, or one that takes many pieces.
+    """Chunks of one kind that finish together: the chunks of one piece, or one chunk of many pieces.
 
-    None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
-    ``tags`` are what the kernels found so far, and ``used`` what an encoded chunk's records take, in 16 bytes. For loads,
-    ``wanted_tags`` is what the trailers say, ``problems`` is what they lack, and ``owners`` are the loads and how many of the
-    chunks, in order, are theirs.
+    No chunk is accessed before ``after``, which is None once the first piece is ordered after it. ``tags`` are the
+    sums of the kernels so far, and ``used`` are the sizes of encoded records in units of 16 bytes. For loads,
+    ``wanted_tags`` are the tags in the trailers, ``problems`` are chunks that failed their check, and ``owners``
+    are the loads with their numbers of chunks, in order.
     """
 
     kind: int
@@ -121,4 +122,4 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_pinned: bool = True
-    """Whether the frames of every piece were pinned when it was sent; where not, a save was not made."""
+    """True if the frames of every piece were registered when it was sent. Otherwise, a save fails."""

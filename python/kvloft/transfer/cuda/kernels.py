@@ -1,6 +1,6 @@
 """Launch parameters of the kernels in csrc: ctypes mirrors of kv_layout.cuh, and the tile table.
 
-The sizes below are asserted on both sides. It must not know streams' order, frames or plans.
+Both sides assert the sizes. Must not depend on the order of streams, frames or plans.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16  #
 
 
 class PieceParams(ctypes.Structure):
-    """One launch; see kv_layout.cuh."""
+    """Parameters of one launch; see kv_layout.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")),
@@ -54,7 +54,7 @@ assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLO
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """The widest access that every address and length of the layout allows (frames are aligned to more)."""
+    """Return the widest access that all addresses and lengths of the layout allow. Frames have a larger alignment."""
     common = 16
     for plane in layout.planes:
         common = math.gcd(common, plane.base, plane.block_stride, plane.page_bytes)
@@ -62,7 +62,7 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 
 
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
-    """The tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError beyond 32-bit offsets."""
+    """Return the tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError for blocks of 4 GiB or more."""
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size")
     rows: list[tuple[int, ...]] = []
@@ -77,7 +77,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """What of a layout the splitting into pieces needs. ``tile_offsets[t]`` is tile t's byte offset in a block."""
+    """Sizes of a layout for cutting pieces. ``tile_offsets[t]`` is tile t's byte offset in a block."""
 
     block_bytes: int
     tiles_per_block: int
@@ -89,21 +89,21 @@ class BlockTiles:
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
     def payload_offset(self, tile: int) -> int:
-        """Where tile ``tile`` of a chunk starts in the chunk's payload."""
+        """Return the offset of a chunk's tile in the chunk's payload."""
         block, rest = divmod(tile, self.tiles_per_block)
         return block * self.block_bytes + int(self.tile_offsets[rest])
 
 
 class Kernels:
-    """The compiled kernels for one layout, and its tile table on the device. Made once; launching allocates nothing."""
+    """Compiled kernels of one layout, and its tile table on the device. Launches allocate nothing."""
 
     def __init__(
         self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, encodes: bool = False,
         macros: tuple[tuple[str, str], ...] = (),
     ) -> None:  # fmt: skip
-        """``encodes``: those that encode parts of frames (see `encoding.can_encode`).
+        """Compile and load kernels, with ``encodes`` those that encode parts of frames (see `encoding.can_encode`).
 
-        Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded.
+        Raises KernelError if they cannot be compiled, and CudaError if they cannot be loaded.
         """
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step

@@ -1,7 +1,7 @@
-"""One direction of copies: its streams, its staging slots, and the order of kernel, copy engine and slots between them.
+"""One direction of copies: its streams and staging slots, and the order of kernels and copies.
 
-Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `stop` waits on the host. It must not
-know plans, keys or tags' meaning.
+Kernel and copy engine work on different slots at the same time. Everything is queued on the GPU; only `stop` waits
+on the host. Must not depend on plans, keys or the meaning of tags.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.frames import FrameMemory
 
 MAX_PIECES: Final = 128
-"""Queued and in flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5."""
+"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 40 MiB."""
 
 FEW_RUNS: Final = 2
 FEW_ROWS: Final = 8
-"""Of a piece with more runs than that, those of so few rows go in one batch: the link idles for 5 us between commands."""
+"""In a piece with more than FEW_RUNS runs, runs of up to FEW_ROWS rows are one batch: the link idles 5 us between commands."""
 
 MIN_SLOT_BYTES: Final = 256 << 10
 _ALIGN: Final = 4096
@@ -36,37 +36,37 @@ _ALIGN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How copies are made on one device.
+    """Parameters of copies on one device.
 
-    Every piece is staged. With that, pages of 4 KiB to 2 MiB reach 98 % of one large copy (benches/results); no
-    measured row shows a kernel that reads or writes the frames itself to be faster.
+    Every piece is staged. Pages of 4 KiB to 2 MiB then reach 98 % of the rate of one large copy (benches/results).
+    A kernel that accesses frames directly was not faster in any measured case.
     """
 
     num_slots: int = 2
     slot_bytes: int = 40 << 20
-    """A kernel that fills the GPU holds the next gather back for its whole length, so the slots of a direction must hold what the
-    link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
+    """A kernel that fills the GPU delays the next gather, so the slots of a direction must hold the bytes that the link
+    moves meanwhile: an 8192^3 matmul takes 1.4 to 1.6 ms, and 80 MiB take 1.5 ms."""
     num_ctas: int = 66
-    """A CTA for half of the SMs, by default an H200's: a piece takes 35 us instead of 30, and what computes beside it keeps the
-    other half (a matmul beside a save: 1.00 of its time alone, 1.13 with all SMs, 1.10 with a quarter)."""
+    """One CTA for half of the SMs, by default of an H200. A piece takes 35 us instead of 30, and other kernels keep the
+    other half: a matmul during a save takes 1.00 of its time alone, 1.13 with all SMs, and 1.10 with a quarter."""
 
     @classmethod
     def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
-        """With so much staging in each direction. Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES."""
+        """Return the tuning for ``staging_bytes`` per direction. Raises ValueError if slots would be below MIN_SLOT_BYTES."""
         return cls(slot_bytes=cls.slot_bytes_of(staging_bytes), num_ctas=max(1, num_sms // 2))
 
     @classmethod
     def slot_bytes_of(cls, staging_bytes: int) -> int:
-        """Bytes of a slot, before it is fitted to chunks. Raises as `of`."""
+        """Return the bytes of a slot, before it is fitted to chunks. Raises as `of`."""
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(f"{staging_bytes} bytes of staging are too few; use at least {cls().num_slots * MIN_SLOT_BYTES}")
         return slot_bytes
 
     def fitted(self, chunk_bytes: int, least: int = 0) -> Tuning:
-        """Slots of the nearest whole number of chunks, if one fits at all: a slot that is not full keeps the link waiting.
+        """Return a tuning whose slots hold a whole number of chunks and at least ``least`` bytes, if one chunk fits.
 
-        ``least``: what a slot must hold.
+        A slot that is not full leaves the link idle.
         """
         if chunk_bytes > self.slot_bytes:
             return self
@@ -75,10 +75,11 @@ class Tuning:
 
 @dataclass(slots=True)
 class _Slot:
-    """A place in HBM for one piece at a time, free again once ``freed`` has passed.
+    """Device memory for one piece at a time, free once ``freed`` has passed.
 
-    Each has a stream for its copies. A copy engine stays with a stream while that has a copy that may start, then takes the next; a
-    slot's next copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer.
+    Each slot has a stream for its copies. A copy engine stays with a stream while the stream has a copy that can
+    start. A slot's next copy cannot start before the kernel has used the slot, so copies of other streams wait for at
+    most one copy of each slot.
     """
 
     address: int
@@ -88,33 +89,33 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A piece on the GPU: it is out of its source once ``read`` has passed, and with ``done`` all of it is, ``tags`` too."""
+    """A submitted piece: its source has been read once ``read`` has passed; copy and ``tags`` are complete after ``done``."""
 
     read: driver.Event
     done: driver.Event
     tags: npt.NDArray[np.uint64]
-    """[MAX_SEGMENTS], the sum of each of its segments."""
+    """[MAX_SEGMENTS]: the sum of each segment."""
     used: npt.NDArray[np.uint64]
-    """[MAX_SEGMENTS], of a save that encodes: 16-byte units of each segment's records."""
+    """[MAX_SEGMENTS]: for saves that encode, the size of each segment's records in units of 16 bytes."""
     tags_address: int
 
 
 class Lane:
-    """Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV."""
+    """Copies of one direction. Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV."""
 
     def __init__(self, kinds: Sequence[Kernels], tuning: Tuning, frames: FrameMemory, *, to_host: bool) -> None:
-        """Allocates the slots, which pieces of all ``kinds`` of pages go through."""
+        """Allocate the slots, which pieces of all ``kinds`` of pages use."""
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
-        # Encoding and decoding use all SMs: with half of them, a piece takes too long to run between two kernels that fill the GPU
-        # (loads with 8192^3 matmuls on an H100: 36 GB/s with half of the SMs, 54 with all).
+        # Encoding and decoding use all SMs. With half of them, a piece is too slow between kernels that fill the GPU
+        # (loads during 8192^3 matmuls on an H100: 36 GB/s with half of the SMs, 54 with all).
         self._num_ctas = [2 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
         self.kernel_stream = driver.Stream.create()
         self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.num_slots))
         self.last_copy_stream = self.copy_streams[0]
-        """The one that the last piece went by."""
-        # Zeroed, so that a mistake in what is copied could not show another process's old data.
+        """The stream of the last piece."""
+        # Zeroed, so that an error in copies cannot expose data of another process.
         self._staging = torch.zeros(tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
         base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
         self._slots = cycle([_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)])
@@ -128,9 +129,9 @@ class Lane:
         self._next_place = cycle(self._places)
 
     def submit(self, piece: Piece, *, kind: int = 0, is_pinned: bool = True) -> Sent:
-        """Queue one piece, of pages of ``kind``; MAX_PIECES later its `Sent` is used again.
+        """Queue one piece of pages of ``kind``. Its `Sent` is reused after MAX_PIECES pieces.
 
-        Nothing is saved to frames that are not pinned.
+        Saves to frames that are not registered do nothing.
         """
         sent = next(self._next_place)
         if self._to_host and not is_pinned:
@@ -153,13 +154,13 @@ class Lane:
         return sent
 
     def stop(self) -> None:
-        """Wait until nothing of this lane runs, whatever became of it."""
+        """Wait until no work of this lane runs, including work that failed."""
         for stream in (self.kernel_stream, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
 
     def close(self) -> None:
-        """Give everything back; nothing may be in flight but what `stop` waits for."""
+        """Wait as `stop` does, and release all resources."""
         self.stop()
         driver.host_free(self._tags_address)
         for sent in self._places:
@@ -169,13 +170,13 @@ class Lane:
             stream.destroy()
 
     def _launch(self, piece: Piece, kind: int, sent: Sent, slot: _Slot) -> None:
-        """One CTA at least: where there are no pages, it says that their sums are 0."""
+        """Launch the kernel with at least one CTA, which writes sums of 0 if there are no pages."""
         address = self._params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:
-        """Move the piece's runs between ``slot`` and the frames; those not pinned go through the driver's own buffers."""
+        """Copy the piece's runs between ``slot`` and the frames. The driver uses its buffers for frames not registered."""
         stream, pitch, stride = slot.stream, self._frames.frame_bytes, piece.slot_stride
         host: list[int] = []
         device: list[int] = []
@@ -202,11 +203,11 @@ class Lane:
 
 
 class _Params:
-    """Parameters of one stream's launches, used again by each; they are copied before a launch returns."""
+    """Parameters of one stream's launches, reused by each; a launch copies them before it returns."""
 
     def __init__(self, kernels: Kernels, part_room: int) -> None:
         self._sums = torch.zeros(2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device)
-        torch.cuda.current_stream(kernels.tiles.device).synchronize()  # the zeros are there before any launch; not in a step
+        torch.cuda.current_stream(kernels.tiles.device).synchronize()  # zeros before any launch; not in a step
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(
             tiles=kernels.tiles.data_ptr(), sums=sums, num_done=sums + 8 * MAX_SEGMENTS, num_planes=kernels.num_planes,
@@ -217,14 +218,14 @@ class _Params:
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """What ``_segments`` begins with: of full chunks it is the same piece after piece, so a piece's must not change."""
+        """The segments at the start of ``_segments``. Pieces of full chunks share them, so they must not be modified."""
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
         self._parts = np.frombuffer(self._params.parts, dtype=PART)
 
     def filled(self, piece: Piece, base: int, tags_out: int) -> int:
-        """Address of the pointers to parameters, for ``piece`` in the slot at ``base``; its sums go to ``tags_out``, u64 each.
+        """Fill in ``piece`` in the slot at ``base``; returns the address of the pointers to parameters.
 
-        Of an encoded piece, so does behind MAX_SEGMENTS of them how much its segments' records use.
+        The kernel writes sums to ``tags_out`` as u64, and the sizes of encoded records after MAX_SEGMENTS of them.
         """
         if piece.segments is not self._written:
             self._segments[: len(piece.segments)] = self._written = piece.segments

@@ -1,7 +1,7 @@
-"""The load half of CudaMover: loads that wait, the pieces they are cut into, and what is said of them.
+"""Loads of CudaMover: queued loads, their pieces, and their results.
 
-Chunks are cut into pieces when there is room on the link. A load is reported once, with every chunk that failed its check. Of saves
-it knows only that a block they still read may not be scattered to.
+Chunks are cut into pieces when the link has room. A load is reported once, with every chunk that failed its check. A
+scatter waits for saves that still read its blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loads(Half):
-    """Copies in, checks and scatters, in the order in which they were submitted."""
+    """Copies chunks to the GPU, checks and scatters them, in the order of submission."""
 
     def __init__(
         self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *,
@@ -39,7 +39,7 @@ class Loads(Half):
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
-        """Behind all that was launched before this step; recorded in steps with loads only, for most have none."""
+        """Mark after all work launched before this step. Recorded in steps with loads only: most steps have none."""
 
     @property
     def is_behind(self) -> bool:
@@ -51,7 +51,7 @@ class Loads(Half):
             self._mark_before()
 
     def submit(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads; those with nothing to copy are reported at once. Nothing is sent."""
+        """Queue loads. Those without chunks are reported at once."""
         after = self._mark_before()
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
@@ -77,7 +77,7 @@ class Loads(Half):
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            # While the link is at work: it need not wait for so many scattered reads.
+            # The link copies meanwhile and need not wait for these scattered reads.
             job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
                 job.table.frames, job.table.keys, job.table.num_blocks
             )
@@ -89,7 +89,7 @@ class Loads(Half):
         self.waiting.clear()
 
     def _mark_before(self) -> Mark | None:
-        """What this step's loads come after; None when the mover is broken."""
+        """Return the mark that this step's loads start after; None if the mover is broken."""
         if self._before is None and self._shared.broken is None:
             with self._shared.guarded():
                 self._before = self._shared.mark()
@@ -102,7 +102,7 @@ class Loads(Half):
         return self.queued.popleft() if self.queued else None
 
     def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
-        """Chunks for one piece, of as many loads as it has room for: their kind; after what; how many, in order, are whose."""
+        """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load, number of chunks) in order."""
         queue, per_job = self.waiting, self._shared.chunks_per_job
         room, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
@@ -135,7 +135,7 @@ class Loads(Half):
             begin += count
 
     def _finish_load(self, load: Load, chunks: ChunkBatch, problems: dict[int, str]) -> None:
-        """These chunks of ``load`` are in, or bad; with its last, it is reported."""
+        """Count chunks of ``load`` as loaded or bad. The load is reported with its last chunk."""
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)

@@ -1,11 +1,14 @@
-"""CudaMover: chunks between paged KV in HBM and pinned host frames, on streams of its own, so that no step waits.
+"""CudaMover: copies chunks between paged KV in HBM and registered host frames, on streams that no step waits for.
 
-Saves (`saves`): a kernel gathers a piece into a staging slot as soon as the forward that wrote it is done, the copy engine takes it
-to the frames, then the trailer is written. Loads (`loads`): copied in, checked by tag while a kernel scatters them. Ordering is on
-the GPU: `begin_step` makes the next forward wait for gathers that still read a block it may write (I2), and loads wait for what ran
-before the step. What is submitted waits here, a few pieces at a time are on the GPU, and a feeder in each direction sends the next
-(why: `feeder`). While host memory is being pinned, saves to frames behind the pinned ones wait too. It must not know engines;
-nothing here allocates GPU memory or waits for the device in a step.
+- Saves (`saves`): a kernel gathers a piece to a staging slot once the forward that wrote it is done, the copy engine
+  copies the slot to the frames, and the host writes the trailer.
+- Loads (`loads`): the copy engine copies a piece to a slot, and a kernel scatters it and computes its tag.
+- Order is kept on the GPU: `begin_step` makes the next forward wait for gathers that still read a block it may write
+  (I2), and loads wait for the work launched before the step.
+- A few pieces at a time are on the GPU; a `feeder` in each direction sends the next ones. While host memory is being
+  registered, saves to frames that are not registered yet wait.
+
+No step allocates GPU memory or waits for the device. Must not depend on engines.
 """
 
 from __future__ import annotations
@@ -40,9 +43,8 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 SLOTS_AHEAD = 8
-"""As many slots' bytes of one direction are on the GPU at a time: with 40 MiB slots, 6 ms of the link. A feeder may have to wait
-for the interpreter, which another thread keeps for up to 5 ms; with 3 slots an engine's loads took 4 to 6 % longer. What an engine
-copies does not wait for all of them: see `lanes`."""
+"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A feeder can wait up to 5 ms for the
+GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do not wait for all of them: see `lanes`."""
 
 
 class CudaMover:
@@ -52,12 +54,11 @@ class CudaMover:
         self, kinds: Sequence[tuple[PagedLayout, Kernels]], frames: FrameMemory, *, blocks_per_chunk: Sequence[int], tuning: Tuning,
         kind_of: Sequence[int] = (0,), gathers_first: bool = False,
     ) -> None:  # fmt: skip
-        """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
+        """Allocate staging and start to register ``frames``. Raises CudaError, or ValueError if staging is too small.
 
-        ``blocks_per_chunk``: that a frame holds at most, of each of ``kinds``. ``kind_of``: of each KV cache group, which of them
-        its pages are; all share streams, staging and pinned memory.
-        ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
-        blocks before `begin_step` names them.
+        ``blocks_per_chunk``: blocks in a frame, for each of ``kinds``. ``kind_of``: the kind of each KV cache group's
+        pages; all kinds share streams, staging and registered memory. With ``gathers_first``, the compute stream waits
+        for the gathers of a step's saves, for engines that write blocks before `begin_step` names them.
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
@@ -79,7 +80,7 @@ class CudaMover:
         self._feeders = [
             Feeder(name, shared.lock, half) for name, half in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
         ]
-        # Ranks on two sockets would each claim all pages for their own: the last one that asks would have them.
+        # Ranks on two sockets would each place all pages on their node.
         node = None if frames.is_shared else numa_node_of(self._device)
         shared.pinned = PinnedRange(
             frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node,
@@ -89,22 +90,22 @@ class CudaMover:
     # -- the seam -------------------------------------------------------------------------------------------------
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Before a forward is launched: ``rewritten`` are blocks it may write that were saved from for another owner."""
+        """See `Mover.begin_step`. ``rewritten`` are blocks that were saved for another request."""
         with self._shared.lock:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
             if rewritten and self._shared.broken is None:
-                with self._shared.guarded():  # unordered, a save could read what is rewritten
+                with self._shared.guarded():  # without the order, a save could read rewritten blocks
                     self._saves.order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
+        """Queue gathers after the forward just launched. Saves without room are dropped."""
         with self._shared.lock:
             self._saves.submit(plans)
             self._feeders[0].wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads; those with nothing to copy are reported by the next `poll`."""
+        """Queue loads. The next `poll` reports those without chunks."""
         with self._shared.lock:
             self._loads.submit(plans)
             self._loads.feed()
@@ -116,7 +117,7 @@ class CudaMover:
             return self._shared.take_done()
 
     def drain(self) -> Finished:
-        """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps. What waits to be pinned fails."""
+        """Wait on the host for all copies; for sleep and shutdown only. Saves to frames not yet registered fail."""
         with self._shared.lock:
             self._saves.waits_for_pins = False
             halves = (self._saves, self._loads)
@@ -129,7 +130,7 @@ class CudaMover:
             return self._shared.take_done()
 
     def close(self) -> None:
-        """Drain, unpin. The mover is of no use afterwards."""
+        """Drain and release all resources. The mover must not be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
         users: tuple[Feeder | Lane | PinnedRange, ...] = (*self._feeders, self.saves, self.loads, self._shared.pinned)
@@ -138,17 +139,17 @@ class CudaMover:
 
     @property
     def is_behind(self) -> bool:
-        """Whether copies wait to be sent to the GPU."""
+        """Return True if copies wait to be sent to the GPU."""
         with self._shared.lock:  # a feeder may have taken the last piece and not have sent it yet
             return self._saves.is_behind or self._loads.is_behind
 
     @property
     def usable_frames(self) -> int | None:
-        """Those that are pinned; None where all are."""
+        """Return the number of registered frames; None if all are."""
         return None if self._shared.pinned.is_complete else self._shared.num_pinned
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
-        """Until all host memory is pinned (or could not be)."""
+        """Wait until all host memory is registered, or registration has failed."""
         return self._shared.pinned.wait(timeout_s)
 
     # -- feeding --------------------------------------------------------------------------------------------------
@@ -158,26 +159,27 @@ class CudaMover:
         self._loads.feed()
 
     def _feed_saves(self) -> None:
-        """More frames are pinned, or no more will be."""
+        """Send saves after more frames were registered, or registration ended."""
         with self._shared.lock:
             self._saves.feed()
             self._feeders[0].wake()
 
     def _break(self, reason: str) -> None:
-        """After a CUDA error: everything in flight failed, and everything to come does. Waits until no copy runs."""
-        logger.error("kvloft: this worker stops moving pages, so nothing is cached any more: %s", reason)
+        """Fail all copies from now on, after a CUDA error. Waits until no copy runs."""
+        logger.error("kvloft: CUDA error; this worker no longer copies pages, so nothing is cached: %s", reason)
         self._shared.broken = reason
         self._saves.stop()
         self._loads.stop()
 
     def _compute(self) -> driver.Stream:
-        """The one that is current now: an engine may switch between steps."""
+        """Return the current stream, which an engine can change between steps."""
         return driver.Stream.view(_current_stream(self._device))
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Return kernels that encode if ``encodes``, or else, and if those fail to compile, kernels for raw parts, which are always
-    legal. Raises as `Kernels`.
+    """Return kernels that encode if ``encodes``; otherwise, or if these fail to compile, kernels for raw parts.
+
+    Raises as `Kernels`.
     """
     cache_dir = default_cache_dir() / "kernels"
     if encodes:
@@ -189,19 +191,19 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
 
 
 def _device_encodes(device: torch.device) -> bool:
-    """Whether the kernels of e348.cu run on ``device`` (`__reduce_add_sync`), and reach registered frames."""
+    """Return True if ``device`` has `__reduce_add_sync`, which e348.cu uses, and can access registered frames."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
         return torch.cuda.get_device_capability(device) >= (8, 0) and driver.kernels_reach_registered()
 
 
 def _current_stream(device: torch.device) -> int:
-    """What ``torch.cuda.current_stream(device).cuda_stream`` is, 60 to 90 us sooner where the host's caches hold other things."""
+    """Return ``torch.cuda.current_stream(device).cuda_stream``, 60 to 90 us faster with cold caches."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
 
 
 def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_pin: int) -> Kind:
-    """Of chunks of ``num_blocks``; slots have no size yet."""
+    """Return the kind of a layout with chunks of ``num_blocks``; the size of slots is set later."""
     shape = unpinned = Shape(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_pin)
     if kernels.encodes:
         of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
@@ -219,10 +221,10 @@ def prepare(
     gathers_first: bool,
     encodes: bool = False,
 ) -> Callable[[FrameWindow], CudaMover]:
-    """Compile for ``layouts``, one a KV cache group, at engine start: an engine whose kernels cannot be had does not start.
-    ``blocks_per_chunk``: that a frame holds, of each group. ``encodes``: parts are encoded where layout and device allow it.
+    """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes the mover.
 
-    What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
+    ``blocks_per_chunk``: blocks in a frame, for each group. ``encodes``: encode parts if layout and device allow it.
+    Called at engine start, so that an engine without kernels does not start. Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}

@@ -1,7 +1,7 @@
-"""Cuts a batch of chunks into pieces: what one kernel launch and one staging slot take. Arithmetic only.
+"""Cuts a batch of chunks into pieces. A piece is the work of one kernel launch, and fits one staging slot.
 
-A piece is whole chunks while they fit in a slot, or a run of tiles of one chunk that does not. In a slot, chunks are equally far
-apart, as their parts are in the arena, so that chunks in neighbouring frames are one copy. It must not know CUDA.
+A piece is whole chunks, or a run of tiles of one chunk that is larger than a slot. Chunks in a slot are equally spaced,
+like their parts in the arena, so that chunks in neighboring frames are one copy. Arithmetic only, without CUDA.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 NOT_WANTED = -1
-"""Block id of a payload block that is tagged and not scattered."""
+"""Block id of a payload block that is tagged but not scattered."""
 _SLOT_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """A batch as pieces are cut from it: chunk c has frame ``frames[c]`` and blocks ``block_ids[starts[c]:starts[c + 1]]``."""
+    """The chunks of a batch: chunk c has frame ``frames[c]`` and blocks ``block_ids[starts[c]:starts[c + 1]]``."""
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
@@ -36,7 +36,7 @@ class ChunkTable:
     @classmethod
     def of(cls, chunks: ChunkBatch) -> ChunkTable:
         ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
-        # Lists where pieces are cut in Python: the link waits for the first table, and numpy is slow to start.
+        # Lists, because the link waits for the first table, and numpy starts slowly.
         numbers = memoryview(frames).cast("I").tolist()
         ids = np.frombuffer(blocks, dtype=np.int32)
         size = len(ids) // max(1, len(numbers))
@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """Bytes that one copy-engine command moves: ``num_rows`` of ``row_bytes``, ``frame_bytes`` apart in the arena."""
+    """One copy-engine command: ``num_rows`` of ``row_bytes``, at a distance of ``frame_bytes`` in the arena."""
 
     frame: int
     part_offset: int
@@ -56,10 +56,10 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One launch, of chunks [begin, end) or of a part of one.
+    """One launch: chunks [begin, end), or a part of one chunk.
 
-    Segment bases are relative to the slot, where chunks are ``slot_stride`` apart; segment s belongs to chunk ``begin + s``, and
-    more may be there. ``parts`` are where its encoded chunks are in host memory; None: raw pages.
+    Segment s belongs to chunk ``begin + s``; its base is relative to the slot, where chunks are ``slot_stride`` apart.
+    ``segments`` can be longer than the piece. ``parts``: addresses of encoded chunks in host memory; None: raw pages.
     """
 
     begin: int
@@ -74,7 +74,7 @@ class Piece:
 
     @property
     def link_bytes(self) -> int:
-        """What the copy engine moves."""
+        """Return the bytes that the copy engine moves."""
         return sum(run.row_bytes * run.num_rows for run in self.runs)
 
     @property
@@ -84,9 +84,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What bounds a piece: a slot's size, and how parts lie in frames. ``encoding`` None: parts are raw.
+    """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None: parts are raw.
 
-    No copy may cross a multiple of ``frames_per_pin``: memory is pinned in pieces, and a copy over two of them is an error.
+    A copy must not cross a multiple of ``frames_per_pin``: memory is registered in pieces, and CUDA refuses a copy
+    across two of them.
     """
 
     block_tiles: BlockTiles
@@ -96,35 +97,35 @@ class Shape:
     frames_per_pin: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """Of a piece whose chunks are all full, which is nearly every one."""
+    """Segments of a piece of full chunks, which almost all pieces are."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
         segments = _segments(blocks, self)
         if self.encoding is not None and self.slot_bytes and not self.chunks_per_piece:
             raise ValueError(f"a staging slot of {self.slot_bytes} bytes is too small for an encoded chunk")
-        segments.flags.writeable = False  # launches that begin with them write them once
+        segments.flags.writeable = False  # launches reuse them
         object.__setattr__(self, "full_segments", segments)
 
     @property
     def chunks_per_piece(self) -> int:
-        """0: chunks are cut. Those without pages take no room in a slot, and name no blocks."""
+        """Return the number of chunks of a piece; 0 if chunks are cut. Chunks without pages need no room in a slot."""
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
         return min(self.slot_bytes // self.slot_stride, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
 
     @property
     def slot_stride(self) -> int:
-        """From one chunk of a slot to the next."""
+        """Return the distance between chunks in a slot."""
         return slot_stride(self.encoding.width(self.blocks_per_chunk)) if self.encoding is not None else self.part_bytes
 
     def row_bytes(self, num_blocks: int) -> int:
-        """What the copy engine moves of a chunk."""
+        """Return the bytes of a chunk that the copy engine moves."""
         return self.encoding.width(num_blocks) if self.encoding is not None else num_blocks * self.block_tiles.block_bytes
 
 
 def split(table: ChunkTable, shape: Shape, is_raw: npt.NDArray[np.bool_] | None = None) -> Iterator[Piece]:
-    """The pieces of ``table``, in order. ``is_raw``: which parts are raw where ``shape`` has an encoding; None: none."""
+    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all are as in ``shape``."""
     per_piece = shape.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
@@ -138,7 +139,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape, is_raw:
     tiles, num_chunks = shape.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
-    named = last if tiles.tiles_per_block else first  # what is neither read nor written is waited for by nothing
+    named = last if tiles.tiles_per_block else first  # blocks without pages need no order
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
@@ -152,7 +153,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape, is_raw:
 
 
 def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[Any]:
-    """Of chunks of so many blocks, one after the other."""
+    """Return the segments of chunks with these numbers of blocks, in order."""
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
     segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.slot_stride)
@@ -162,9 +163,9 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
 
 
 def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are_full: bool) -> Iterator[Run]:
-    """Copies of chunks in neighbouring frames as one, row by row: between payloads are padding, trailers and others' parts.
+    """Yield one run for chunks in neighboring frames: rows with padding, trailers and other ranks' parts in between.
 
-    Chunks of a run are equally long: behind a shorter one's payload, a slot has what was there before.
+    Chunks of a run have equal lengths, because a slot has old bytes after a shorter payload.
     """
     stride, per_pin = shape.slot_stride, shape.frames_per_pin
     if not shape.block_tiles.block_bytes:
@@ -177,7 +178,7 @@ def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
-    """Runs of tiles of one chunk that is larger than a slot."""
+    """Yield runs of tiles of one chunk that is larger than a slot."""
     tiles, first_id = shape.block_tiles, table.starts[chunk]
     num_tiles = table.num_blocks[chunk] * tiles.tiles_per_block
     tile = 0
@@ -199,7 +200,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
 
 
 def _last_tile(tile: int, num_tiles: int, shape: Shape) -> int:
-    """One past the last tile that fits in a slot with ``tile``. Raises ValueError if not even one does."""
+    """Return the end of the tiles from ``tile`` on that fit in a slot. Raises ValueError if none fits."""
     tiles = shape.block_tiles
     begin = tiles.payload_offset(tile)
     room = shape.slot_bytes - begin % _SLOT_ALIGN

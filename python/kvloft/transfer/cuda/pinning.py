@@ -1,7 +1,7 @@
-"""Pins the host arena in the background, a piece at a time, so that the cache is usable at once with what is pinned so far.
+"""Registers the host arena with CUDA in the background, in pieces, so that the cache is usable from the start.
 
-Each piece is first touched by several threads (without changing a byte: other ranks may be writing theirs), on the GPU's NUMA
-node and in huge pages where the system has them, then registered with CUDA. It must not know frames' contents.
+Several threads first populate each piece, on the GPU's NUMA node and with huge pages if possible. They change no byte,
+because other ranks may be writing. Must not depend on the contents of frames.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Registering holds a lock of the driver: a launch behind it waits, so pieces are kept well under 1 GiB."""
+"""Size of a piece. Registration holds a lock of the driver, for which launches wait, so pieces are well under 1 GiB."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class PinnedRange:
-    """Memory at ``address``, pinned from its start to `num_pinned_bytes`, which grows until all of it is or pinning failed."""
+    """Memory at ``address`` whose first `num_pinned_bytes` are registered. They grow until all are, or registration fails."""
 
     def __init__(
         self, address: int, size_bytes: int, *, piece_bytes: int, numa_node: int | None, on_progress: Callable[[], None]
     ) -> None:
-        """``piece_bytes``: a multiple of the page size; no copy may cross a multiple of it.
+        """Start the thread. No copy may cross a multiple of ``piece_bytes``, which is a multiple of the page size.
 
-        ``on_progress`` is called by the thread that pins, when more is pinned and when pinning is over.
+        The thread calls ``on_progress`` after each piece and at its end.
         """
         self._on_progress = on_progress
         self._piece_bytes = piece_bytes
@@ -44,7 +44,7 @@ class PinnedRange:
         self.size_bytes = size_bytes
         self.num_pinned_bytes = 0
         self.is_over = False
-        """Nothing more will be pinned, whether or not all of it is."""
+        """True once the thread registers no further piece."""
         self._numa_node = numa_node
         self._context = driver.current_context()
         self._pieces: list[int] = []
@@ -57,12 +57,12 @@ class PinnedRange:
         return self.num_pinned_bytes >= self.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until pinning is over; False at the deadline."""
+        """Wait for the end of registration; returns False at the deadline."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Unpin. No copy may be in flight."""
+        """Unregister the memory. No copy may be in flight."""
         self._stop.set()
         self._thread.join()
         self.num_pinned_bytes = 0
@@ -70,7 +70,7 @@ class PinnedRange:
             try:
                 driver.host_unregister(piece)
             except driver.CudaError as error:
-                logger.warning("kvloft: host memory stays pinned: %s", error)
+                logger.warning("kvloft: host memory stays registered: %s", error)
         self._pieces.clear()
 
     def _run(self) -> None:
@@ -88,8 +88,8 @@ class PinnedRange:
                     self._on_progress()
         except (RuntimeError, OSError) as error:
             logger.error(
-                "kvloft: pinned %.1f of %.1f GiB of host memory, no more could be had (%s): only that much is used for saves; "
-                "lower host_size, or give the container more memory", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
+                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use these only. "
+                "Lower host_size, or give the container more memory", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
             )  # fmt: skip
         finally:
             self.is_over = True
@@ -97,7 +97,7 @@ class PinnedRange:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Have the kernel provide the pages, in parallel. All of it is advice: what fails here, registering does slower."""
+    """Populate the pages in parallel. Errors are ignored: registration then populates them more slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -112,7 +112,7 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """NUMA node of a GPU, None if the system does not say."""
+    """Return the NUMA node of a GPU; None if the system does not report it."""
     properties = torch.cuda.get_device_properties(device)
     domain, bus, number = (int(getattr(properties, f"pci_{name}_id", 0)) for name in ("domain", "bus", "device"))
     try:

@@ -1,7 +1,7 @@
-"""The save half of CudaMover: what is queued, what is sent when, and what becomes of tickets.
+"""Saves of CudaMover: queued pieces, their order, and the results of tickets.
 
-A piece is sent when its frames are pinned, and at the latest when its blocks may be written again (I2); one whose frames are not
-pinned by then fails. It must not know loads.
+A piece is sent once its frames are registered, and at the latest when its blocks may be written again (I2). It fails
+if its frames are not registered by then. Must not depend on loads.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class Saves(Half):
-    """Gathers and copies out, in the order in which they were submitted."""
+    """Gathers chunks and copies them to the host, in the order of submission."""
 
     def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *, gathers_first: bool) -> None:
         super().__init__(shared, lane, few_first)
         self._gathers_first = gathers_first
         self._open: dict[Job, None] = {}
         self._num_pieces = 0
-        """So far, sent or queued; each has its number."""
+        """Number of pieces queued so far, including sent ones."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """Of each block: number of the last piece that reads it."""
+        """For each block, the number of the last piece that reads it."""
         self.waits_for_pins = True
-        """Off while everything must be sent: a save whose frames are not pinned then fails."""
+        """False while all saves must be sent: those whose frames are not registered then fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers behind the forward just launched, and send the first; what cannot be taken is dropped."""
+        """Queue gathers after the forward just launched, and send the first ones. Saves without room are dropped."""
         for kind, chunks in self._shared.by_kind(plans):
             self._submit(kind, chunks)
 
@@ -59,7 +59,7 @@ class Saves(Half):
                 if (pieces := self._queue(kind, batch.by_frame(), mark)) is None:
                     break
                 done += len(batch)
-                self.feed()  # the link is at work while the rest is prepared
+                self.feed()  # the link copies while the rest is prepared
                 for number, piece in enumerate(pieces, first_number):
                     self._last_gather[piece.block_ids] = number
                     if self._gathers_first:
@@ -67,7 +67,7 @@ class Saves(Half):
         self._drop(chunks[done:])
 
     def order_after_gathers(self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]) -> None:
-        """Let ``stream`` go on when no save reads ``blocks`` any more; those not sent yet are sent now, for they come first."""
+        """Make ``stream`` wait until no save reads ``blocks``. Saves of these blocks that are queued are sent first."""
         if not (self.flying or self.queued):
             return
         number = int(self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1))
@@ -87,9 +87,9 @@ class Saves(Half):
         self._shared.done.failed += chunks.tickets()
 
     def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
-        """The pieces that were queued; None: there is no room for so many."""
+        """Queue the pieces of ``chunks`` and return them; None if there is no room for all of them."""
         if (problem := self._shared.problem_of(kind, chunks)) is not None:
-            logger.error("kvloft: saves that cannot be made: %s", problem)
+            logger.error("kvloft: saves dropped: %s", problem)
             self._drop(chunks)
             return ()
         job = self._shared.new_job(kind, chunks, after)
@@ -105,7 +105,7 @@ class Saves(Half):
             self._fly(*self.queued.popleft())
 
     def _must_wait(self) -> bool:
-        """Whether the next piece has frames that are still to be pinned. Both the store and pinning begin with the lowest."""
+        """Return True if frames of the next piece are not registered yet. The store uses the lowest frames first, too."""
         shared = self._shared
         return self.waits_for_pins and not shared.are_pinned(self.queued[0][0].table.frames) and not shared.pinned.is_over
 

@@ -1,6 +1,6 @@
-"""What the halves of CudaMover share: what is done, marks in the compute stream, what is pinned; and `Half`, which both are.
+"""State that saves and loads of CudaMover share, and `Half`, the base of both: results, marks, registered memory.
 
-Everything here is used under one lock. It must not know what is saved or loaded.
+All of it is used under one lock. Must not depend on the differences of saves and loads.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 NUM_MARKS = 8
-"""Made at start; more steps with copies that have not started are rare, and then more are made."""
+"""Events made at start. More are made if copies of more steps have not started, which is rare."""
 
 
 class Kind(NamedTuple):
-    """Pages that lie alike: how they are cut into pieces, and the trailers of their frames. KV cache groups may share one.
+    """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache groups can share a kind.
 
-    ``unpinned_shape``: that of loads from frames that are not pinned yet.
+    ``unpinned_shape``: the limits of loads from frames that are not registered yet.
     """
 
     shape: Shape
@@ -47,17 +47,17 @@ class Kind(NamedTuple):
     trailers: Trailers
 
     def with_slots(self, slot_bytes: int) -> Kind:
-        """The same with staging slots of ``slot_bytes``."""
+        """Return this kind with staging slots of ``slot_bytes``."""
         shape, unpinned = (replace(shape, slot_bytes=slot_bytes) for shape in (self.shape, self.unpinned_shape))
         return Kind(shape, unpinned, self.trailers)
 
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """``fail`` is what a half calls after a CUDA error; ``compute`` is the stream that forwards are launched on.
+    """State that saves and loads share.
 
-    ``kind_of`` says of which of ``kinds`` a KV cache group's pages are. All ids of blocks are below ``num_blocks``: whatever group
-    has a block, it is the same memory.
+    ``kind_of``: the kind of each KV cache group's pages. ``num_blocks``: limit of block ids, which name the same
+    memory in all groups. ``compute`` returns the stream of forwards. ``fail`` is called after a CUDA error.
     """
 
     kinds: Sequence[Kind]
@@ -65,20 +65,20 @@ class Shared:
     memory: FrameMemory
     num_blocks: int
     bytes_ahead: int
-    """When so many of one direction are on the GPU, no more are sent."""
+    """Bytes of one direction on the GPU above which no piece is sent."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Of everything, for feeders and the thread that pins change it too."""
+    """Guards all state: feeders and the thread that registers memory change it, too."""
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
     pinned: PinnedRange = field(init=False)
-    """Pinning starts last, and nothing is submitted before."""
+    """Set last; nothing is submitted before."""
     spare_marks: list[driver.Event] = field(default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """An error inside breaks the mover and goes no further: a feeder that ends would leave requests waiting."""
+        """Break the mover on an error inside, and suppress the error: if a feeder ended, requests would wait permanently."""
         try:
             yield
         except Exception as error:
@@ -91,7 +91,7 @@ class Shared:
         return max(1, min(kind.shape.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
-        """All chunks of ``plans``, a batch for each kind of pages."""
+        """Return all chunks of ``plans``, as one batch for each kind of pages."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
             for group, chunks in plan.chunks.by_group() if plan.chunks else ():
@@ -103,13 +103,13 @@ class Shared:
         return done
 
     def mark(self) -> Mark:
-        """A point in the compute stream, now. Raises CudaError."""
+        """Record a mark in the compute stream. Raises CudaError."""
         mark = Mark(self.spare_marks.pop() if self.spare_marks else driver.Event(), self.spare_marks)
         mark.event.record(self.compute())
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Which copy would leave the arena, its frame or the paged KV; None if none does."""
+        """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
         blocks_per_chunk = self.kinds[kind].shape.blocks_per_chunk
         try:
             chunks.check(num_frames=self.memory.num_frames, num_blocks=self.num_blocks, blocks_per_chunk=blocks_per_chunk)
@@ -118,7 +118,7 @@ class Shared:
         return None
 
     def new_job(self, kind: int, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
-        """``chunks`` have no problem. With ``owners`` it is a load's."""
+        """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
         shape = pages.unpinned_shape if owners and not self.are_pinned(table.frames) else pages.shape
         pieces = tuple(split(table, shape, pages.trailers.are_raw(table.frames) if owners and shape.encoding is not None else None))
@@ -131,7 +131,7 @@ class Shared:
 
     @property
     def num_pinned(self) -> int:
-        """Frames from the first on that copies can use directly."""
+        """Return the number of registered frames, counted from the first."""
         return self.pinned.num_pinned_bytes // self.memory.frame_bytes
 
     def are_pinned(self, frames: Sequence[int]) -> bool:
@@ -139,7 +139,7 @@ class Shared:
 
 
 class InFlight(NamedTuple):
-    """A piece that is on the GPU since ``submitted``."""
+    """A piece on the GPU, with the time of its submission."""
 
     job: Job
     piece: Piece
@@ -148,40 +148,40 @@ class InFlight(NamedTuple):
 
 
 class Half(ABC):
-    """One direction: its pieces, oldest first, queued here, or on the GPU, a few at a time."""
+    """One direction of copies: queued pieces, and a few pieces on the GPU, oldest first."""
 
     def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...]) -> None:
-        """``few_first``: chunks of the first pieces that an idle link takes."""
+        """``few_first``: numbers of chunks of the first pieces on an idle link."""
         self._shared, self.lane, self._few_first = shared, lane, few_first
         self.queued: deque[tuple[Job, Piece]] = deque()
         self.flying: deque[InFlight] = deque()
         self.num_bytes = 0
-        """On the GPU."""
+        """Bytes of the pieces on the GPU."""
         self._busy_until = 0.0
 
     @property
     def is_behind(self) -> bool:
-        """Whether something waits to be sent."""
+        """Return True if copies wait to be sent."""
         return bool(self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """What must pass before more can be sent; None if nothing waits to be."""
+        """Return the event after which more can be sent; None if nothing waits to be sent."""
         return self.flying[0].sent.done if self.flying and self.is_behind else None
 
     def feed(self) -> None:
-        """Take in what is done and send what there is room for."""
+        """Collect finished pieces, and send queued ones while there is room."""
         if self._shared.broken is None:
             with self._shared.guarded():
                 self._land()
                 self._send()
 
     def wait_for_first(self) -> None:
-        """On the host, until the oldest piece on the GPU is done."""
+        """Wait on the host for the oldest piece on the GPU."""
         if self.flying:
             self.flying[0].sent.done.synchronize()
 
     def stop(self) -> None:
-        """Everything under way fails; waits until nothing runs."""
+        """Fail all copies, and wait until none runs."""
         self.lane.stop()
         self.flying.clear()
         self.queued.clear()
@@ -189,18 +189,18 @@ class Half(ABC):
 
     @abstractmethod
     def _send(self) -> None:
-        """Send what there is room for."""
+        """Send queued pieces while there is room."""
 
     @abstractmethod
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
-        """``piece`` is done, and ``seconds`` are how long it kept the link; its tags are the job's now."""
+        """Handle a finished piece, whose tags are in the job; ``seconds`` is the time that it used the link."""
 
     def _has_room(self) -> bool:
-        """Whether the link may have one more."""
+        """Return True if another piece can be sent."""
         return self.num_bytes <= self._shared.bytes_ahead and len(self.flying) < MAX_PIECES
 
     def _fly(self, job: Job, piece: Piece) -> None:
-        """Send the piece, after what its job comes after."""
+        """Send the piece, ordered after its job's mark."""
         if job.after is not None:
             self.lane.kernel_stream.wait(job.after.event)
             job.after = None

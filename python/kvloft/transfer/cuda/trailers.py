@@ -1,7 +1,6 @@
-"""The trailers of this rank's parts as one numpy column.
+"""Trailers of this rank's parts as a numpy column, written and read for many frames at once with tags from the GPU.
 
-They are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
-holds it against `_core.Arena`. It must not know streams or plans.
+docs/design/frames.md describes the format, and a test compares it with `_core.Arena`. Must not depend on streams or plans.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ assert TRAILER.itemsize == 128
 
 
 def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
-    """[num_frames] of `TRAILER`, a view of the memory itself."""
+    """Return a view of the trailers in memory: [num_frames] of `TRAILER`."""
     raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
     offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
     return np.ndarray((memory.num_frames,), TRAILER, raw, offset, (memory.frame_bytes,))
 
 
 class Trailers:
-    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block where parts are encoded; None: all are raw."""
+    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block if parts are encoded; None: all are raw."""
 
     def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int, block_tiles: int | None = None) -> None:
         self._column = trailers_of(memory)
@@ -45,10 +44,10 @@ class Trailers:
         self, frames: npt.ArrayLike, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike,
         used: npt.NDArray[np.uint64] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each.
+        """Write the trailers of ``frames``, whose payloads are complete; ``keys`` are 32 bytes each.
 
-        ``used``: 16-byte units of their records where parts are encoded. Returns which chunks do not fit their parts: those are not
-        whole, and stay unsealed.
+        ``used``: sizes of encoded records in units of 16 bytes. Returns the chunks that do not fit their parts: they
+        are incomplete and stay unsealed.
         """
         frames, rows = np.asarray(frames), self._rows(keys, tags, num_blocks)
         if self._block_tiles is None or used is None:
@@ -62,16 +61,16 @@ class Trailers:
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which of ``frames`` are not encoded, before anything of them was checked."""
+        """Return which of ``frames`` are not encoded, according to trailers that are not checked yet."""
         return np.asarray(self._column["encoding"][np.asarray(frames)] != E348)
 
     def read(self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """The tags of ``frames``, and what is wrong with which, before any byte moves: 'unsealed', 'key', 'layout' or 'shape'."""
+        """Return the tags of ``frames``, and the problem of each bad one: 'unsealed', 'key', 'layout' or 'shape'."""
         rows = self._column[np.asarray(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
-            are_encoded = rows["encoding"] == E348  # of any length: the decoder bounds what it reads by itself
+            are_encoded = rows["encoding"] == E348  # any length: the decoder checks bounds
             good["encoding"] = np.where(are_encoded, E348, RAW)
             good["encoded_bytes"] = np.where(are_encoded, rows["encoded_bytes"], good["encoded_bytes"])
         if rows.tobytes() == good.tobytes():
@@ -85,7 +84,7 @@ class Trailers:
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
     def _rows(self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
-        """The trailers of chunks as they must be."""
+        """Return the expected trailers of chunks."""
         rows: npt.NDArray[Any] = np.full(len(keys) // 32, self._blank, TRAILER)
         rows["key"] = np.frombuffer(keys, dtype="V32")
         rows["tag"] = tags
