@@ -203,7 +203,7 @@ def test_an_engine_is_told_which_of_its_settings_the_running_server_has_not(host
         host.start(host_size="2MiB", disk_path=disk, disk_size="8MiB", eviction="lru", server_linger="2min")
     )
     assert said == (
-        f"kvloft: settings of this engine are not used, for the server at unix:{host.socket} was started with others: "
+        f"kvloft: settings of this engine are ignored, because the server at unix:{host.socket} was started with others: "
         f"host_size = 2MiB here and 1MiB there, disk_path = {disk} here and (none) there, eviction = lru here and adaptive there, "
         "server_linger = 120s here and 1s there"
     )
@@ -245,7 +245,7 @@ def test_a_directory_that_is_not_private_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     make(host.folder / "kvloft")
-    with pytest.raises(ConfigError, match=r"is not this user's own directory, or others may write to it.*set server to a path"):
+    with pytest.raises(ConfigError, match=r"is not a directory of this user or is writable by others.*set server to a path"):
         host.look_after(Config(server="auto"))
     assert host.servers() == []
 
@@ -274,8 +274,8 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
     until(lambda: len(tried) > 2, "it is not tried again")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
-        "kvloft: no server could be started for server = auto, so requests are computed until one answers; start one with "
-        f"`kvloft serve --socket {host.socket}`, or mend this: [Errno 2] No such file or directory: '/nowhere/python'"
+        "kvloft: the server of server = auto could not be started, so requests are computed until one answers; start one with "
+        f"`kvloft serve --socket {host.socket}`, or fix this: [Errno 2] No such file or directory: '/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "none is started")
@@ -299,7 +299,7 @@ def test_a_full_disk_ends_no_engines_start(
     monkeypatch.setattr(Path, "mkdir", refuse)
     host.look_after(Config(server="auto"))()
     (said,) = [record.getMessage() for record in logged()]
-    assert said.endswith("cannot be made (No space left on device), so requests are computed until a server answers")
+    assert said.endswith("cannot be created (No space left on device), so requests are computed until a server answers")
 
 
 def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

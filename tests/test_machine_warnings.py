@@ -45,7 +45,7 @@ def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str |
 def test_a_quota_that_keeps_nothing_is_told_unless_single_salts_have_others(tmp_path: Path) -> None:
     for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
         (text,) = said(salt_quota=quota)
-        assert text.startswith(f"salt_quota = {shown} (kv_connector_extra_config) keeps nothing of what has a cache_salt")
+        assert text.startswith(f"salt_quota = {shown} (kv_connector_extra_config) stores nothing of requests with a cache_salt")
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")
     assert said(salt_quota="0", salt_limits=file) == [], "only those in the file"
@@ -77,8 +77,8 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     for part in ("100%", 1.0, "1.0"):
         host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
         assert host == (
-            "salt_quota = 100% (kv_connector_extra_config) is all of what its namespace may have of host memory, so it limits "
-            "nothing; leave it out for no limit."
+            "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, so it limits "
+            "nothing; remove it for no limit."
         )
         assert disk.startswith("salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it limits nothing;")
     assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
@@ -135,7 +135,7 @@ def test_more_disk_than_there_is_and_what_is_ours_counts_as_room(tmp_path: Path,
 
 def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (text,) = said(disk_path="/proc/nope", disk_size="1MiB")
-    assert "disk_path = /proc/nope cannot be made" in text
+    assert "disk_path = /proc/nope cannot be created" in text
     monkeypatch.setattr("os.access", lambda *_: False)
     (text,) = said(disk_path=tmp_path / "x", disk_size="1MiB")
     assert f"{tmp_path} is not writable" in text
@@ -187,7 +187,7 @@ def test_a_refusal_names_the_setting_and_where_it_is_from(monkeypatch: pytest.Mo
         config = load_config(given, {"KVLOFT_HOST_SIZE": variable}, extra_origin="command line")
         with pytest.raises(ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"):
             refuse_here(config)
-    with pytest.raises(ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be made"):
+    with pytest.raises(ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be created"):
         refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
 
 
@@ -210,9 +210,9 @@ def test_a_disk_directory_in_anothers_is_told(lock: str | None, is_told: bool, t
     (tmp_path / "link").symlink_to(disk.parent)
     for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
-        assert [
-            f"disk_path = {path} lies in {tmp_path}/first, which is the disk directory of another" in text for text in found
-        ] == ([True] if is_told else [])
+        assert [f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text for text in found] == (
+            [True] if is_told else []
+        )
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, "it is its own"
 
 
@@ -241,5 +241,5 @@ def test_nodes_that_this_process_may_not_use_are_refused(
     if wrong is None:
         refuse_nodes(nodes, status)
     else:
-        with pytest.raises(ConfigError, match=rf"NUMA node {wrong} is not there.* may use is {allowed} "):
+        with pytest.raises(ConfigError, match=rf"NUMA node {wrong} does not exist.* allowed nodes: {allowed} "):
             refuse_nodes(nodes, status)

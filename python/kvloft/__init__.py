@@ -1,8 +1,8 @@
-"""kvloft: an external KV cache for vLLM. Importing this loads neither torch nor vllm."""
+"""kvloft: an external KV cache for vLLM. Importing it loads neither torch nor vllm."""
 
 
 def __getattr__(name: str) -> str:
-    """Return ``__version__``, which the extension carries; loaded on first use, to keep the import of kvloft light."""
+    """Return ``__version__``. It loads the extension, so it is read on first use only."""
     if name == "__version__":
         from kvloft.version import VERSION
 

@@ -1,7 +1,7 @@
-"""`server: auto`: one server of this user on this machine, started by the first engine that needs it.
+"""`server: auto`: one server of this user on this machine, started by the first engine.
 
-It is a process of its own session, so it outlives engines and their signals, and ends by itself some time after the last of
-them. Of engines that start at once one wins the socket; the others use it. It must not know vLLM.
+The server has its own session, so it outlives engines and their signals, and exits some time after the last engine. If
+several engines start at once, one gets the socket and the others use its server. Must not depend on vLLM.
 """
 
 import contextlib
@@ -24,25 +24,25 @@ from kvloft.config import FROM_DEFAULT, KEYS, OF_LIMITS, Config, describe, serve
 from kvloft.errors import MAY_PASS, ConfigError, StoreError
 
 START_TIMEOUT_S: Final = 30.0
-"""Longest wait for a server that starts."""
+"""Time limit for the start of a server."""
 LOOK_EVERY_S: Final = 1.0
 START_EVERY_S: Final = 10.0
-"""Least time between two servers that one engine starts."""
+"""Minimum time between two starts by one engine."""
 WRONG_SETTING: Final = 2
-"""Exit status of `kvloft serve`."""
+"""Exit status of `kvloft serve` for a wrong setting."""
 _PEER: Final = struct.Struct("3i")
-"""Process, user and group at the other end of a socket."""
+"""Process, user and group of a socket's peer."""
 
 
 class _StartError(Exception):
-    """No server could be started, for a reason that may go away."""
+    """The server could not be started, for a reason that can pass."""
 
 
 def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
-    """Have a server at ``config.socket``, and another where it dies, until what is returned is called.
+    """Keep a server running at ``config.socket`` until the returned function is called.
 
-    Raises ConfigError where the socket's directory is not private or the server refuses a setting; anything else is a warning,
-    and is tried again: until a server answers, requests are computed.
+    Raises ConfigError if the socket's directory is not private or the server refuses a setting. Other problems are
+    warnings and are retried: until a server answers, requests are computed.
     """
     ended, told = threading.Event(), ""
     try:
@@ -56,7 +56,7 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
 
 
 def _watch(config: Config, logger: logging.Logger, ended: threading.Event, told: str) -> None:
-    """``told``: the warning that was the last one, which is not said again."""
+    """Start a server whenever none runs. ``told`` is the last warning, which is not repeated."""
     while not ended.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):
             _wait_for_end(_path(config), ended)
@@ -94,15 +94,15 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
         status, said = 1, str(e)
     if status == 0:
         linger = f"{config.server_linger:g} s"
-        logger.info("kvloft: started a server at unix:%s, which ends %s after its last engine; its log is %s", path, linger, log)
+        logger.info("kvloft: started a server at unix:%s, which exits %s after its last engine; its log is %s", path, linger, log)
         for line in said.splitlines():
             logger.warning("%s", line)
     elif status == WRONG_SETTING:
         raise ConfigError(said.removeprefix("kvloft: "))
-    elif not _comes(path):  # another engine's was not first
+    elif not _comes(path):  # and no other engine started one
         raise _StartError(
-            f"no server could be started for server = auto, so requests are computed until one answers; start one with "
-            f"`kvloft serve --socket {path}`, or mend this: {said.removeprefix('kvloft: ')}"
+            f"the server of server = auto could not be started, so requests are computed until one answers; start one with "
+            f"`kvloft serve --socket {path}`, or fix this: {said.removeprefix('kvloft: ')}"
         )
 
 
@@ -124,7 +124,7 @@ def _command(config: Config, log: Path) -> list[str]:
 
 
 def _tell_differences(config: Config, logger: logging.Logger) -> None:
-    """Only the settings of the engine that starts a server count."""
+    """Log settings that differ from those of the server, which the engine that started it decided."""
     with contextlib.suppress(StoreError):
         its = _core.server_status(_path(config))["settings"]
         differences = [
@@ -133,7 +133,7 @@ def _tell_differences(config: Config, logger: logging.Logger) -> None:
             if its.get(key, own) != own and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
         if differences:
-            text = "kvloft: settings of this engine are not used, for the server at unix:%s was started with others: %s"
+            text = "kvloft: settings of this engine are ignored, because the server at unix:%s was started with others: %s"
             logger.warning(text, _path(config), ", ".join(differences))
 
 
@@ -143,24 +143,24 @@ def _path(config: Config) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises ConfigError for a directory that another user owns or may write to, or for a link to one; _StartError for now."""
+    """Create the directory, or check that it is private. Raises ConfigError, or _StartError for errors that can pass."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
     except OSError as e:
         if e.errno in MAY_PASS:
-            raise _StartError(f"{folder} cannot be made ({e.strerror}), so requests are computed until a server answers") from e
-        raise ConfigError(f"{folder} cannot be made for server = auto ({e.strerror}); set server to a path.") from e
+            raise _StartError(f"{folder} cannot be created ({e.strerror}), so requests are computed until a server answers") from e
+        raise ConfigError(f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path.") from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} is not this user's own directory, or others may write to it, so server = auto does not use it; "
+            f"{folder} is not a directory of this user or is writable by others, so server = auto does not use it; "
             "remove it, or set server to a path."
         )
 
 
 def _connect(path: str | Path) -> int:
-    """The process that listens there, 0 if it is another container's. Raises OSError where none does."""
+    """Return the process id of the server; 0 if it is in another container. Raises OSError without a server."""
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))
@@ -177,7 +177,7 @@ def _is_there(path: str | Path) -> bool:
 
 
 def _comes(path: Path) -> bool:
-    """Whether a server that has the socket's lock soon listens."""
+    """Return True once a server listens that another engine is starting; False after a time-out."""
     deadline = time.monotonic() + START_TIMEOUT_S / 3
     while not (is_there := _is_there(path)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -185,12 +185,12 @@ def _comes(path: Path) -> bool:
 
 
 def _wait_for_end(path: str, ended: threading.Event) -> None:
-    """Returns once the server or this engine ends. Raises OSError where none listens."""
+    """Wait for the end of the server or of this engine. Raises OSError without a server."""
     pid = _connect(path)
     try:
         process = os.pidfd_open(pid)
     except OSError:
-        return  # it is another container's, or gone already: the next look says which
+        return  # in another container, or gone: the next call finds out
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)

@@ -1,6 +1,6 @@
-"""What single tenants may have: the YAML file of ``salt_limits``, and the values that a store is opened with.
+"""Limits of tenants: the YAML file of ``salt_limits``, and the values that a store is opened with.
 
-Salts are secrets: they are read here, hashed by the store, and are in no message and no log.
+Salts are secrets: they are read here and hashed by the store, and must not be in messages or logs.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ WANTED: Final = "it must be a list of entries such as: {salt_file: a.salt, quota
 
 
 class Limits(NamedTuple):
-    """Bytes or a part of host memory and of the disk, and seconds since the save; None: no limit."""
+    """Limits of host memory and of the disk, and time to live in seconds; None: no limit."""
 
     quota: Quota | None = None
     disk_quota: Quota | None = None
@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """What each salt may have, what is without a salt, and single salts."""
+    """Limits of each salt, of requests without a salt, and of single salts."""
 
     salted: Limits
     unsalted: Limits
@@ -33,17 +33,17 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One value in the file of ``salt_limits``: what to call it, the setting that is the same for all salts, and the value."""
+    """A value in the file of ``salt_limits``: its place for messages, the setting for all salts, and the value."""
 
     blame: str
     setting: str
     value: Quota
     is_bare: bool
-    """Whether it is a number without a unit."""
+    """True for a number without a unit."""
 
 
 def tenant_limits(config: Config) -> TenantLimits | None:
-    """The limits that ``config`` sets; None where it sets none. Raises ConfigError for a file that cannot be used."""
+    """Return the limits in ``config``; None without any. Raises ConfigError for an invalid file."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
     limits = TenantLimits(salted, own.pop(None, Limits()), tuple((salt, each) for salt, each in own.items() if salt is not None))
@@ -51,7 +51,7 @@ def tenant_limits(config: Config) -> TenantLimits | None:
 
 
 def given_limits(config: Config) -> Iterator[Given]:
-    """What the file of ``salt_limits`` sets, in its order. Raises ConfigError for a file that cannot be used."""
+    """Yield the values in the file of ``salt_limits``, in order. Raises ConfigError for an invalid file."""
     for blame, entry in _entries(config.salt_limits) if config.salt_limits is not None else ():
         for key, (_, parse) in KEYS.items():
             if (raw := entry.get(key)) is not None:
@@ -60,13 +60,13 @@ def given_limits(config: Config) -> Iterator[Given]:
 
 
 def read_salt(raw: bytes, source: str) -> str:
-    """The salt in a file's bytes; one newline at the end is not part of it. Raises ConfigError, which names ``source``."""
+    """Return the salt in a file's bytes without one newline at the end. Raises ConfigError, which names ``source``."""
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
         raise ConfigError(f"{source}: expected UTF-8.") from None
     if salt == "":
-        raise ConfigError(f"{source}: the salt is empty, and no request can have an empty one.")
+        raise ConfigError(f"{source}: the salt is empty; no request has an empty cache_salt.")
     return salt
 
 
@@ -75,14 +75,14 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
     for blame, entry in _entries(path):
         salt, limits = _entry(entry, blame, Path(path).parent, salted)
         if salt in found:
-            raise ConfigError(f"{blame}: an entry before it has the same salt; leave one of them out.")
+            raise ConfigError(f"{blame}: an earlier entry has the same salt; remove one of them.")
         found[salt] = limits
     return found
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Each entry of the file, with what to call it."""
-    import yaml  # here and not above: see `config._from_file`
+    """Yield each entry of the file with its name for messages."""
+    import yaml  # slow, see `config.sources`
 
     blame = f"salt_limits = {path}"
     try:
@@ -91,18 +91,18 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
         keys = _keys_of(text)
     except OSError as e:
         raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # what they say may quote a salt
+    except (yaml.YAMLError, ValueError, RecursionError):  # their messages can quote a salt
         raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
     if not isinstance(entries, list):
-        raise ConfigError(f"{blame} holds no list; {WANTED}.")
+        raise ConfigError(f"{blame} is not a list; {WANTED}.")
     for nth, entry in enumerate(entries, 1):
-        if (twice := first_twice(keys[nth - 1])) in (*SALT_KEYS, *KEYS):  # any other key may be a salt
-            raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; leave one of the two out.")
+        if (twice := first_twice(keys[nth - 1])) in (*SALT_KEYS, *KEYS):  # any other key can be a salt
+            raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
 
 
 def _keys_of(text: str) -> list[list[str]]:
-    """The keys of each entry as they are written: of a key that is there twice, PyYAML keeps the last one without a word."""
+    """Return the keys of each entry, including repeated keys, which PyYAML merges silently."""
     import yaml
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -118,7 +118,7 @@ def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | 
     if "salt_file" in entry:
         salt: str | None = _salt_in(entry["salt_file"], blame, folder)
     elif (salt := entry["salt"]) is not None and (not isinstance(salt, str) or not salt):
-        raise ConfigError(f"{blame}: expected salt to be text that is not empty; write it in quotes.")
+        raise ConfigError(f"{blame}: expected salt to be non-empty text; write it in quotes.")
     limits = salted if salt is not None else Limits()
     for key, (name, parse) in KEYS.items():
         if key in entry:
@@ -133,10 +133,10 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
         with (folder / name).open("rb") as file:
             raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is no path"
+        reason = e.strerror if isinstance(e, OSError) else "it is not a path"
         raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
     if len(raw) > MAX_SALT_BYTES:
-        raise ConfigError(f"{blame}: salt_file {name} is larger than 64 KiB; it must hold one salt and nothing else.")
+        raise ConfigError(f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only.")
     return read_salt(raw, f"{blame}: salt_file {name}")
 
 

@@ -1,6 +1,6 @@
-"""What this machine says about settings before a model is known: what cannot work is refused, what may not is a warning.
+"""Checks of settings against this machine before the model is known: errors if they cannot work, otherwise warnings.
 
-It changes nothing and makes no directory. It must not know vLLM or the store.
+Changes nothing and creates no directory. Must not depend on vLLM or the store.
 """
 
 import os
@@ -14,38 +14,38 @@ from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""A size below this is hardly meant in bytes."""
+"""A smaller size without a unit is probably not meant in bytes."""
 SHORT_S: Final = 3600
-"""An age below this is hardly meant in seconds."""
+"""A shorter time without a unit is probably not meant in seconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
-"""Of the file by which a disk directory is known: it holds its owner's process."""
+"""Size limit of the file that marks a disk directory and contains its owner's process id."""
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise ConfigError where disk_path leads through something that is no directory, or salt_limits cannot be used."""
-    if config.server in (None, AUTO):  # or the file is for the server's eyes only
+    """Raise ConfigError if disk_path has a parent that is not a directory, or salt_limits is invalid."""
+    if config.server in (None, AUTO):  # otherwise the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
         return
     nearest = _nearest(Path(config.disk_path))
     if PROC in (nearest, *nearest.parents):
         raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be made, for {PROC} takes no directory; "
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be created, because {PROC} is not writable; "
             "set disk_path to a writable local directory."
         )
     if not nearest.is_dir():
         raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, for {nearest} is a file; "
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, because {nearest} is a file; "
             "set disk_path to a writable local directory."
         )
 
 
 def refuse_here(config: Config) -> None:
-    """Raise ConfigError where no engine can start with these settings on this machine.
+    """Raise ConfigError if no engine can start with these settings on this machine.
 
-    A disk_path that this user may not write is none of them: rights are given, disks emptied and file systems mounted while host
-    memory serves.
+    A disk_path without write permission is not an error: permissions, free space and mounts can change while the
+    engine runs with host memory.
     """
     refuse_impossible(config)
     text = _memory(config.host_size)
@@ -58,7 +58,7 @@ def _source(origin: str) -> str:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError for NUMA nodes that this process may have no memory of, as far as the system says (``status``)."""
+    """Raise ConfigError for NUMA nodes whose memory this process must not use, according to ``status``."""
     try:
         lists = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("Mems_allowed_list:")]
     except (OSError, IndexError):
@@ -68,18 +68,18 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
         unknown = [node for node in nodes if not any(end[0] <= node <= end[-1] for end in ends)]
         if unknown:
             raise ConfigError(
-                f"--numa: NUMA node {unknown[0]} is not there, or not for this process; what it may use is {text} "
+                f"--numa: NUMA node {unknown[0]} does not exist or is not allowed for this process; allowed nodes: {text} "
                 "(see `nvidia-smi topo -m` for each GPU's node)."
             )
 
 
 def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
-    """One sentence for each setting that this machine may not have room or rights for.
+    """Return one sentence for each setting for which this machine may lack space or permissions.
 
-    Who ``opens_disk`` at once tells by itself whose the directory is.
+    ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
     """
     if config.server is not None:
-        return _bare(config) if config.server == AUTO else []  # the memory and the disk are the server's, which looks itself
+        return _bare(config) if config.server == AUTO else []  # the server checks its memory and disk
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
@@ -91,7 +91,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Numbers without a unit that hardly mean what they say."""
+    """Return a warning for each number without a unit that is probably a mistake."""
     numbers = [(f"{key} = {number} ({config.origin(key)})", key, number) for key, number in config.bare_numbers.items()]
     if config.server != AUTO:  # the server reads the file itself
         numbers += [
@@ -110,15 +110,15 @@ def _unit(key: str, size: int) -> str:
 
 
 def _in_vain(config: Config) -> Iterator[str]:
-    """Quotas that bound nothing, and one that leaves nothing."""
-    if config.salt_quota == 0 and config.salt_limits is None:  # beside that file, only its salts are kept
+    """Yield a warning for each quota that limits nothing, and for one that stores nothing."""
+    if config.salt_quota == 0 and config.salt_limits is None:  # with that file, only its salts are stored
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
-        yield f"{given} keeps nothing of what has a cache_salt; leave it out for no limit."
+        yield f"{given} stores nothing of requests with a cache_salt; remove it for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
     for key in wholes:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
-            all_of = "what its namespace may have of host memory" if key == "salt_quota" else "disk_size"
-            yield f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; leave it out for no limit."
+            all_of = "the namespace's host memory" if key == "salt_quota" else "disk_size"
+            yield f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; remove it for no limit."
     quotas = [(key, f" ({config.origin(key)})", key, quota) for key in wholes if (quota := getattr(config, key)) is not None]
     quotas += [(each.blame, "", each.setting, each.value) for each in given_limits(config) if each.setting in wholes]
     for name, origin, key, quota in quotas:
@@ -131,8 +131,8 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 
 def _nearest(path: Path) -> Path:
-    """The closest place that is there, as far as this user can see."""
-    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110 (Path's raises for what is hidden)
+    """Return the closest existing parent, or the path, as far as this user can see."""
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110 (Path.exists raises for hidden paths)
 
 
 def _memory(host_size: int) -> str | None:
@@ -141,7 +141,7 @@ def _memory(host_size: int) -> str | None:
         return None
     return (
         f"host_size = {format_size(host_size)} is more than this machine's memory of {size_text(memory)}; "
-        "an engine does not start with it here."
+        "an engine with this setting does not start here."
     )
 
 
@@ -149,7 +149,7 @@ def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
     if os.access(nearest, os.W_OK | os.X_OK) and PROC not in (nearest, *nearest.parents):
         return None
-    return f"disk_path = {path} cannot be made or written here, for {nearest} is not writable."
+    return f"disk_path = {path} cannot be created or written here, because {nearest} is not writable."
 
 
 def _others(path: Path) -> str | None:
@@ -159,13 +159,13 @@ def _others(path: Path) -> str | None:
     if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return None
     return (
-        f"disk_path = {path} belongs to another user or may be written by others (mode {found.st_mode & 0o7777:o}), so it is not "
+        f"disk_path = {path} belongs to another user or is writable by others (mode {found.st_mode & 0o7777:o}), so it is not "
         f"used: run `chown {os.geteuid()} {path}` and `chmod go-w {path}`, or set another disk_path."
     )
 
 
 def _room(path: Path, disk_size: int) -> str | None:
-    """What the directory holds already counts as room."""
+    """Return a warning if disk_size exceeds the free space plus the files that the directory already has."""
     try:
         free = shutil.disk_usage(_nearest(path)).free
         ours = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.dat"))
@@ -174,8 +174,8 @@ def _room(path: Path, disk_size: int) -> str | None:
     if disk_size <= free + ours:
         return None
     return (
-        f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} that disk_path = {path} has room for; "
-        "when the disk is full, chunks take the place of others or are dropped and counted (disk_dropped)."
+        f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available to disk_path = {path}; "
+        "when the disk is full, new chunks replace old ones or are dropped and counted (disk_dropped)."
     )
 
 
@@ -186,11 +186,11 @@ def _company(path: Path) -> str | None:
         return None
     if not names or "lock" in names:
         return None
-    return f"disk_path = {path} holds files that are not kvloft's; they stay, but a directory of its own is easier to clean up."
+    return f"disk_path = {path} contains files that are not kvloft's; they are kept, but a separate directory is easier to delete."
 
 
 def _nested(path: Path) -> str | None:
-    """What lies in another's directory counts against no disk_size there, and goes with it."""
+    """Return a warning if the directory is in another disk directory, whose disk_size does not count it."""
     for above in Path(os.path.realpath(path)).parents:
         lock = above / "lock"
         try:
@@ -199,7 +199,7 @@ def _nested(path: Path) -> str | None:
             continue
         if is_disk:
             return (
-                f"disk_path = {path} lies in {above}, which is the disk directory of another engine or server: its disk_size does "
-                "not count what is here, and who deletes it deletes this; set disk_path to a directory of its own."
+                f"disk_path = {path} is in {above}, the disk directory of another engine or server, whose disk_size does not "
+                "count it and whose removal deletes it; set disk_path to a separate directory."
             )
     return None

@@ -1,6 +1,6 @@
-"""The store of an engine: one of its own in this process, or the one of a server that engines share.
+"""Opens the store of an engine: a store in this process, or that of a server which engines share.
 
-It must not know vLLM, and nothing of what is kept.
+Must not depend on vLLM.
 """
 
 from kvloft import _core
@@ -10,9 +10,9 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
 def open_store(config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None) -> _core.Session:
-    """A new session; ``description`` is one line about ``namespace``, ``disk_path`` this engine's own directory.
+    """Return a new session. ``description`` is one line about ``namespace``; ``disk_path`` is this engine's directory.
 
-    Raises ConfigError where a setting is wrong.
+    Raises ConfigError if a setting is wrong.
     """
     groups = groups_of(shape)
     if config.socket is not None:
@@ -49,6 +49,6 @@ def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, i
 
 
 def arena_of(store: _core.Session) -> ArenaSpec | None:
-    """How a worker maps its frames; None while there is no server."""
+    """Return the arena for workers to map; None while there is no server."""
     path = store.arena_path
     return ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id, store.lifeline) if path else None

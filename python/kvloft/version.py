@@ -1,4 +1,4 @@
-"""Version and git revision of this build. The version's only source is Cargo.toml; the extension carries both."""
+"""Version and git revision of this build, from the extension. The version's only source is Cargo.toml."""
 
 from typing import Final
 
@@ -7,6 +7,5 @@ from kvloft._core import REVISION, VERSION
 __all__ = ["BUILD", "BUILD_INFO_HELP", "BUILD_LABELS", "VERSION"]
 
 BUILD: Final = f"{VERSION} ({REVISION})"
-# Of the metric `kvloft_build_info`, whose value is always 1.
 BUILD_INFO_HELP: Final = "Version and git revision of kvloft; the value is always 1."
 BUILD_LABELS: Final = {"version": VERSION, "revision": REVISION}

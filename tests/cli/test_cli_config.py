@@ -66,7 +66,7 @@ def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[st
             ('{"host_size": "900TiB"}', "kvloft: host_size = 900TiB is more than this machine's memory of "),
             (
                 '{"disk_path": "/proc/nope"}',
-                "kvloft: disk_path = /proc/nope (kv_connector_extra_config) cannot be made, for /proc takes no directory;",
+                "kvloft: disk_path = /proc/nope (kv_connector_extra_config) cannot be created, because /proc is not writable;",
             ),
         ):
             assert main(["config", *flags, "--extra", extra]) == 2

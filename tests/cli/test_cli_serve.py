@@ -428,7 +428,7 @@ def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPat
         ("", "expected a node for each rank"),
         ("0,", "expected a node for each rank"),
         ("0;1", "expected a node for each rank"),
-        ("0,63", "--numa: NUMA node 63 is not there, or not for this process; what it may use is 0"),
+        ("0,63", "--numa: NUMA node 63 does not exist or is not allowed for this process; allowed nodes: 0"),
     ],
 )
 def test_a_numa_node_that_cannot_be_is_one_sentence(

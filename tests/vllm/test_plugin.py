@@ -49,7 +49,7 @@ def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_r
 def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
     with pytest.raises(ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"):
         factory.get_connector_class(transfer(kv_connector_extra_config={"host_size": "900TiB"}))
-    with pytest.raises(ConfigError, match=r"^kvloft: disk_path = /proc/kvloft \(kv_connector_extra_config\) cannot be made"):
+    with pytest.raises(ConfigError, match=r"^kvloft: disk_path = /proc/kvloft \(kv_connector_extra_config\) cannot be created"):
         factory.get_connector_class(transfer(kv_connector_extra_config={"disk_path": "/proc/kvloft"}))
 
 

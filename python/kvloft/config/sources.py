@@ -48,12 +48,10 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:
             size = KEYS[key].show(values[key])
-            raise ConfigError(f'{key} = "{size}" ({origins[key]}) does nothing without disk_path: set that, or leave {key} out.')
+            raise ConfigError(f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, or remove {key}.')
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment can be the server's
     if misplaced and values.get("server") not in (None, AUTO):
-        raise ConfigError(
-            f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
-        )
+        raise ConfigError(f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server; pass it to `kvloft serve`, or remove server.")
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
@@ -81,7 +79,7 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         return {}
     import yaml  # a fifth of a server's start, and few users have such a file
 
-    blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must hold lines such as: host_size: 8GiB"
+    blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must contain lines such as: host_size: 8GiB"
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
             text = file.read()
@@ -97,11 +95,11 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{blame} holds a {type(document).__name__}; {wanted}")
+        raise ConfigError(f"{blame} contains a {type(document).__name__}; {wanted}")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(node, yaml.MappingNode)
     if twice := first_twice([key.value for key, _ in node.value]):  # PyYAML would use the last one
-        raise ConfigError(f"{blame} sets {twice} twice; leave one of the two lines out")
+        raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines")
     return _from_mapping(document, f"file {path}")
 
 
