@@ -109,7 +109,7 @@ def count_preemptions(engine: Any) -> list[int]:
 def main(name: str, options: dict[str, Any]) -> None:
     """Start the engine and run the chats ``options["repeats"]`` times, with others each time."""
     import vllm
-    from benches.gpu.engine_child import wait_pinned
+    from benches.gpu.engine_child import wait_registered
     from benches.gpu.llama import Engine, worker_totals
 
     begin = time.perf_counter()
@@ -119,7 +119,7 @@ def main(name: str, options: dict[str, Any]) -> None:
     preemptions = count_preemptions(engine)
     result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "runs": [], "vllm": vllm.__version__}
     engine.ttft(engine.prompt(2048))
-    wait_pinned(engine, options)
+    wait_registered(engine, options)
     engine.settle()
     deadline_s = begin + options["child_s"]
     for number in range(options["repeats"]):

@@ -41,14 +41,15 @@ def turn(turns: Turns) -> Iterator[None]:
         time.sleep(LANDED_S)
 
 
-def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
+def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
     """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
-        getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
+        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+        getattr(mover, "wait_registered", named_before)(120.0)
 
 
 def load_trace(options: dict[str, Any]) -> Any:
@@ -210,8 +211,8 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
             wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
             worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
             shared = getattr(worker.core._mover, "_shared", None) if worker is not None else None
-            pinned = shared.pinned.num_pinned_bytes if shared is not None else 0
-            rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": pinned / 2**30, **worker_totals()})
+            num_bytes = shared.registered.num_registered_bytes if shared is not None else 0
+            rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": num_bytes / 2**30, **worker_totals()})
     last = rows[-1]
     counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}
     return {"rows": rows, "pinned_gib": last["pinned_gib"], **counts}
@@ -305,7 +306,7 @@ def main(name: str, options: dict[str, Any]) -> None:
     print("RESULT", json.dumps(result), flush=True)
     for phase in options["phases"]:
         if phase != "startup":
-            wait_pinned(engine, options)
+            wait_registered(engine, options)
         print("PHASE", phase, flush=True)
         turns = Turns(Path(options["turns"]) / phase, name, options["names"])
         begin = time.perf_counter()

@@ -76,7 +76,8 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+            getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
     def prompt(self, rng: random.Random, num_tokens: int) -> list[int]:

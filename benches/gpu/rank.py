@@ -25,7 +25,8 @@ def begin_audit(worker: Any) -> int:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group()._worker.core._mover
-    getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
+    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+    getattr(mover, "wait_registered", named_before)(60.0)
     worker_totals()  # counts from here on
     groups = _paged_kv(worker)
     _audits.append(PageAudit(mover, *groups))

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from benches.gpu.engine_child import wait_pinned
+from benches.gpu.engine_child import wait_registered
 from benches.gpu.llama import Engine, prompt_of
 
 SETTLES = 8
@@ -23,7 +23,7 @@ def main(options: dict[str, Any]) -> None:
     engine = Engine("served", options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
-        wait_pinned(engine, {"name": "served"})  # saves take no frames that are not; loads do
+        wait_registered(engine, {"name": "served"})  # saves take no frames that are not; loads do
         engine.ttft(engine.prompt(options["context"]))  # what is compiled and captured by then is so in each life
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)

@@ -39,7 +39,7 @@ class Record:
 
 
 class Gpu:
-    """Streams, and the order in which their heads run. All state changes under one lock: feeders are threads."""
+    """Streams, and the order in which their heads run. All state changes under one lock: submitters are threads."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -311,7 +311,7 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("mover", "saves", "loads", "shared", "lanes", "feeder", "pinning"):
+        for name in ("mover", "saves", "loads", "shared", "lanes", "submitter", "registration"):
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
         patch.setattr(mover_module, "numa_node_of", lambda _: None)
         patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)

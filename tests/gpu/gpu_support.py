@@ -145,7 +145,7 @@ def make_mover(
         blocks_per_chunk=[blocks_per_chunk] * len(layouts) if isinstance(blocks_per_chunk, int) else blocks_per_chunk,
         tuning=Tuning(*ring, num_ctas), kind_of=kind_of, gathers_first=gathers_first,
     )  # fmt: skip
-    mover.wait_pinned()
+    mover.wait_registered()
     return mover
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvloft.transfer.cuda.kernels import BlockTiles
-from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape
+from kvloft.transfer.cuda.pieces import ChunkTable, Piece, PieceLimits
 
 
 def frames_of(piece: Piece) -> list[int]:
@@ -11,14 +11,14 @@ def frames_of(piece: Piece) -> list[int]:
     return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
 
 
-def gather(table: ChunkTable, piece: Piece, shape: Shape, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
+def gather(table: ChunkTable, piece: Piece, shape: PieceLimits, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
     """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
     for _, to, block_id, offset, size in _tiles(piece, shape.block_tiles):
         assert block_id >= 0
         slot[to : to + size] = paged[block_id][offset : offset + size]
 
 
-def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) -> None:
+def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
     """Do the runs of a save: ``parts`` is [frames, part_bytes], row f our part of frame f."""
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
@@ -26,7 +26,7 @@ def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) ->
             at = run.slot_offset + row * piece.slot_stride
             parts[run.frame + row, run.part_offset : run.part_offset + run.row_bytes] = slot[at : at + run.row_bytes]
         last = run.frame + run.num_rows - 1
-        assert run.frame // shape.frames_per_pin == last // shape.frames_per_pin, "a run crosses two pinned pieces"
+        assert run.frame // shape.frames_per_registration == last // shape.frames_per_registration, "a run crosses two pieces"
 
 
 def _tiles(piece: Piece, block_tiles: BlockTiles):

@@ -15,7 +15,7 @@ from gpu_support import Paged, one_buffer, per_layer
 
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode, slot_stride
 from kvloft.transfer.cuda.kernels import BlockTiles
-from kvloft.transfer.cuda.pieces import Shape
+from kvloft.transfer.cuda.pieces import PieceLimits
 from kvloft.transfer.frames import part_bytes_for
 
 VECTORS = json.loads(e348.VECTORS.read_text(encoding="utf-8"))["cases"]
@@ -79,7 +79,7 @@ def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.Monkey
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = bf16(per_layer(16, 3, 64 << 10)).layout()
     part_bytes = part_bytes_for(layout.block_bytes, 256)
-    raw = Shape(BlockTiles.of(layout), 40 << 20, part_bytes, 1, 10)
+    raw = PieceLimits(BlockTiles.of(layout), 40 << 20, part_bytes, 1, 10)
     encoded = replace(raw, encoding=PartEncoding.of(layout, 0, part_bytes, part_bytes - 128))
     assert (raw.chunks_per_piece, encoded.chunks_per_piece) == (39, 56)
 

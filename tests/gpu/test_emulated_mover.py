@@ -154,7 +154,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: py
     """Chunks larger than a slot are many pieces, which wait one behind the other."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     monkeypatch.setattr(
-        "kvloft.transfer.cuda.mover.Feeder", lambda *_, **__: SimpleNamespace(wake=lambda: None, close=lambda: None)
+        "kvloft.transfer.cuda.mover.Submitter", lambda *_, **__: SimpleNamespace(wake=lambda: None, close=lambda: None)
     )
     paged = per_layer(3, 40, 8192)
     paged.randomize(5)

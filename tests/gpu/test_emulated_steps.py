@@ -75,14 +75,18 @@ class Wanted:
 
 
 class Pins:
-    """Host memory that the test pins; `wait` and `close` as PinnedRange."""
+    """Host memory that the test pins; `wait` and `close` as RegisteredRange."""
 
-    def __init__(self, size_bytes: int, num_pinned_bytes: int) -> None:
-        self.size_bytes, self.num_pinned_bytes, self.is_over = size_bytes, num_pinned_bytes, num_pinned_bytes == size_bytes
+    def __init__(self, size_bytes: int, num_registered_bytes: int) -> None:
+        self.size_bytes, self.num_registered_bytes, self.is_over = (
+            size_bytes,
+            num_registered_bytes,
+            num_registered_bytes == size_bytes,
+        )
 
     @property
     def is_complete(self) -> bool:
-        return self.num_pinned_bytes == self.size_bytes
+        return self.num_registered_bytes == self.size_bytes
 
     def wait(self, _: object) -> bool:
         return True
@@ -96,12 +100,12 @@ class Steps(RuleBasedStateMachine):
         shape=st.sampled_from(sorted(SHAPES)),
         zeroes=st.booleans(),
         num_groups=st.sampled_from([1, 3, 4, 4]),
-        num_pinned=st.sampled_from([0, NUM_FRAMES, NUM_FRAMES, NUM_FRAMES]),
+        num_registered=st.sampled_from([0, NUM_FRAMES, NUM_FRAMES, NUM_FRAMES]),
         few_pieces=st.booleans(),
         more_bytes=st.sampled_from([0, 5 * 4096]),
     )
     def start(
-        self, seed: int, shape: str, zeroes: bool, num_groups: int, num_pinned: int, few_pieces: bool, more_bytes: int
+        self, seed: int, shape: str, zeroes: bool, num_groups: int, num_registered: int, few_pieces: bool, more_bytes: int
     ) -> None:
         """``more_bytes``: what another stage's layers need more of a part."""
         self.zeroes, self.num_groups = zeroes, num_groups
@@ -109,7 +113,7 @@ class Steps(RuleBasedStateMachine):
         self.gpu = self.context.__enter__()
         self.patch = pytest.MonkeyPatch()
         no_thread = SimpleNamespace(wake=lambda: None, close=lambda: None)
-        self.patch.setattr(mover_module, "Feeder", lambda *_, **__: no_thread)
+        self.patch.setattr(mover_module, "Submitter", lambda *_, **__: no_thread)
         for module in ("lanes", "saves", "shared") if few_pieces else ():
             self.patch.setattr(f"kvloft.transfer.cuda.{module}.MAX_PIECES", 8)
         page, tuning = SHAPES[shape]
@@ -117,8 +121,8 @@ class Steps(RuleBasedStateMachine):
         self.paged.poison()
         self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes) + more_bytes, rank=1, num_ranks=2)
         size_bytes = self.frames.memory.size_bytes
-        self.pins = Pins(size_bytes, num_pinned * self.frames.memory.frame_bytes)
-        self.patch.setattr(mover_module, "PinnedRange", lambda *_, **__: self.pins)
+        self.pins = Pins(size_bytes, num_registered * self.frames.memory.frame_bytes)
+        self.patch.setattr(mover_module, "RegisteredRange", lambda *_, **__: self.pins)
         self.kinds = [self.paged, turned(self.paged), no_pages(self.paged)][: max(KIND_OF[:num_groups]) + 1]
         several: Any = {"others": self.kinds[1:], "kind_of": KIND_OF[:num_groups]}
         self.mover = make_mover(self.paged, self.frames, SIZES[: len(self.kinds)], gathers_first=zeroes, **several, **tuning)
@@ -305,7 +309,7 @@ class Steps(RuleBasedStateMachine):
         """``is_last``: the rest cannot be."""
         pins, num_bytes = self.pins, num_frames * self.frames.memory.frame_bytes
         if not pins.is_over:
-            pins.num_pinned_bytes = min(pins.size_bytes, pins.num_pinned_bytes + num_bytes)
+            pins.num_registered_bytes = min(pins.size_bytes, pins.num_registered_bytes + num_bytes)
             pins.is_over = is_last or pins.is_complete
             self.mover._feed_saves()
 

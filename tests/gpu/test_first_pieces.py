@@ -141,7 +141,9 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pyte
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
     with monkeypatch.context() as patch:
         part = rig.mover._shared.memory.frame_bytes
-        patch.setattr(rig.mover._shared, "pinned", SimpleNamespace(is_complete=False, is_over=True, num_pinned_bytes=7 * part))
+        patch.setattr(
+            rig.mover._shared, "registered", SimpleNamespace(is_complete=False, is_over=True, num_registered_bytes=7 * part)
+        )
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), "pieces of pinned frames only"

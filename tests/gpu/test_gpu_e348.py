@@ -230,7 +230,7 @@ def test_partial_loads_write_only_what_they_want() -> None:
     mover.close()
 
 
-def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_not_registered_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel may touch them: their parts are copied whole."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
     paged = bf16("pages_of_18k")
@@ -241,7 +241,7 @@ def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.M
     mover = make_mover(paged, frames, 1, encodes=True)
     save(mover, copies)
     mover.close()
-    monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.RegisteredRange", NothingPinned)
     mover = make_mover(paged, frames, 1, encodes=True)
     check_load(paged, mover, copies, before, seed=5)
     held = frames.raw.copy()

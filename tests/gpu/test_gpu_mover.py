@@ -226,10 +226,10 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 
 
 class NothingPinned:
-    """A range of which nothing is pinned yet."""
+    """A range without registered memory."""
 
     is_complete = is_over = False
-    num_pinned_bytes = 0
+    num_registered_bytes = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -239,7 +239,7 @@ class NothingPinned:
     def close(self) -> None: ...
 
 
-def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_not_registered_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = per_layer(3, 40, 4096)
     frames = Frames(40, part_bytes_for(paged.block_bytes))
     paged.randomize()
@@ -248,7 +248,7 @@ def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.M
     mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     save(mover, copies)
     mover.close()
-    monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.RegisteredRange", NothingPinned)
     mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     check_load(paged, mover, copies, before, seed=5)
     held = frames.raw.copy()

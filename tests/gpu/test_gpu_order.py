@@ -1,4 +1,4 @@
-"""Order between an engine's own work, saves and loads on a GPU, with feeders sending: random steps against torch's clones."""
+"""Order between an engine's own work, saves and loads on a GPU, with submitters sending: random steps against torch's clones."""
 
 import random
 import time
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def test_feeders_send_everything_by_themselves() -> None:
+def test_submitters_send_everything_by_themselves() -> None:
     paged, _, mover = rig()
     paged.randomize(1)
     want = paged.snapshot()

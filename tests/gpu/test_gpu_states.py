@@ -71,7 +71,7 @@ class Rig:
             blocks_per_chunk=[1] * len(self.layouts), tuning=Tuning(2, slot_bytes, 66),
             kind_of=[KINDS.index(kind) for kind in GROUPS], gathers_first=True,
         )  # fmt: skip
-        self.mover.wait_pinned()
+        self.mover.wait_registered()
         self.copies = [
             copies_of(blocks, [[block] for block in blocks], first_key=1 + 100 * group)
             for group, blocks in enumerate(list(range(group, NUM_BLOCKS, len(GROUPS))) for group in range(len(GROUPS)))

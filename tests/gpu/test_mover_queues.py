@@ -65,7 +65,7 @@ class Lane:
         else:
             self.clock.log.append((self.name, "after", event.at))
 
-    def submit(self, piece: Any, *, kind: int, is_pinned: bool = True) -> Any:
+    def submit(self, piece: Any, *, kind: int, is_registered: bool = True) -> Any:
         number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
         self.pieces.append((piece, tags))
         self.clock.log.append((self.name, "piece", number))
@@ -91,9 +91,9 @@ class Queues(RuleBasedStateMachine):
         self.compute = compute
         pinned = SimpleNamespace(is_complete=True, close=lambda: None)
         for name, value in {
-            "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"), "PinnedRange": lambda *_, **__: pinned,
+            "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"), "RegisteredRange": lambda *_, **__: pinned,
             "numa_node_of": lambda _: 0,
-            "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
+            "Submitter": lambda *_, **__: SimpleNamespace(wake=lambda: None),
         }.items():  # fmt: skip
             self.patch.setattr(mover_module, name, value)
         driver = SimpleNamespace(

@@ -13,7 +13,7 @@ from piece_model import copy_out, gather
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, TILE_BYTES, BlockTiles
-from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Shape, split
+from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, PieceLimits, split
 
 POISON, STALE = 0xA5, 0x5A
 
@@ -33,7 +33,7 @@ def cases(draw: st.DrawFn):
     block_tiles = tiles_of(pages)
     part_bytes = -(-(block_tiles.block_bytes * blocks_per_chunk + 128) // 4096) * 4096
     slot_bytes = draw(st.sampled_from([8192, 12288, 16384, 65536, 1 << 20]))
-    shape = Shape(block_tiles, slot_bytes, part_bytes, blocks_per_chunk, draw(st.sampled_from([1, 2, 5, 1000])))
+    shape = PieceLimits(block_tiles, slot_bytes, part_bytes, blocks_per_chunk, draw(st.sampled_from([1, 2, 5, 1000])))
     num_chunks = draw(st.integers(0, 12))
     frames = draw(st.permutations(range(14)))[:num_chunks]
     if draw(st.booleans()):
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn):
 @pytest.mark.parametrize("slot_bytes", [4096, 1 << 20])
 def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_bytes: int) -> None:
     """In none, a load would never end. However long their chunks are where others have pages, here nothing is moved for them."""
-    shape = Shape(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
+    shape = PieceLimits(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
     copies = [
         ChunkCopy(frame, ChunkKey(bytes([frame]) * 32), blocks_per_chunk, 0, tuple(map(BlockId, range(blocks_per_chunk))))
         for frame in range(MAX_SEGMENTS + 2)
@@ -63,7 +63,7 @@ def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_byte
 
 
 @given(cases())
-def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -> None:
+def test_pieces_of_a_save_fill_the_frames(case: tuple[PieceLimits, list[ChunkCopy]]) -> None:
     shape, copies = case
     table = ChunkTable.of(batch_of(copies))
     random = np.random.default_rng(0)
@@ -95,13 +95,13 @@ def test_blocks_that_a_load_does_not_want_are_tagged_only() -> None:
 
 
 def test_a_slot_smaller_than_a_tile_is_refused() -> None:
-    shape = Shape(tiles_of([8192]), 1024, 12288, 1, 1)
+    shape = PieceLimits(tiles_of([8192]), 1024, 12288, 1, 1)
     with pytest.raises(ValueError, match="slot"):
         list(split(ChunkTable.of(batch_of([ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(0),))])), shape))
 
 
 def test_segments_that_pieces_share_cannot_be_changed() -> None:
     """A launch that has them already does not write them again."""
-    shape = Shape(tiles_of([4096]), 1 << 20, 8192, 1, 1000)
+    shape = PieceLimits(tiles_of([4096]), 1 << 20, 8192, 1, 1000)
     with pytest.raises(ValueError, match="read-only"):
         shape.full_segments["base"][0] = 1

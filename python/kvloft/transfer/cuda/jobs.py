@@ -121,5 +121,5 @@ class Job:
     owners: Sequence[tuple[Load, int]] = ()
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
-    is_all_pinned: bool = True
+    is_all_registered: bool = True
     """True if the frames of every piece were registered when it was sent. Otherwise, a save fails."""

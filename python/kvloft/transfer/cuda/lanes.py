@@ -128,19 +128,19 @@ class Lane:
         ]
         self._next_place = cycle(self._places)
 
-    def submit(self, piece: Piece, *, kind: int = 0, is_pinned: bool = True) -> Sent:
+    def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
         """Queue one piece of pages of ``kind``. Its `Sent` is reused after MAX_PIECES pieces.
 
         Saves to frames that are not registered do nothing.
         """
         sent = next(self._next_place)
-        if self._to_host and not is_pinned:
+        if self._to_host and not is_registered:
             sent.read.record(self.kernel_stream)
             sent.done.record(self.kernel_stream)
             return sent
         slot = next(self._slots)
         self.last_copy_stream = slot.stream
-        launch, copy = partial(self._launch, piece, kind, sent, slot), partial(self._copy, piece, slot, is_pinned=is_pinned)
+        launch, copy = partial(self._launch, piece, kind, sent, slot), partial(self._copy, piece, slot, is_registered=is_registered)
         steps = ((self.kernel_stream, launch), (slot.stream, copy))
         (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
         if slot.freed is not None:
@@ -175,7 +175,7 @@ class Lane:
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
-    def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:
+    def _copy(self, piece: Piece, slot: _Slot, *, is_registered: bool) -> None:
         """Copy the piece's runs between ``slot`` and the frames. The driver uses its buffers for frames not registered."""
         stream, pitch, stride = slot.stream, self._frames.frame_bytes, piece.slot_stride
         host: list[int] = []
@@ -194,7 +194,7 @@ class Lane:
             device.extend(device_at + row * stride for row in range(run.num_rows))
             num_bytes.extend(run.row_bytes for _ in range(run.num_rows))
         to, source = (host, device) if self._to_host else (device, host)
-        if len(host) > 1 and is_pinned:
+        if len(host) > 1 and is_registered:
             stream.copy_batch(to, source, num_bytes)
         else:
             one_by_one = stream.copy_to_host if self._to_host else stream.copy_to_device

@@ -21,12 +21,12 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Load, Mark, Waiting
 from kvloft.transfer.cuda.lanes import Lane
 from kvloft.transfer.cuda.pieces import Piece
-from kvloft.transfer.cuda.shared import Half, Shared
+from kvloft.transfer.cuda.shared import Direction, Shared
 
 logger = logging.getLogger(__name__)
 
 
-class Loads(Half):
+class Loads(Direction):
     """Copies chunks to the GPU, checks and scatters them, in the order of submission."""
 
     def __init__(

@@ -5,7 +5,7 @@
 - Loads (`loads`): the copy engine copies a piece to a slot, and a kernel scatters it and computes its tag.
 - Order is kept on the GPU: `begin_step` makes the next forward wait for gathers that still read a block it may write
   (I2), and loads wait for the work launched before the step.
-- A few pieces at a time are on the GPU; a `feeder` in each direction sends the next ones. While host memory is being
+- A few pieces at a time are on the GPU; a `submitter` in each direction sends the next ones. While host memory is being
   registered, saves to frames that are not registered yet wait.
 
 No step allocates GPU memory or waits for the device. Must not depend on engines.
@@ -26,15 +26,15 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.compile import KernelError, default_cache_dir
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
-from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
-from kvloft.transfer.cuda.pieces import Shape
-from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
+from kvloft.transfer.cuda.pieces import PieceLimits
+from kvloft.transfer.cuda.registration import GOOD_PIECE_BYTES, RegisteredRange, numa_node_of
 from kvloft.transfer.cuda.saves import Saves
-from kvloft.transfer.cuda.shared import Kind, Shared
+from kvloft.transfer.cuda.shared import PageKind, Shared
+from kvloft.transfer.cuda.submitter import Submitter
 from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory, FrameWindow
 from kvloft.transfer.layout import PagedLayout
@@ -43,7 +43,7 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 SLOTS_AHEAD = 8
-"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A feeder can wait up to 5 ms for the
+"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter can wait up to 5 ms for the
 GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do not wait for all of them: see `lanes`."""
 
 
@@ -62,13 +62,13 @@ class CudaMover:
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
-        frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
+        frames_per_registration = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         parts = [
-            _kind(layout, kernels, num_blocks, frames, frames_per_pin)
+            _kind(layout, kernels, num_blocks, frames, frames_per_registration)
             for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
         ]
-        stride = max(kind.shape.slot_stride for kind in parts)
-        widest = max((kind.unpinned_shape.slot_stride for kind in parts if kind.shape.encoding is not None), default=0)
+        stride = max(kind.limits.slot_stride for kind in parts)
+        widest = max((kind.unregistered_limits.slot_stride for kind in parts if kind.limits.encoding is not None), default=0)
         tuning = tuning.fitted(stride, widest)
         parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
@@ -77,13 +77,14 @@ class CudaMover:
         few_saved, few_loaded = (ramp(shared.chunks_per_job, stride, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
         self._loads = Loads(shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers)
-        self._feeders = [
-            Feeder(name, shared.lock, half) for name, half in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
+        self._submitters = [
+            Submitter(name, shared.lock, direction)
+            for name, direction in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
         ]
         # Ranks on two sockets would each place all pages on their node.
         node = None if frames.is_shared else numa_node_of(self._device)
-        shared.pinned = PinnedRange(
-            frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node,
+        shared.registered = RegisteredRange(
+            frames.address, frames.size_bytes, piece_bytes=frames_per_registration * frames.frame_bytes, numa_node=node,
             on_progress=self._feed_saves,
         )  # fmt: skip
 
@@ -102,14 +103,14 @@ class CudaMover:
         """Queue gathers after the forward just launched. Saves without room are dropped."""
         with self._shared.lock:
             self._saves.submit(plans)
-            self._feeders[0].wake()
+            self._submitters[0].wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads. The next `poll` reports those without chunks."""
         with self._shared.lock:
             self._loads.submit(plans)
             self._loads.feed()
-            self._feeders[1].wake()
+            self._submitters[1].wake()
 
     def poll(self) -> Finished:
         with self._shared.lock:
@@ -119,38 +120,38 @@ class CudaMover:
     def drain(self) -> Finished:
         """Wait on the host for all copies; for sleep and shutdown only. Saves to frames not yet registered fail."""
         with self._shared.lock:
-            self._saves.waits_for_pins = False
-            halves = (self._saves, self._loads)
-            while self._shared.broken is None and any(half.is_behind or half.flying for half in halves):
+            self._saves.waits_for_registration = False
+            directions = (self._saves, self._loads)
+            while self._shared.broken is None and any(each.is_behind or each.flying for each in directions):
                 with self._shared.guarded():
-                    for half in halves:
-                        half.wait_for_first()
+                    for each in directions:
+                        each.wait_for_first()
                 self._feed()
-            self._saves.waits_for_pins = True
+            self._saves.waits_for_registration = True
             return self._shared.take_done()
 
     def close(self) -> None:
         """Drain and release all resources. The mover must not be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        users: tuple[Feeder | Lane | PinnedRange, ...] = (*self._feeders, self.saves, self.loads, self._shared.pinned)
+        users: tuple[Submitter | Lane | RegisteredRange, ...] = (*self._submitters, self.saves, self.loads, self._shared.registered)
         for user in users:
             user.close()
 
     @property
     def is_behind(self) -> bool:
         """Return True if copies wait to be sent to the GPU."""
-        with self._shared.lock:  # a feeder may have taken the last piece and not have sent it yet
+        with self._shared.lock:  # a submitter may have taken the last piece and not have sent it yet
             return self._saves.is_behind or self._loads.is_behind
 
     @property
     def usable_frames(self) -> int | None:
         """Return the number of registered frames; None if all are."""
-        return None if self._shared.pinned.is_complete else self._shared.num_pinned
+        return None if self._shared.registered.is_complete else self._shared.num_registered
 
-    def wait_pinned(self, timeout_s: float | None = None) -> bool:
+    def wait_registered(self, timeout_s: float | None = None) -> bool:
         """Wait until all host memory is registered, or registration has failed."""
-        return self._shared.pinned.wait(timeout_s)
+        return self._shared.registered.wait(timeout_s)
 
     # -- feeding --------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class CudaMover:
         """Send saves after more frames were registered, or registration ended."""
         with self._shared.lock:
             self._saves.feed()
-            self._feeders[0].wake()
+            self._submitters[0].wake()
 
     def _break(self, reason: str) -> None:
         """Fail all copies from now on, after a CUDA error. Waits until no copy runs."""
@@ -202,15 +203,15 @@ def _current_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
 
 
-def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_pin: int) -> Kind:
+def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_registration: int) -> PageKind:
     """Return the kind of a layout with chunks of ``num_blocks``; the size of slots is set later."""
-    shape = unpinned = Shape(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_pin)
+    limits = unregistered = PieceLimits(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_registration)
     if kernels.encodes:
         of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
-        shape, unpinned = replace(shape, encoding=of()), replace(shape, encoding=of(everything=True))
+        limits, unregistered = replace(limits, encoding=of()), replace(limits, encoding=of(everything=True))
     block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
     trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles)
-    return Kind(shape, unpinned, trailers)
+    return PageKind(limits, unregistered, trailers)
 
 
 def prepare(

@@ -83,10 +83,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PieceLimits:
     """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None: parts are raw.
 
-    A copy must not cross a multiple of ``frames_per_pin``: memory is registered in pieces, and CUDA refuses a copy
+    A copy must not cross a multiple of ``frames_per_registration``: memory is registered in pieces, and CUDA refuses a copy
     across two of them.
     """
 
@@ -94,7 +94,7 @@ class Shape:
     slot_bytes: int
     part_bytes: int
     blocks_per_chunk: int
-    frames_per_pin: int
+    frames_per_registration: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
     """Segments of a piece of full chunks, which almost all pieces are."""
@@ -124,66 +124,66 @@ class Shape:
         return self.encoding.width(num_blocks) if self.encoding is not None else num_blocks * self.block_tiles.block_bytes
 
 
-def split(table: ChunkTable, shape: Shape, is_raw: npt.NDArray[np.bool_] | None = None) -> Iterator[Piece]:
-    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all are as in ``shape``."""
-    per_piece = shape.chunks_per_piece
+def split(table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None = None) -> Iterator[Piece]:
+    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all are as in ``limits``."""
+    per_piece = limits.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
-            yield from _parts_of_chunk(table, chunk, shape)
+            yield from _parts_of_chunk(table, chunk, limits)
         return
     for begin in range(0, len(table.frames), per_piece):
-        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), shape, is_raw)
+        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), limits, is_raw)
 
 
-def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape, is_raw: npt.NDArray[np.bool_] | None) -> Piece:
-    tiles, num_chunks = shape.block_tiles, end - begin
+def _whole_chunks(table: ChunkTable, begin: int, end: int, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None) -> Piece:
+    tiles, num_chunks = limits.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
     named = last if tiles.tiles_per_block else first  # blocks without pages need no order
     lengths = table.num_blocks[begin:end]
-    are_full = total == num_chunks * shape.blocks_per_chunk
-    segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
+    are_full = total == num_chunks * limits.blocks_per_chunk
+    segments = limits.full_segments if are_full else _segments(np.array(lengths), limits)
     frames, parts = table.frames[begin:end], None
-    if shape.encoding is not None:
-        parts = shape.encoding.parts(frames, lengths, None if is_raw is None else is_raw[begin:end])
+    if limits.encoding is not None:
+        parts = limits.encoding.parts(frames, lengths, None if is_raw is None else is_raw[begin:end])
     return Piece(
         begin, end, segments, table.block_ids[first:named], total * tiles.tiles_per_block, total * tiles.block_bytes,
-        tuple(_runs(frames, lengths, shape, are_full=are_full)), shape.slot_stride, parts,
+        tuple(_runs(frames, lengths, limits, are_full=are_full)), limits.slot_stride, parts,
     )  # fmt: skip
 
 
-def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[Any]:
+def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDArray[Any]:
     """Return the segments of chunks with these numbers of blocks, in order."""
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
-    segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.slot_stride)
-    segments["first_tile"] = blocks_before * shape.block_tiles.tiles_per_block
+    segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(limits.slot_stride)
+    segments["first_tile"] = blocks_before * limits.block_tiles.tiles_per_block
     segments["block_index"] = blocks_before
     return segments
 
 
-def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are_full: bool) -> Iterator[Run]:
+def _runs(frames: Sequence[int], num_blocks: Sequence[int], limits: PieceLimits, *, are_full: bool) -> Iterator[Run]:
     """Yield one run for chunks in neighboring frames: rows with padding, trailers and other ranks' parts in between.
 
     Chunks of a run have equal lengths, because a slot has old bytes after a shorter payload.
     """
-    stride, per_pin = shape.slot_stride, shape.frames_per_pin
-    if not shape.block_tiles.block_bytes:
+    stride, per_registration = limits.slot_stride, limits.frames_per_registration
+    if not limits.block_tiles.block_bytes:
         return
-    apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
+    apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_registration]
     if not are_full:
         apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
     for first, stop in pairwise((0, *apart, len(frames))):
-        yield Run(frames[first], 0, first * stride, shape.row_bytes(num_blocks[first]), stop - first)
+        yield Run(frames[first], 0, first * stride, limits.row_bytes(num_blocks[first]), stop - first)
 
 
-def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
+def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Iterator[Piece]:
     """Yield runs of tiles of one chunk that is larger than a slot."""
-    tiles, first_id = shape.block_tiles, table.starts[chunk]
+    tiles, first_id = limits.block_tiles, table.starts[chunk]
     num_tiles = table.num_blocks[chunk] * tiles.tiles_per_block
     tile = 0
     while tile < num_tiles:
-        stop = _last_tile(tile, num_tiles, shape)
+        stop = _last_tile(tile, num_tiles, limits)
         begin_byte, end_byte = tiles.payload_offset(tile), tiles.payload_offset(stop)
         head = begin_byte % _SLOT_ALIGN  # the slot keeps the payload's alignment
         first_block, last_block = tile // tiles.tiles_per_block, (stop - 1) // tiles.tiles_per_block
@@ -194,19 +194,19 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         yield Piece(
             chunk, chunk + 1, segments,
             table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), shape.slot_stride,
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), limits.slot_stride,
         )  # fmt: skip
         tile = stop
 
 
-def _last_tile(tile: int, num_tiles: int, shape: Shape) -> int:
+def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
     """Return the end of the tiles from ``tile`` on that fit in a slot. Raises ValueError if none fits."""
-    tiles = shape.block_tiles
+    tiles = limits.block_tiles
     begin = tiles.payload_offset(tile)
-    room = shape.slot_bytes - begin % _SLOT_ALIGN
+    room = limits.slot_bytes - begin % _SLOT_ALIGN
     block, rest = divmod(begin + room, tiles.block_bytes)
     stop = block * tiles.tiles_per_block + int(np.searchsorted(tiles.tile_offsets, rest, side="right")) - 1
     stop = min(stop, num_tiles, (tile // tiles.tiles_per_block + MAX_BLOCKS) * tiles.tiles_per_block)
     if stop <= tile:
-        raise ValueError(f"a staging slot of {shape.slot_bytes} bytes is too small")
+        raise ValueError(f"a staging slot of {limits.slot_bytes} bytes is too small")
     return stop

@@ -20,12 +20,12 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Mark
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane
 from kvloft.transfer.cuda.pieces import NOT_WANTED, Piece
-from kvloft.transfer.cuda.shared import Half, Shared
+from kvloft.transfer.cuda.shared import Direction, Shared
 
 logger = logging.getLogger(__name__)
 
 
-class Saves(Half):
+class Saves(Direction):
     """Gathers chunks and copies them to the host, in the order of submission."""
 
     def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *, gathers_first: bool) -> None:
@@ -36,7 +36,7 @@ class Saves(Half):
         """Number of pieces queued so far, including sent ones."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
         """For each block, the number of the last piece that reads it."""
-        self.waits_for_pins = True
+        self.waits_for_registration = True
         """False while all saves must be sent: those whose frames are not registered then fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
@@ -107,16 +107,20 @@ class Saves(Half):
     def _must_wait(self) -> bool:
         """Return True if frames of the next piece are not registered yet. The store uses the lowest frames first, too."""
         shared = self._shared
-        return self.waits_for_pins and not shared.are_pinned(self.queued[0][0].table.frames) and not shared.pinned.is_over
+        return (
+            self.waits_for_registration
+            and not shared.are_registered(self.queued[0][0].table.frames)
+            and not shared.registered.is_over
+        )
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         done = self._shared.done
         done.seconds_saving += seconds
-        if job.is_all_pinned:
+        if job.is_all_registered:
             done.num_bytes_saved += piece.num_bytes
         if piece is not job.pieces[-1]:
             return
-        if job.is_all_pinned:
+        if job.is_all_registered:
             tickets, table = job.chunks.tickets(), job.table
             too_long = self._shared.trailers_of(job).seal(table.frames, table.keys, job.tags, table.num_blocks, job.used)
             done.saved += [ticket for i, ticket in enumerate(tickets) if i not in too_long] if too_long else tickets

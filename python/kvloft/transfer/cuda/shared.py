@@ -1,4 +1,4 @@
-"""State that saves and loads of CudaMover share, and `Half`, the base of both: results, marks, registered memory.
+"""State that saves and loads of CudaMover share, and `Direction`, the base of both: results, marks, registered memory.
 
 All of it is used under one lock. Must not depend on the differences of saves and loads.
 """
@@ -24,8 +24,8 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Load, Mark
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane, Sent
-from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
-from kvloft.transfer.cuda.pinning import PinnedRange
+from kvloft.transfer.cuda.pieces import ChunkTable, Piece, PieceLimits, split
+from kvloft.transfer.cuda.registration import RegisteredRange
 from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.mover import Finished
@@ -36,20 +36,20 @@ NUM_MARKS = 8
 """Events made at start. More are made if copies of more steps have not started, which is rare."""
 
 
-class Kind(NamedTuple):
+class PageKind(NamedTuple):
     """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache groups can share a kind.
 
-    ``unpinned_shape``: the limits of loads from frames that are not registered yet.
+    ``unregistered_limits``: the limits of loads from frames that are not registered yet.
     """
 
-    shape: Shape
-    unpinned_shape: Shape
+    limits: PieceLimits
+    unregistered_limits: PieceLimits
     trailers: Trailers
 
-    def with_slots(self, slot_bytes: int) -> Kind:
+    def with_slots(self, slot_bytes: int) -> PageKind:
         """Return this kind with staging slots of ``slot_bytes``."""
-        shape, unpinned = (replace(shape, slot_bytes=slot_bytes) for shape in (self.shape, self.unpinned_shape))
-        return Kind(shape, unpinned, self.trailers)
+        limits, unregistered = (replace(limits, slot_bytes=slot_bytes) for limits in (self.limits, self.unregistered_limits))
+        return PageKind(limits, unregistered, self.trailers)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Shared:
     memory in all groups. ``compute`` returns the stream of forwards. ``fail`` is called after a CUDA error.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[PageKind]
     kind_of: Sequence[int]
     memory: FrameMemory
     num_blocks: int
@@ -69,16 +69,16 @@ class Shared:
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Guards all state: feeders and the thread that registers memory change it, too."""
+    """Guards all state: submitters and the thread that registers memory change it, too."""
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
-    pinned: PinnedRange = field(init=False)
+    registered: RegisteredRange = field(init=False)
     """Set last; nothing is submitted before."""
     spare_marks: list[driver.Event] = field(default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Break the mover on an error inside, and suppress the error: if a feeder ended, requests would wait permanently."""
+        """Break the mover on an error inside, and suppress the error: if a submitter ended, requests would wait permanently."""
         try:
             yield
         except Exception as error:
@@ -88,7 +88,7 @@ class Shared:
 
     @property
     def chunks_per_job(self) -> int:
-        return max(1, min(kind.shape.chunks_per_piece for kind in self.kinds))
+        return max(1, min(kind.limits.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
         """Return all chunks of ``plans``, as one batch for each kind of pages."""
@@ -110,7 +110,7 @@ class Shared:
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
-        blocks_per_chunk = self.kinds[kind].shape.blocks_per_chunk
+        blocks_per_chunk = self.kinds[kind].limits.blocks_per_chunk
         try:
             chunks.check(num_frames=self.memory.num_frames, num_blocks=self.num_blocks, blocks_per_chunk=blocks_per_chunk)
         except ValueError as error:
@@ -120,8 +120,10 @@ class Shared:
     def new_job(self, kind: int, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
         """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
-        shape = pages.unpinned_shape if owners and not self.are_pinned(table.frames) else pages.shape
-        pieces = tuple(split(table, shape, pages.trailers.are_raw(table.frames) if owners and shape.encoding is not None else None))
+        limits = pages.unregistered_limits if owners and not self.are_registered(table.frames) else pages.limits
+        pieces = tuple(
+            split(table, limits, pages.trailers.are_raw(table.frames) if owners and limits.encoding is not None else None)
+        )
         tags: npt.NDArray[np.uint64] = np.zeros(len(chunks), np.uint64)
         used = tags.copy()
         return Job(kind, chunks, table, pieces, tags, used, after, owners)
@@ -130,12 +132,12 @@ class Shared:
         return self.kinds[job.kind].trailers
 
     @property
-    def num_pinned(self) -> int:
+    def num_registered(self) -> int:
         """Return the number of registered frames, counted from the first."""
-        return self.pinned.num_pinned_bytes // self.memory.frame_bytes
+        return self.registered.num_registered_bytes // self.memory.frame_bytes
 
-    def are_pinned(self, frames: Sequence[int]) -> bool:
-        return self.pinned.is_complete or max(frames) < self.num_pinned
+    def are_registered(self, frames: Sequence[int]) -> bool:
+        return self.registered.is_complete or max(frames) < self.num_registered
 
 
 class InFlight(NamedTuple):
@@ -147,7 +149,7 @@ class InFlight(NamedTuple):
     submitted: float
 
 
-class Half(ABC):
+class Direction(ABC):
     """One direction of copies: queued pieces, and a few pieces on the GPU, oldest first."""
 
     def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...]) -> None:
@@ -204,9 +206,9 @@ class Half(ABC):
         if job.after is not None:
             self.lane.kernel_stream.wait(job.after.event)
             job.after = None
-        is_pinned = self._shared.are_pinned(job.table.frames)
-        job.is_all_pinned = job.is_all_pinned and is_pinned
-        sent = self.lane.submit(piece, kind=job.kind, is_pinned=is_pinned)
+        is_registered = self._shared.are_registered(job.table.frames)
+        job.is_all_registered = job.is_all_registered and is_registered
+        sent = self.lane.submit(piece, kind=job.kind, is_registered=is_registered)
         self.num_bytes += piece.link_bytes
         self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
 

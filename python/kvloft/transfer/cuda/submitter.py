@@ -1,4 +1,4 @@
-"""Feeder: a thread that submits the next copies of one direction when earlier ones are done, to keep queues short.
+"""Submitter: a thread that submits the next copies of one direction when earlier ones are done, to keep queues short.
 
 A copy engine stays with a stream until its queue is empty, despite priorities: behind 48 copies of 40 MiB, four
 bytes of another stream in the same direction waited 36 ms (H200; benches/results). The engine's copies in a step
@@ -11,16 +11,16 @@ import contextlib
 import threading
 
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.shared import Half
+from kvloft.transfer.cuda.shared import Direction
 
 
-class Feeder:
-    """Feeds ``half`` under ``lock`` each time its awaited event has passed. Without one, it sleeps until `wake`."""
+class Submitter:
+    """Feeds ``direction`` under ``lock`` each time its awaited event has passed. Without one, it sleeps until `wake`."""
 
-    def __init__(self, name: str, lock: threading.RLock, half: Half) -> None:
+    def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
         """Start the thread, with the current CUDA context."""
         self._changed = threading.Condition(lock)
-        self._half = half
+        self._direction = direction
         self._context = driver.current_context()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -41,11 +41,11 @@ class Feeder:
         driver.use_context(self._context)
         while True:
             with self._changed:
-                while (event := self._half.awaited()) is None and not self._closing:
+                while (event := self._direction.awaited()) is None and not self._closing:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
             with contextlib.suppress(driver.CudaError):  # the sender meets the same error, and reports it
                 event.synchronize()
             with self._changed:
-                self._half.feed()
+                self._direction.feed()

@@ -27,7 +27,7 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda import pinning
+from kvloft.transfer.cuda import registration
 from kvloft.transfer.cuda.mover import CudaMover
 
 BLOCKS = 60
@@ -37,16 +37,16 @@ class Pins:
     """A range that a test pins, frame by frame."""
 
     def __init__(self, _: int, size_bytes: int, **options: Any) -> None:
-        self.size_bytes, self.num_pinned_bytes, self.is_over = size_bytes, 0, False
+        self.size_bytes, self.num_registered_bytes, self.is_over = size_bytes, 0, False
         self.frame_bytes = size_bytes // BLOCKS
         self.on_progress, self.numa_node = options["on_progress"], options["numa_node"]
 
     @property
     def is_complete(self) -> bool:
-        return self.num_pinned_bytes >= self.size_bytes
+        return self.num_registered_bytes >= self.size_bytes
 
     def pin(self, num_frames: int) -> None:
-        self.num_pinned_bytes = min(self.size_bytes, self.num_pinned_bytes + num_frames * self.frame_bytes)
+        self.num_registered_bytes = min(self.size_bytes, self.num_registered_bytes + num_frames * self.frame_bytes)
         self.on_progress()
 
     def end(self) -> None:
@@ -91,13 +91,13 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def make_rig(patch: pytest.MonkeyPatch, *, gathers_first: bool = False, num_ranks: int = 1) -> Rig:
-    patch.setattr(mover_module, "PinnedRange", Pins)
+    patch.setattr(mover_module, "RegisteredRange", Pins)
     patch.setattr(mover_module, "numa_node_of", lambda _: 1)
     paged = per_layer(2, BLOCKS, 900)
     paged.randomize(1)
     frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes), num_ranks=num_ranks)
     mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=(2, 3 * 4096))
-    pins = mover._shared.pinned
+    pins = mover._shared.registered
     assert isinstance(pins, Pins)
     return Rig(paged, frames, mover, pins)
 
@@ -131,7 +131,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         rig.submit(copies)
         rig.pins.pin(chance.randrange(40))
         rewritten = chance.randrange(40)
-        num_pinned = rig.pins.num_pinned_bytes // rig.pins.frame_bytes
+        num_registered = rig.pins.num_registered_bytes // rig.pins.frame_bytes
         rig.mover.begin_step((BlockId(rewritten),))
         rig.mover._compute().synchronize()  # the forward that writes the block again may run now
         for buffer, offset, stride, size in rig.paged.planes:
@@ -140,7 +140,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         saved, failed = rig.settled()
         assert sorted(saved + failed) == list(range(1, 41)), "each once"
         assert all(ticket - 1 <= max(rewritten + 3, 0) for ticket in failed), "those behind it need not fail"
-        if rewritten < num_pinned - 3:
+        if rewritten < num_registered - 3:
             assert failed == []
         assert all(rig.is_kept(copy) for copy in copies if copy.ticket in saved and copy.frame != rewritten)
         if rewritten + 1 in saved:
@@ -176,19 +176,19 @@ def test_loads_go_by_dma_where_their_frames_are_pinned(rig: Rig, monkeypatch: py
     rig.pins.pin(BLOCKS)
     rig.submit(copies)
     assert len(rig.settled()[0]) == 30
-    rig.pins.num_pinned_bytes = 15 * rig.pins.frame_bytes
+    rig.pins.num_registered_bytes = 15 * rig.pins.frame_bytes
     told: list[tuple[int, bool]] = []
     submit = rig.mover.loads.submit
 
-    def noted(piece: Any, *, kind: int, is_pinned: bool) -> Any:
-        told.append((max(run.frame + run.num_rows for run in piece.runs), is_pinned))
-        return submit(piece, kind=kind, is_pinned=is_pinned)
+    def noted(piece: Any, *, kind: int, is_registered: bool) -> Any:
+        told.append((max(run.frame + run.num_rows for run in piece.runs), is_registered))
+        return submit(piece, kind=kind, is_registered=is_registered)
 
     monkeypatch.setattr(rig.mover.loads, "submit", noted)
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads([LoadPlan(ReqId("l"), 0, batch_of(copies))])
     assert not rig.mover.drain().bad_blocks
-    assert told and all(is_pinned == (end <= 15) for end, is_pinned in told)
+    assert told and all(is_registered == (end <= 15) for end, is_registered in told)
     rig.mover.close()
 
 
@@ -213,15 +213,15 @@ def test_ranks_that_share_frames_leave_their_pages_where_they_are(
 def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool]] = []
     with emulated(1) as gpu:
-        monkeypatch.setattr(pinning, "_touch", lambda *_: None)
+        monkeypatch.setattr(registration, "_touch", lambda *_: None)
         pinned: Any = None
 
         def progress() -> None:
             if pinned is not None:
-                seen.append((pinned.num_pinned_bytes, pinned.is_over))
+                seen.append((pinned.num_registered_bytes, pinned.is_over))
 
-        monkeypatch.setattr(pinning.threading.Thread, "start", lambda _: None)
-        pinned = pinning.PinnedRange(1 << 20, 10 * 4096, piece_bytes=4 * 4096, numa_node=None, on_progress=progress)
+        monkeypatch.setattr(registration.threading.Thread, "start", lambda _: None)
+        pinned = registration.RegisteredRange(1 << 20, 10 * 4096, piece_bytes=4 * 4096, numa_node=None, on_progress=progress)
         pinned._run()
         assert seen == [(4 * 4096, False), (8 * 4096, False), (10 * 4096, False), (10 * 4096, True)]
         assert sorted(gpu.registered) == [1 << 20, (1 << 20) + 4 * 4096, (1 << 20) + 8 * 4096]
@@ -240,10 +240,10 @@ def test_memory_that_was_placed_stays_where_it_was_placed() -> None:
 
 def test_pages_are_placed_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(pinning._core, "prefer_numa_node", lambda *call: calls.append(call))
+    monkeypatch.setattr(registration._core, "prefer_numa_node", lambda *call: calls.append(call))
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with ThreadPoolExecutor(1) as pool:
-        pinning._touch(begin + 1, mmap.PAGESIZE, 2, pool)
-        pinning._touch(begin, mmap.PAGESIZE, None, pool)
+        registration._touch(begin + 1, mmap.PAGESIZE, 2, pool)
+        registration._touch(begin, mmap.PAGESIZE, None, pool)
     assert calls == [(begin, 2 * mmap.PAGESIZE, 2)], "whole pages, and none without a node"

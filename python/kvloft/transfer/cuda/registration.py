@@ -28,8 +28,8 @@ _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
-class PinnedRange:
-    """Memory at ``address`` whose first `num_pinned_bytes` are registered. They grow until all are, or registration fails."""
+class RegisteredRange:
+    """Memory at ``address`` whose first `num_registered_bytes` are registered. They grow until all are, or registration fails."""
 
     def __init__(
         self, address: int, size_bytes: int, *, piece_bytes: int, numa_node: int | None, on_progress: Callable[[], None]
@@ -42,19 +42,19 @@ class PinnedRange:
         self._piece_bytes = piece_bytes
         self.address = address
         self.size_bytes = size_bytes
-        self.num_pinned_bytes = 0
+        self.num_registered_bytes = 0
         self.is_over = False
         """True once the thread registers no further piece."""
         self._numa_node = numa_node
         self._context = driver.current_context()
         self._pieces: list[int] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvloft-pin", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvloft-register", daemon=True)
         self._thread.start()
 
     @property
     def is_complete(self) -> bool:
-        return self.num_pinned_bytes >= self.size_bytes
+        return self.num_registered_bytes >= self.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of registration; returns False at the deadline."""
@@ -65,7 +65,7 @@ class PinnedRange:
         """Unregister the memory. No copy may be in flight."""
         self._stop.set()
         self._thread.join()
-        self.num_pinned_bytes = 0
+        self.num_registered_bytes = 0
         for piece in self._pieces:
             try:
                 driver.host_unregister(piece)
@@ -76,7 +76,7 @@ class PinnedRange:
     def _run(self) -> None:
         try:
             driver.use_context(self._context)
-            with ThreadPoolExecutor(_NUM_THREADS, "kvloft-touch") as pool:
+            with ThreadPoolExecutor(_NUM_THREADS, "kvloft-populate") as pool:
                 for begin in range(0, self.size_bytes, self._piece_bytes):
                     if self._stop.is_set():
                         return
@@ -84,13 +84,17 @@ class PinnedRange:
                     _touch(self.address + begin, num_bytes, self._numa_node, pool)
                     driver.host_register(self.address + begin, num_bytes)
                     self._pieces.append(self.address + begin)
-                    self.num_pinned_bytes = begin + num_bytes
+                    self.num_registered_bytes = begin + num_bytes
                     self._on_progress()
         except (RuntimeError, OSError) as error:
+            done, total = (num_bytes / 2**30 for num_bytes in (self.num_registered_bytes, self.size_bytes))
             logger.error(
                 "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use these only. "
-                "Lower host_size, or give the container more memory", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
-            )  # fmt: skip
+                "Lower host_size, or give the container more memory",
+                done,
+                total,
+                error,
+            )
         finally:
             self.is_over = True
             self._on_progress()

@@ -35,14 +35,14 @@ BLOCKS = 300
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "the feeders did not send it"
+        assert time.monotonic() < deadline, "the submitters did not send it"
         time.sleep(2e-3)
 
 
 @pytest.mark.parametrize(
     ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
 )
-def test_feeders_send_what_is_not_polled_for(
+def test_submitters_send_what_is_not_polled_for(
     num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)
@@ -53,7 +53,7 @@ def test_feeders_send_what_is_not_polled_for(
         before = paged.snapshot()
         frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
         mover = make_mover(paged, frames, 1, ring=(num_slots, slot_pages * 4096))
-        mover.wait_pinned()
+        mover.wait_registered()
         sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
         mover.begin_step(())
@@ -86,7 +86,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
     with emulated(7):
         paged = per_layer(2, BLOCKS, 900)
         mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=(2, 4096))
-        mover.wait_pinned()
+        mover.wait_registered()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
@@ -99,10 +99,10 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())
         mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
-        assert is_at_last.wait(DEADLINE_S), "no feeder came to the last piece"
+        assert is_at_last.wait(DEADLINE_S), "no submitter came to the last piece"
         answers: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
-        with suppress(queue.Empty):  # it may wait for the feeder, too
+        with suppress(queue.Empty):  # it may wait for the submitter, too
             assert answers.get(timeout=0.3)
         may_send.set()
         until(lambda: not mover.is_behind)

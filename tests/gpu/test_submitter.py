@@ -1,4 +1,4 @@
-"""The feeder thread alone: it sends when the awaited event has passed, sleeps when nothing is queued, and ends. No GPU needed."""
+"""The submitter thread alone: it sends when the awaited event has passed, sleeps when nothing is queued, and ends. Needs no GPU."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.feeder import Feeder
+from kvloft.transfer.cuda.submitter import Submitter
 
 WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 """For what must happen; a failing test waits so long."""
@@ -40,10 +40,10 @@ class Lane:
         self.queued -= 1
         self.sent.release()
 
-    def queue(self, feeder: Feeder, count: int = 1) -> None:
+    def queue(self, submitter: Submitter, count: int = 1) -> None:
         with self.lock:
             self.queued += count
-            feeder.wake()
+            submitter.wake()
 
 
 @pytest.fixture
@@ -54,49 +54,49 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
 
 
 @pytest.fixture
-def feeder(lane: Lane) -> Iterator[Feeder]:
-    feeder = Feeder("test", lane.lock, lane)  # type: ignore[arg-type]
-    yield feeder
+def submitter(lane: Lane) -> Iterator[Submitter]:
+    submitter = Submitter("test", lane.lock, lane)  # type: ignore[arg-type]
+    yield submitter
     lane.passed.release(100)
-    feeder.close()
+    submitter.close()
 
 
-def test_sends_once_for_each_event_that_passes(lane: Lane, feeder: Feeder) -> None:
-    lane.queue(feeder, 3)
+def test_sends_once_for_each_event_that_passes(lane: Lane, submitter: Submitter) -> None:
+    lane.queue(submitter, 3)
     for _ in range(3):
         assert lane.waiting.acquire(timeout=WAIT_S)
         assert not lane.sent.acquire(blocking=False), "sent before the event had passed"
         lane.passed.release()
         assert lane.sent.acquire(timeout=WAIT_S)
     assert lane.queued == 0 and not lane.waiting.acquire(timeout=0.05)
-    lane.queue(feeder)
+    lane.queue(submitter)
     lane.passed.release()
     assert lane.sent.acquire(timeout=WAIT_S), "woken again"
 
 
-def test_the_lock_is_free_while_it_waits(lane: Lane, feeder: Feeder) -> None:
-    lane.queue(feeder)
+def test_the_lock_is_free_while_it_waits(lane: Lane, submitter: Submitter) -> None:
+    lane.queue(submitter)
     assert lane.waiting.acquire(timeout=WAIT_S)
     assert lane.lock.acquire(timeout=WAIT_S)
     lane.lock.release()
 
 
-def test_an_event_that_fails_is_left_to_the_sender(lane: Lane, feeder: Feeder) -> None:
+def test_an_event_that_fails_is_left_to_the_sender(lane: Lane, submitter: Submitter) -> None:
     lane.fails = True
-    lane.queue(feeder)
+    lane.queue(submitter)
     lane.passed.release()
     assert lane.sent.acquire(timeout=WAIT_S)
 
 
 def test_close_ends_a_thread_that_sleeps_and_one_that_waits(lane: Lane) -> None:
-    feeder = Feeder("asleep", lane.lock, lane)  # type: ignore[arg-type]
-    feeder.close()
-    feeder = Feeder("waiting", lane.lock, lane)  # type: ignore[arg-type]
-    lane.queue(feeder, 5)
+    submitter = Submitter("asleep", lane.lock, lane)  # type: ignore[arg-type]
+    submitter.close()
+    submitter = Submitter("waiting", lane.lock, lane)  # type: ignore[arg-type]
+    lane.queue(submitter, 5)
     assert lane.waiting.acquire(timeout=WAIT_S)
-    closes = threading.Thread(target=feeder.close)
+    closes = threading.Thread(target=submitter.close)
     closes.start()
-    while not feeder._closing:
+    while not submitter._closing:
         time.sleep(0.001)
     assert closes.is_alive(), "it does not wait for the event"
     lane.passed.release()
