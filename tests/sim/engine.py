@@ -271,7 +271,7 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
         assert not self.core.has_work_in_flight
-        assert not self.core._trackers
+        assert not self.core._requests
         stats = self._settled_store()
         assert (stats["pins"], stats["frames_reserved"]) == (0, 0), stats
         assert stats["frames_visible"] + stats["frames_free"] == stats["frames_total"], stats

@@ -85,7 +85,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
         if not engine.unfinished:
             break
         engine.step()
-        most_pinned = max(most_pinned, engine.core._queue.waiting.num_chunks)
+        most_pinned = max(most_pinned, engine.core._admission.turns.waiting.num_units)
         time.sleep(0.0002)
     engine.run()
     engine.check()
