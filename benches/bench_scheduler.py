@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvloft import _core
-from kvloft.plan import SchedulerCore
+from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
 from kvloft.seam.batch import Tables
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
@@ -60,26 +61,29 @@ class Result:
 class Engine:
     """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token a step."""
 
-    def __init__(self, num_frames: int, run_ahead: bool = False, groups: tuple[GroupShape, ...] = ONE_GROUP) -> None:
+    def __init__(
+        self,
+        num_frames: int,
+        run_ahead: bool = False,
+        groups: tuple[GroupShape, ...] = ONE_GROUP,
+        *,
+        wrap_store: Callable[[Any], Any] = lambda store: store,
+    ) -> None:
         frame_bytes = 4096
         self.groups = groups
         self.tables: dict[str, Tables] = {}
-        self.store = _core.Session(
+        self.session = _core.Session(
             frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), groups=groups_of(CacheShape(groups))
         )
+        self.store = wrap_store(self.session)
         root = _core.root_key(bytes(32), None, None)
 
         def new_chain(_: RequestView) -> _core.KeyChain:
             return _core.KeyChain(root, block_tokens=BLOCK_TOKENS)
 
         arena = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
-        self.core = SchedulerCore(
-            self.store,
-            new_chain,
-            CacheShape(self.groups),
-            arena=arena,
-            clock=time.monotonic,
-        )
+        settings = PlanSettings(CacheShape(self.groups), arena)
+        self.core = SchedulerCore(self.store, new_chain, settings, clock=time.monotonic)
         self.run_ahead = run_ahead
         self.requests: list[Any] = []
         self.next_block = 1
@@ -229,7 +233,7 @@ def prompt_results(turns: int) -> list[Result]:
         engine = Engine(num_chunks + 8)
         request = engine.request("first", list(ids))
         us, answer = timed(lambda engine=engine, request=request: engine.core.match(VllmRequest(request, ADAPTERS), 0))
-        assert answer == 0
+        assert answer == Miss()
         missed.append(us)
         output = engine.admit(request)
         us, plan = timed(lambda engine=engine, output=output: engine.plan(output))
@@ -239,7 +243,7 @@ def prompt_results(turns: int) -> list[Result]:
         settled.append(us)
         live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
         us, answer = timed(lambda engine=engine, live=live: engine.core.match(live, 0))
-        assert answer == PROMPT_TOKENS
+        assert answer == Offer(PROMPT_TOKENS)
         found.append(us)
         table = Tables([engine.blocks(PROMPT_TOKENS // BLOCK_TOKENS)])
         us, _ = timed(lambda engine=engine, live=live, table=table: engine.core.admit(live, PROMPT_TOKENS, table))
@@ -276,14 +280,13 @@ def groups_results(turns: int) -> list[Result]:
         note("report that all is saved", lambda engine=engine, report=report: engine.core.absorb(report))
         live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
         found = note("keys, lookup that finds all", lambda engine=engine, live=live: engine.core.match(live, 0))
-        assert found == GROUPS_TOKENS - BLOCK_TOKENS  # a token is left to compute
+        assert found == Offer(GROUPS_TOKENS - BLOCK_TOKENS)  # a token is left to compute
         live.request.block_ids = engine.blocks(num_chunks)
         table = engine.table(live.request)
-        note(
-            "plan that loads all", lambda engine=engine, live=live, table=table, found=found: engine.core.admit(live, found, table)
-        )
+        num_tokens = found.num_tokens
+        note("plan that loads all", partial(engine.core.admit, live, num_tokens, table))
         (load,) = engine.plan(engine.output([], [], {})).loads
-        assert len(load.chunks) == found // BLOCK_TOKENS + 6 * 64
+        assert len(load.chunks) == num_tokens // BLOCK_TOKENS + 6 * 64
         engine.core.close()
         engine.store.close()
     return [row(f"{GROUPS_TOKENS} tokens, 7 groups: {what}", us, "ms") for what, us in times.items()]
@@ -306,7 +309,7 @@ def admitted_crowd_results(turns: int) -> list[Result]:
         gc.collect()
 
         def match(lives: list[VllmRequest] = lives) -> None:
-            assert all(engine.core.match(live, 0) == CROWD_TOKENS for live in lives)
+            assert all(engine.core.match(live, 0) == Offer(CROWD_TOKENS) for live in lives)
 
         def admit(lives: list[VllmRequest] = lives, tables: list[Tables] = tables, idle: Any = idle) -> StepPlan:
             for live, own in zip(lives, tables, strict=True):
@@ -332,19 +335,15 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
     """10,000 waiting requests whose prompts are being read from disk: what asking about all of them costs, for each request."""
-    engine = Engine(1000)
-    found, engine.store = engine.store, DiskThatHangs(engine.store)
-    engine.core._store = engine.store
-    if (queue := getattr(engine.core, "_queue", None)) is not None:
-        queue.store = engine.store
+    engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)
     crowd = [engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)]) for i in range(NUM_WAITING)]
-    still_waits = getattr(engine.core, "still_waits", lambda *_: False)
+    still_waits = engine.core.still_waits
 
     def ask() -> None:
         for request in crowd:
-            if not still_waits(request.request_id, 0) and engine.core.match(VllmRequest(request, ADAPTERS), 0) is not None:
-                raise AssertionError("answered though its chunks are not there")
+            if not still_waits(request.request_id, 0):
+                assert isinstance(engine.core.match(VllmRequest(request, ADAPTERS), 0), Wait), "its chunks are not there"
 
     gc.collect()
     gc.freeze()  # as vLLM does when it starts
@@ -355,7 +354,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
         again.append(timed(ask)[0] / NUM_WAITING)
     gc.unfreeze()
     engine.core.close()
-    found.close()
+    engine.session.close()
     how = f"{NUM_WAITING} waiting for the disk"
     return [row(f"{how}: first ask of each", first), row(f"{how}: each told to ask again", again, target=TARGET_ASK_US)]
 

@@ -27,6 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvloft.vllm import scheduler_half
 from vllm import SamplingParams
 
 BLOCK_TOKENS, NUM_PREFIXES, PREFIX_TOKENS, NUM_RUNNING, NUM_BLOCKS = 16, 40, 128, 8, 4000
@@ -70,13 +71,13 @@ def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     kv_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    open_store = scheduler_half.open_store
+    scheduler_half.open_store = lambda *args, **kwargs: DiskThatHangs(open_store(*args, **kwargs))  # type: ignore[assignment]
     scheduler = Scheduler(
         vllm_config=config, kv_cache_config=kv_config, block_size=BLOCK_TOKENS, hash_block_size=BLOCK_TOKENS,
         structured_output_manager=StructuredOutputManager(config), log_stats=False,
     )  # fmt: skip
-    if has_cache:
-        core = scheduler.connector._scheduler.core  # type: ignore[union-attr]
-        core._store = core._queue.store = DiskThatHangs(core._store)
+    scheduler_half.open_store = open_store
     return scheduler
 
 

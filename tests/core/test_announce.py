@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from announced import BLOCK, NUM_STEPS, PACE, SharedWorld, World, describe, hash_of
 
-from kvloft.plan import SchedulerCore, announce
+from kvloft.plan import PlanSettings, SchedulerCore, announce
 from kvloft.plan.announce import DISK, HOST, Announcer, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
@@ -71,7 +71,7 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
 def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
     world = World(4, tmp_path, capacity=100, slots=40)
     core = SchedulerCore(
-        world.store, lambda _view: world.chain((1, 1)), CacheShape((GroupShape(BLOCK),)), arena=None, clock=time.monotonic,
+        world.store, lambda _view: world.chain((1, 1)), PlanSettings(CacheShape((GroupShape(BLOCK),))), clock=time.monotonic,
         announcer=world.announcer,
     )  # fmt: skip
     world.save(max(world.prompts, key=len), whole=True)
@@ -96,12 +96,12 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
         world.store.settle(world.tickets)
         world.tickets.clear()
     num_blocks = len(longest) // BLOCK
-    end: Any = (world.chain(longest), [], 0, num_blocks - 1, num_blocks, [])
+    end = world.chain(longest), range(num_blocks - 1, num_blocks)
     live: Any = SimpleNamespace(prompt=longest)
-    world.announcer.note(live, end)
+    world.announcer.note(live, *end)
     world.announcer.take()
     world.announcer.repeat()
-    world.announcer.note(live, end)
+    world.announcer.note(live, *end)
     told = [event for event in world.announcer.take() if isinstance(event, Stored) and event.tier == HOST]
     assert [block.hash for event in told for block in event.blocks] == [
         hash_of(longest[:end]) for end in range(BLOCK, len(longest) + 1, BLOCK)
@@ -180,7 +180,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
         return [(SimpleNamespace(prompt=own), world.chain(own), nths) for own, (_, nths) in zip(prompts, rows, strict=True)]
 
     for live, chain, nths in chunks(requests):
-        announcer.note(live, (chain, [], 0, nths.start, nths.stop, []))
+        announcer.note(live, chain, nths)
     assert set(announcer._known) == {chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths}
     assert len(announcer._recent) == len(kept.split()), "or a step may look at many before it finds one that can go"
     world.close()

@@ -80,7 +80,7 @@ class World:
                 spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
                 self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
             self.store.settle(batch.tickets())
-        self.announcer.note(live, row)  # type: ignore[arg-type]
+        self.announcer.note(live, chain, range(start, num_chunks))
         self.announcer.note_states(live, chain, num_chunks)  # type: ignore[arg-type]
         ends = [prompt[: self.size * (nth + 1)] for nth in range(start, num_chunks)]
         others = [nth for nth in range(len(self.shape.groups)) if nth not in self.states]

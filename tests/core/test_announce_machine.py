@@ -140,9 +140,8 @@ class Machine(RuleBasedStateMachine):
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
         """As the scheduler half does. What is not there or under way is saved."""
         chain: Any = Chain(prompt)
-        row: Any = (chain, [], 0, start, stop, [])
         live: Any = SimpleNamespace(prompt=prompt)
-        self.announcer.note(live, row)
+        self.announcer.note(live, chain, range(start, stop))
         others = [SHAPE.main, *(nth for nth in range(len(SHAPE.groups)) if nth not in (STATE, SHAPE.main))]
         rows: list[list[Key]] = [[(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]]
         if stop == chain.num_blocks:
@@ -256,11 +255,11 @@ def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.Mon
 
 def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_ends() -> None:
     store: Any = Store(9)
-    announcer, row = Announcer(store, SHAPE, describe), (Chain(PROMPTS[2]), [], 0, 0, 1, [])
+    announcer = Announcer(store, SHAPE, describe)
     told = []
     store.put((SHAPE.main, PROMPTS[2]), DISK)
     store.coming.add((SHAPE.main, PROMPTS[2]))
-    announcer.note(SimpleNamespace(prompt=PROMPTS[2]), row)  # type: ignore[arg-type]
+    announcer.note(SimpleNamespace(prompt=PROMPTS[2]), Chain(PROMPTS[2]), range(1))  # type: ignore[arg-type]
     for where in (DISK, 0, HOST):
         store.put((SHAPE.main, PROMPTS[2]), where)
         told += [(type(event), event.tier) for event in announcer.take()]

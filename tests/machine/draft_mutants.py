@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvloft.plan import core
-from kvloft.plan.tracker import Tracker
+from kvloft.plan import save_planner
+from kvloft.plan.request_state import RequestState
 from kvloft.transfer.cpu import CpuMover
 from kvloft.vllm import connector, scheduler_half, worker_half
 
@@ -46,7 +46,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
         drafts.update(output.scheduled_spec_decode_tokens)
         return original(output, *more)._replace(num_draft_tokens={})
 
-    swap(mp, Tracker, "confirmed_tokens", drafted)
+    swap(mp, RequestState, "confirmed_tokens", drafted)
     swap(mp, scheduler_half, "view_step", view)
 
 
@@ -79,7 +79,7 @@ def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("the longest request of a step decides on the drafter, and new ones are not looked at", "does not hold its key's KV")
 def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, core, "longest", lambda original, view: original(view._replace(new=[])))
+    swap(mp, save_planner, "longest_request", lambda original, view: original(view._replace(new=[])))
 
 
 @mutant("DFlash asks for one token more than other drafters, and runs a step less", "does not hold its key's KV")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -69,6 +69,8 @@ def all_is_tried() -> Iterator[None]:
 class Engine:
     """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier; ``ledger``: of an earlier life."""
 
+    store_type: ClassVar[type[SteadyStore]] = SteadyStore
+
     def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
         self.shape = shape
         self.ledger = ledger or Ledger(shape.num_ranks, shape.groups)
@@ -78,6 +80,8 @@ class Engine:
         """A step found something wrong, and nothing more is to be asked of this engine."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
+        self.admissions: list[tuple[str, int, bool]] = []
+        """Request, tokens that are loaded, and whether it had been preempted; in vLLM's order."""
         self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = self.num_hits = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
         """First token and number of tokens of loads whose requests have not run since: hits, if what they read was loaded."""
@@ -123,7 +127,7 @@ class Engine:
         return scheduler
 
     def _open_session(self, **settings: Any) -> Any:
-        self.store = SteadyStore(_core.Session(**settings), self.ledger, settings["groups"], has_disk=self.shape.has_disk)
+        self.store = self.store_type(_core.Session(**settings), self.ledger, settings["groups"], has_disk=self.shape.has_disk)
         return self.store
 
     def _make_worker(self, rank: int, seed: int) -> Worker:
@@ -150,14 +154,14 @@ class Engine:
 
         def matched(request: Any, local: int) -> Any:
             self._hoped.pop(request.request_id, None)
-            tracker = self.core._trackers.get(request.request_id)
-            has_offer = tracker is not None and tracker.lease is not None
+            state = self.core._requests.get(request.request_id)
+            has_offer = state is not None and state.lease is not None
             # Adapters whose files are younger than this process are another run's own.
             is_apart = self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
             (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(request.request_id)
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
-            if answer == 0 and self.core._queue._without_room is not None:  # loads that hang have all room: it computes
+            if answer == 0 and self.core._admission.loads.first_without_blocks is not None:  # it computes
                 self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]
             if spec.skips_cache:
@@ -169,6 +173,7 @@ class Engine:
 
         def admitted(request: Any, blocks: Any, num_tokens: int) -> None:
             req_id = request.request_id
+            self.admissions.append((req_id, num_tokens, request.num_preemptions > 0))
             if num_tokens:
                 local, answer = self.ledger.asked[req_id]
                 self.ledger.expect(num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered")
@@ -436,7 +441,7 @@ class Engine:
         self.ledger.check_at_rest()
         self.store.settle_disk()
         assert not self.core.has_work_in_flight
-        assert not self.core._trackers
+        assert not self.core._requests
         stats: dict[str, int] = {}
         for _ in range(500):  # reads without a waiting request end in their own time
             stats = self.store.stats()

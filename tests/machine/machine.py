@@ -43,7 +43,12 @@ MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]) -> Spec:
     """A request over the beginning of a story, with what else decides its KV, or another way to live."""
     ids = STORIES[story][:length]
-    plain = Spec(name, ids, max_tokens, ids)
+    return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
+
+
+def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
+    """The request with what else decides its KV, or with another way to live. ``more`` chooses, or is a session's next input."""
+    ids, length = plain.contents, len(plain.contents)
     if flavour == "salt":
         return replace(plain, salt="pepper")
     if flavour == "adapter":
@@ -57,7 +62,7 @@ def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int,
         contents = tuple(item_content(t, item.identifier, i - item.start) if i in span else t for i, t in enumerate(ids))
         return replace(plain, contents=contents, items=(item,))
     if flavour == "session":
-        return replace(plain, max_tokens=min(max_tokens, 4), turns=(Turn(more[:6], min(max_tokens, 4)),))
+        return replace(plain, max_tokens=min(plain.max_tokens, 4), turns=(Turn(more[:6], min(plain.max_tokens, 4)),))
     return replace(plain, skips_cache=flavour == "no load", saves="prompt" if flavour == "prompt only" else None)
 
 

@@ -29,6 +29,8 @@ class Trouble:
     save_failure: float = 0.0
     load_failure: float = 0.0
     crash: float = 0.0
+    num_saves_failed: int = 0
+    num_loads_failed: int = 0
     damaged: set[bytes] = field(default_factory=set)
     """Keys of frames that were damaged on purpose."""
     strangers: float = 0.0
@@ -180,6 +182,7 @@ class SlowMover:
 
     def _land_save(self, saving: Saving) -> None:
         if self._trouble.happens(self._trouble.save_failure):
+            self._trouble.num_saves_failed += 1
             self._done.failed.append(saving.batch[0].ticket)
         else:
             self._gather(saving)
@@ -191,6 +194,7 @@ class SlowMover:
             self._frame_of[copy.key] = copy.frame
             if self._trouble.happens(self._trouble.load_failure):
                 self._frames.part(copy.frame)[:8] ^= 1
+                self._trouble.num_loads_failed += 1
                 self._trouble.damaged.add(copy.key)
         self._inner.submit_loads([plan])
         self._take(self._inner.poll())

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvloft.plan import core
-from kvloft.plan.core import SchedulerCore
-from kvloft.plan.queue import Queue
+from kvloft.plan import load_planner, save_planner, scheduler
+from kvloft.plan.admission import Admission
+from kvloft.plan.answers import Answer, Miss, Offer
+from kvloft.plan.scheduler import SchedulerCore
 from kvloft.seam.plan import LoadPlan
 from kvloft.seam.views import MediaItem
 from kvloft.transfer.frames import PrivatePart
@@ -64,6 +65,16 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
         mp.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
+def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]) -> None:
+    """``change(num_tokens, local_tokens, unit_tokens)`` is offered in the place of ``num_tokens``."""
+
+    def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
+        answer: Answer = original(self, request, local_tokens, **more)
+        return Offer(change(answer.num_tokens, local_tokens, self._unit_tokens)) if isinstance(answer, Offer) else answer
+
+    swap(mp, Admission, "match", match)
+
+
 # -- preemption ---------------------------------------------------------------------------------------------------
 
 
@@ -84,12 +95,12 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
-        found, lease, by_tier = original(tracker, block_tokens, num_tokens, load_id)
-        is_resumed = tracker.live._request.num_preemptions > 0
-        return (LoadPlan(found.req_id, load_id) if is_resumed else found), lease, by_tier
+    def plan(original: Any, request: Any, unit_tokens: int, num_tokens: int, load_id: int) -> Any:
+        found = original(request, unit_tokens, num_tokens, load_id)
+        is_resumed = request.live._request.num_preemptions > 0
+        return replace(found, plan=LoadPlan(request.req_id, load_id)) if is_resumed else found
 
-    swap(mp, core, "plan_load", plan)
+    swap(mp, load_planner, "plan_load", plan)
 
 
 # -- keys ---------------------------------------------------------------------------------------------------------
@@ -137,33 +148,33 @@ def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
-    def changed(due: Any, tracker: Any, group: Any, frontier: int) -> Any:
-        return due(tracker, group, change(tracker, frontier))
+    def changed(original: Any, request: Any, unit_tokens: int, frontier: int) -> Any:
+        return original(request, unit_tokens, change(request, frontier))
 
-    swap(mp, core, "due_chunks", changed)
+    swap(mp, save_planner, "take_complete_units", changed)
 
 
 @mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
 def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
-    with_frontier(mp, lambda tracker, frontier: min(frontier, tracker.num_prompt_tokens))
+    with_frontier(mp, lambda request, frontier: min(frontier, request.num_prompt_tokens))
 
 
 @mutant(
     "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
-    def due(original: Any, tracker: Any, group: Any, frontier: int) -> Any:
-        if frontier > len(tracker.live.token_ids):
-            tracker.next_save = frontier + 1
+    def due(original: Any, request: Any, unit_tokens: int, frontier: int) -> Any:
+        if frontier > len(request.live.token_ids):
+            request.next_save = frontier + 1
             return None
-        return original(tracker, group, frontier)
+        return original(request, unit_tokens, frontier)
 
-    swap(mp, core, "due_chunks", due)
+    swap(mp, save_planner, "take_complete_units", due)
 
 
 @mutant("a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)")
 def saved_before_computed(mp: pytest.MonkeyPatch) -> None:
-    with_frontier(mp, lambda tracker, frontier: max(frontier, tracker.num_prompt_tokens))
+    with_frontier(mp, lambda request, frontier: max(frontier, request.num_prompt_tokens))
 
 
 @mutant("vLLM hashes blocks before they are computed; who saves by hash gathers before the forward", "does not hold its key's KV")
@@ -198,7 +209,7 @@ def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache #5248, vLLM #45704: a block is written anew while its save still reads it", "does not hold its key's KV")
 def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, core, "rewritten", lambda original, *args: ())
+    swap(mp, scheduler, "rewritten_blocks", lambda original, *args: ())
 
 
 @mutant("a load is reported when it is submitted, and its request reads what was there before", "WrongKV|position")
@@ -216,22 +227,18 @@ def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("dynamo #14416: tokens that vLLM has itself are counted twice", f"tokens offered|not all of them|{BARE}")
 def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
-    def match(original: Any, self: Any, tracker: Any, local_tokens: int, **more: Any) -> Any:
-        answer = original(self, tracker, local_tokens, **more)
-        return answer + local_tokens if answer else answer
-
-    swap(mp, Queue, "match", match)
+    change_offers(mp, lambda num_tokens, local_tokens, _: num_tokens + local_tokens)
 
 
 @mutant("LMCache #4247: chunks of the prefix's begin land behind the local hit", r"for tokens \d+ on|\(I6\)")
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
-        local, tracker.local_tokens = tracker.local_tokens, 0
-        found = original(tracker, block_tokens, num_tokens, load_id)
-        tracker.local_tokens = local
+    def plan(original: Any, request: Any, *args: Any) -> Any:
+        local, request.local_tokens = request.local_tokens, 0
+        found = original(request, *args)
+        request.local_tokens = local
         return found
 
-    swap(mp, core, "plan_load", plan)
+    swap(mp, load_planner, "plan_load", plan)
 
 
 @mutant("vLLM's KV-load checks were an assert: a damaged frame is served", "WrongKV|position")
@@ -326,11 +333,7 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}")
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
-    def match(original: Any, self: Any, *args: Any, **more: Any) -> Any:
-        answer = original(self, *args, **more)
-        return answer + self.unit_tokens if answer else answer
-
-    swap(mp, Queue, "match", match)
+    change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens)
 
 
 @mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", BARE)
@@ -345,18 +348,18 @@ def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("a hit is missed: nothing that was saved is offered to requests that vLLM has the begin of", "tokens are stored, only")
 def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
-    def match(original: Any, self: Any, tracker: Any, local_tokens: int, **more: Any) -> Any:
-        return 0 if local_tokens else original(self, tracker, local_tokens, **more)
+    def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
+        return Miss() if local_tokens else original(self, request, local_tokens, **more)  # type: ignore[no-any-return]
 
-    swap(mp, Queue, "match", match)
+    swap(mp, Admission, "match", match)
 
 
 @mutant("sglang: an aborted request's pins stay forever", "pins|frames_reserved")
 def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
-        if (tracker := self._trackers.get(req_id)) is not None:
-            self.__dict__.setdefault("kept", []).append(tracker.lease)  # a dropped lease unpins itself
-            tracker.lease = None
+        if (request := self._requests.get(req_id)) is not None:
+            self.__dict__.setdefault("kept", []).append(request.lease)  # a dropped lease unpins itself
+            request.lease = None
         original(self, req_id)
 
     swap(mp, SchedulerCore, "finish", finish)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kvloft import store
-from kvloft.plan.core import SchedulerCore
-from kvloft.plan.queue import Queue
-from kvloft.plan.tracker import Tracker
+from kvloft.plan import save_planner
+from kvloft.plan.lookup import PrefixLookup
+from kvloft.plan.request_state import RequestState
+from kvloft.plan.state_planner import StatePlanner
 from kvloft.seam.batch import Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer.cpu import CpuMover
@@ -17,7 +18,7 @@ from kvloft.vllm import connector, scheduler_half, shape, views, worker_half
 from kvloft.vllm.connector import KVLoftGroupsConnector
 from kvloft.vllm.worker_half import WorkerHalf
 
-from .mutants import BARE, Mutant, Patch, swap
+from .mutants import BARE, Mutant, Patch, change_offers, swap
 from .steady import SteadyLease, SteadyStore
 
 SERVED_MUTANTS: list[Mutant] = []
@@ -119,7 +120,7 @@ def group_of_the_drafter_is_missing(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("vLLM cannot compute the last token alone beside windows and states: a hit of the whole prompt", "tokens offered beyond")
 def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.unit_tokens)
+    swap(mp, PrefixLookup, "max_units", lambda original, self, num_tokens: num_tokens // self._shape.unit_tokens)
 
 
 @mutant("LMCache #4247: chunks before the local hit's end are loaded, too", LOAD)
@@ -154,7 +155,7 @@ def only_windows_are_not_asked(mp: pytest.MonkeyPatch) -> None:
     "with windows only, the whole prompt is offered, and vLLM goes back a token out of its window", "offered beyond", *ONLY_WINDOWS
 )
 def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.unit_tokens)
+    swap(mp, PrefixLookup, "max_units", lambda original, self, num_tokens: num_tokens // self._shape.unit_tokens)
 
 
 @mutant("of a window that failed to load vLLM is told blocks, and goes on before them", "null block|WrongKV|position", "one window")
@@ -212,11 +213,7 @@ def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
 def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
     """Half a unit more is offered than is there."""
 
-    def match(original: Any, self: Any, tracker: Any, local_tokens: int, *, may_wait: bool) -> Any:
-        answer = original(self, tracker, local_tokens, may_wait=may_wait)
-        return answer + self.unit_tokens // 2 if answer else answer
-
-    swap(mp, Queue, "match", match)
+    change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens // 2)
 
 
 # -- what is saved ------------------------------------------------------------------------------------------------
@@ -247,20 +244,20 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
     """From tables that only grow, a step late."""
     seen: dict[str, list[list[int]]] = {}
 
-    def take(original: Any, self: Any, tracker: Any) -> bool:
-        if not original(self, tracker):
+    def refresh(original: Any, request: Any, step: Any) -> bool:
+        if not original(request, step):
             return False
-        now = [list(table) for table in tracker.blocks.tables]
-        before = seen.get(tracker.req_id, now) if tracker.saved_chunks else now
-        seen[tracker.req_id] = merged = [
+        now = [list(table) for table in request.blocks.tables]
+        before = seen.get(request.req_id, now) if request.saved_units else now
+        seen[request.req_id] = merged = [
             [new or old for new, old in zip(table, [*old_table, *table[len(old_table) :]], strict=False)]
             for table, old_table in zip(now, before, strict=True)
         ]
-        tracker.blocks = Tables(merged, tracker.blocks.main, tracker.blocks.per_unit)
-        tracker.saved_chunks = 0
+        request.blocks = Tables(merged, request.blocks.main, request.blocks.per_unit)
+        request.saved_units = 0
         return True
 
-    swap(mp, SchedulerCore, "_take_tables", take)
+    swap(mp, save_planner, "refresh_tables", refresh)
 
 
 @mutant(
@@ -282,7 +279,7 @@ def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("Mooncake #45785: states are never saved, and nothing says so", "was offered and is not saved", *STATES)
 def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(SchedulerCore, "_save_states", lambda self, states, saves: None)
+    mp.setattr(StatePlanner, "plan", lambda self, step: [])
 
 
 def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
@@ -296,11 +293,11 @@ def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], i
         found = [pick(table[group], block) for table in tables if block in table[group]]
         return next(filter(None, found), block)
 
-    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
-        tables[:] = [self._tables(state.req_id).tables for state in states]
-        original(self, states, saves)
+    def plan(original: Any, self: Any, step: Any) -> Any:
+        tables[:] = [step.tables(state.req_id).tables for state in step.states]
+        return original(self, step)
 
-    swap(mp, SchedulerCore, "_save_states", save)
+    swap(mp, StatePlanner, "plan", plan)
     swap(mp, SteadyStore, "reserve_states", reserve)
 
 
@@ -319,19 +316,12 @@ def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) ->
 
 
 def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
-    """In the place of the plan's own look at the group's row of the table."""
+    """In the place of the planner's check of the group's row of the table."""
 
-    def has_state(self: Any, state: Any) -> Any:
-        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._unit_tokens
-        if tracker is None or state.num_tokens % self._unit_tokens or state.num_tokens > tracker.save_limit:
-            return None
-        if not is_there(self._tables(state.req_id).tables[state.group], state.block):
-            return None
-        tracker.extend_chain(state.num_tokens)
-        is_known = tracker.chain.num_blocks >= num_blocks and not (tracker.save_blocked or tracker.kv_outdated)
-        return tracker if is_known else None
+    def is_in_table(self: Any, request: Any, state: Any) -> bool:
+        return is_there(request.blocks.tables[state.group], state.block)
 
-    mp.setattr(SchedulerCore, "_has_state", has_state)
+    mp.setattr(StatePlanner, "is_in_table", is_in_table)
 
 
 @mutant("vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted", r"\(I6\)", *DRAFTED_STATES)
@@ -362,10 +352,10 @@ def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
     def drafted(original: Any, self: Any) -> Any:
         return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
 
-    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
+    def plan(original: Any, self: Any, step: Any) -> Any:
         with pytest.MonkeyPatch.context() as now:
-            swap(now, Tracker, "confirmed_tokens", drafted)
-            original(self, states, saves)
+            swap(now, RequestState, "confirmed_tokens", drafted)
+            return original(self, step)
 
     def view(original: Any, output: Any, *more: Any) -> Any:
         drafts.clear()
@@ -373,7 +363,7 @@ def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
         return original(output, *more)
 
     swap(mp, scheduler_half, "view_step", view)
-    swap(mp, SchedulerCore, "_save_states", save)
+    swap(mp, StatePlanner, "plan", plan)
 
 
 @mutant("LMCache #5248: only the first group's blocks are fenced from saves that still read them", "does not hold its key's KV")

@@ -3,6 +3,7 @@
 Everything goes to the real store; nothing is answered by a model. It must not know vLLM.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,3 +96,32 @@ class SteadyStore:
 
     def clear(self) -> None:
         self.session.clear()
+
+
+class UnkindStore(SteadyStore):
+    """Evicts, refuses frames and delays reads now and then, as a store may at any time."""
+
+    def __init__(self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool) -> None:
+        super().__init__(session, ledger, groups, has_disk=has_disk)
+        self._random = random.Random(self.session.num_frames)
+
+    def lookup(self, chain: Any) -> Any:
+        self._evict()
+        return self.session.lookup(chain)
+
+    def acquire(self, chain: Any, num_units: int) -> SteadyLease:
+        self.patience = self._random.randint(0, 4)
+        return super().acquire(chain, num_units)
+
+    def reserve(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        self._evict()
+        reserved, dropped = super().reserve(rows)
+        for nth, chunks in enumerate(reserved):
+            if chunks and not self.is_kind and self._random.random() < 0.03:
+                self.abort(chunks.tickets())
+                reserved[nth], dropped[nth] = None, len(chunks)
+        return reserved, dropped
+
+    def _evict(self) -> None:
+        if self.keys and not self.is_kind and self._random.random() < 0.05:
+            self.discard([self._random.choice(self.keys)])

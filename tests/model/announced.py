@@ -156,8 +156,8 @@ class World:
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
         """As the scheduler half does."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
-        self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
-        _, _, _, start, stop, _ = row
+        chain, _, _, start, stop, _ = row
+        self.announcer.note(SimpleNamespace(prompt=prompt), chain, range(start, stop))  # type: ignore[arg-type]
         self.noted |= {prompt[: (unit + 1) * BLOCK] for unit in range(start, stop)}
         self.tickets += tickets
 

@@ -62,13 +62,13 @@ def reference(engine: Any, request: Request) -> list[int]:
 def check_held(engine: Any) -> None:
     """After every rule: I5, I8, and outputs of whatever ended."""
     engine.store.check()
-    leases = sum(tracker.lease is not None for tracker in engine.core._trackers.values())
-    assert len(engine.store.open_leases) <= leases + len(engine.core._loads), "I5: a lease without an owner"
-    queue = engine.core._queue
-    waiting = {tracker.lease for tracker in engine.core._trackers.values() if tracker.lease is not None}
-    assert queue.waiting.leases.keys() == waiting
-    assert all(lease.tracker.lease is lease for lease in waiting)
-    assert (queue.waiting.num_chunks == 0) == (not waiting)
+    leases = sum(tracker.lease is not None for tracker in engine.core._requests.values())
+    assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), "I5: a lease without an owner"
+    turns = engine.core._admission.turns
+    waiting = {tracker.lease for tracker in engine.core._requests.values() if tracker.lease is not None}
+    assert turns.waiting.leases.keys() == waiting
+    assert all(engine.core._requests[lease.req_id].lease is lease for lease in waiting)
+    assert (turns.waiting.num_units == 0) == (not waiting)
     assert set(engine.store.tickets) == set(engine.store.in_flight.left), "I5: a reservation without an owner"
     for request in engine.finished:
         if not request.tainted:
@@ -101,14 +101,14 @@ def settle(engine: Any) -> None:
     unsettled = (in_flight.left, in_flight.blocks, in_flight.failed)
     for left in (
         *unsettled,
-        core._trackers,
-        core._loads,
-        core._queue.waiting.leases,
-        core._queue.loading.leases,
-        core._queue.told_to_wait,
-        core._queue.flights,
-        core._queued_loads,
+        core._requests,
+        core._loads.in_progress,
+        core._admission.turns.waiting.leases,
+        core._admission.turns.loading.leases,
+        core._admission.waiting,
+        core._admission.loads.incoming,
+        core._loads.queued,
     ):
         assert not left, f"left behind: {left}"
-    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that stay counted"
+    assert core._admission.turns.waiting.num_units == core._admission.turns.loading.num_units == 0, "pins that stay counted"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

@@ -13,9 +13,9 @@ from typing import Any
 from plan_store import KeyBook, ModelStore
 from sim_checks import check_held, check_plan, check_visible
 from sim_paged import BlockPool, Work, Workers
-from sim_request import Request, Setup
+from sim_request import Request, Setup, tokens_of
 
-from kvloft.plan import SchedulerCore
+from kvloft.plan import PlanSettings, SchedulerCore
 from kvloft.seam.batch import Tables
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
@@ -33,7 +33,7 @@ class Step:
 
 
 class SymbolicEngine:
-    """One engine with kvloft's scheduler half in it. `schedule`, `execute`, `update` in any legal order."""
+    """One engine with kvloft's scheduler side in it. `schedule`, `execute`, `update` in any legal order."""
 
     def __init__(self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None) -> None:
         self.setup = setup
@@ -44,14 +44,16 @@ class SymbolicEngine:
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            CacheShape((GroupShape(setup.block_tokens),), num_ranks=setup.num_ranks, lookahead=setup.lookahead),
-            arena=ArenaSpec("", 1, setup.num_frames),
-            wait_s=setup.wait_s,
+            PlanSettings(
+                CacheShape((GroupShape(setup.block_tokens),), num_ranks=setup.num_ranks, lookahead=setup.lookahead),
+                arena=ArenaSpec("", 1, setup.num_frames),
+                wait_s=setup.wait_s,
+                shares_blocks=setup.local_cache,
+                save_prompts_only=setup.save_prompts_only,
+                max_running=setup.max_running,
+                draft_limit=setup.draft_limit,
+            ),
             clock=lambda: self.now,
-            shares_blocks=setup.local_cache,
-            save_prompts_only=setup.save_prompts_only,
-            max_running=setup.max_running,
-            draft_limit=setup.draft_limit,
         )
         self.pool = BlockPool(setup.num_blocks)
         self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)
@@ -92,8 +94,7 @@ class SymbolicEngine:
     def schedule(self, budget: int = 1 << 30, rng: Random | None = None, *, fussy: float = 0.0) -> StepPlan:
         """One schedule(): with chance ``fussy`` each, requests are left out, asked again, or dropped after a match."""
         rng = rng or Random(0)
-        self._num: dict[str, int] = {}
-        self._drafts: dict[str, int] = {}
+        self._num, self._drafts = dict[str, int](), dict[str, int]()
         self._new_blocks: dict[str, list[int]] = {}
         self._preempted: set[str] = set(self.preempted_by_reset)
         self.preempted_by_reset.clear()
@@ -193,14 +194,17 @@ class SymbolicEngine:
             budget -= count
         return new
 
+    def match(self, request: Request, local: int, *, may_wait: bool = True) -> int | None:
+        return tokens_of(self.core.match(request, local, may_wait=may_wait))  # type: ignore[arg-type]
+
     def _ask(self, request: Request, local: int, rng: Random, fussy: float) -> int | None:
-        answer = self.core.match(request, local)
+        answer = self.match(request, local)
         while rng.random() < fussy:
             if answer == 0:
-                answer = self.core.match(request, local)  # a miss may look again
+                answer = self.match(request, local)  # a miss may look again
                 continue
             before = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
-            assert self.core.match(request, local) == answer, "I9: asking changed the answer"
+            assert self.match(request, local) == answer, "I9: asking changed the answer"
             after = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
             assert before == after, "I9: asking again changed the store"
         assert answer is None or answer >= 0

@@ -5,6 +5,7 @@ from typing import Any
 
 from plan_store import item_content
 
+from kvloft.plan import Answer, Offer, Wait
 from kvloft.seam.views import EmbedRows, MediaItem, RequestView
 
 
@@ -93,3 +94,10 @@ class Request:
             else:
                 runs.append(EmbedRows(at, 1, [self.rows[at]], "f16", 1))
         return RequestView(self.adapter, self.salt, tuple(runs), self.items, self.savable_tokens)
+
+
+def tokens_of(answer: Answer) -> int | None:
+    """Return an answer as vLLM gets it: tokens, or None for "ask again"."""
+    if isinstance(answer, Wait):
+        return None
+    return answer.num_tokens if isinstance(answer, Offer) else 0

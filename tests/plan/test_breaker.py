@@ -22,7 +22,7 @@ def warm(num_ranks: int = 1) -> SymbolicEngine:
 
 def offered(engine: SymbolicEngine) -> int | None:
     request = Request(f"asked{next(count)}", list(PROMPT), 2)
-    tokens = engine.core.match(request, 0)
+    tokens = engine.match(request, 0)
     engine.core.finish(request.req_id)
     return tokens
 
@@ -30,10 +30,10 @@ def offered(engine: SymbolicEngine) -> int | None:
 def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
     """Begin to load the prompt."""
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
-    assert engine.core.match(request, 0) == 16
+    assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables(list(range(1, 6))))
-    engine.core._queued_loads.clear()  # no worker is here to run it
-    return request.req_id, max(engine.core._loads)
+    engine.core._loads.queued.clear()  # no worker is here to run it
+    return request.req_id, max(engine.core._loads.in_progress)
 
 
 def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
@@ -129,7 +129,7 @@ def test_loads_with_nothing_to_copy_say_nothing_of_copies() -> None:
             continue
         request: Any = Request(f"lost{nth}", list(PROMPT), 2)
         engine.core.fail_load(request, 16, tables(list(range(1, 6))))
-        engine.core.absorb(StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads)),)))
+        engine.core.absorb(StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads.in_progress)),)))
     assert engine.core.counters["load_breaker_trips"] == 1
     assert offered(engine) == 0
 
@@ -138,7 +138,7 @@ def test_only_one_load_at_a_time_is_tried() -> None:
     engine = tripped()
     engine.now += RETRY_S
     first: Any = Request("first", list(PROMPT), 2)
-    assert engine.core.match(first, 0) == 16
+    assert engine.match(first, 0) == 16
     engine.core.admit(first, 16, tables(list(range(1, 6))))
     assert offered(engine) == 0
 

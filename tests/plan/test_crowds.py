@@ -9,7 +9,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve, tables
 
-from kvloft.plan.queue import LEASE_S, MIN_WAITING
+from kvloft.plan.admission import LEASE_S, MIN_WAITING
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepReport
 from kvloft.seam.views import StepView
@@ -46,7 +46,7 @@ def test_blocks_on_their_way_to_the_gpu_are_waited_for_and_then_shared() -> None
     with_load_in_flight(engine)
     second = engine.add(Request("second", [*PROMPT[:WHOLE], 0, 0, 1], 2))
     for _ in range(3):
-        assert engine.core.match(second, 0) is None
+        assert engine.match(second, 0) is None
         assert engine.core.still_waits(second.req_id, 0)
     assert len(engine.store.open_leases) == 1, "who waits for another's load pins nothing"
     settle(engine)
@@ -61,8 +61,8 @@ def test_a_prompt_that_parts_from_the_load_waits_for_the_shared_part_only() -> N
     before = engine.num_loaded_tokens
     with_load_in_flight(engine)
     second = engine.add(Request("second", list(other), 2))
-    assert engine.core.match(second, 0) is None
-    assert engine.core.match(second, 8) == 4, "its own part is no part of that load"
+    assert engine.match(second, 0) is None
+    assert engine.match(second, 8) == 4, "its own part is no part of that load"
     settle(engine)
     assert engine.num_loaded_tokens - before == WHOLE + 4
 
@@ -72,17 +72,17 @@ def test_when_the_load_comes_to_nothing_a_waiter_gets_its_own_at_once(end: str) 
     engine = warm(num_ranks=2)
     first = with_load_in_flight(engine)
     second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
-    assert engine.core.match(second, 0) is None
-    (load_id,) = engine.core._loads
+    assert engine.match(second, 0) is None
+    (load_id,) = engine.core._loads.in_progress
     if end == "aborted":
         engine.finish(first, aborted=True)
     elif end == "failed":
         engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, failed=True),)))
     else:
-        last = engine.core._trackers[ReqId("first")].chain.key(3)
+        last = engine.core._requests[ReqId("first")].chain.key(3)
         engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, ((last, "tag"),)),)))  # type: ignore[arg-type]
     assert not engine.core.still_waits(second.req_id, 0)
-    assert engine.core.match(second, 0) == (12 if end == "bad" else WHOLE)
+    assert engine.match(second, 0) == (12 if end == "bad" else WHOLE)
     engine.core.close()
 
 
@@ -90,12 +90,12 @@ def test_a_load_that_hangs_is_waited_for_no_longer_than_a_disk() -> None:
     engine = warm(wait_s=5.0)
     with_load_in_flight(engine)
     second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
-    assert engine.core.match(second, 0) is None
+    assert engine.match(second, 0) is None
     engine.now += 4.9
     assert engine.core.still_waits(second.req_id, 0)
     engine.now += 0.2
     assert not engine.core.still_waits(second.req_id, 0)
-    assert engine.core.match(second, 0) == WHOLE
+    assert engine.match(second, 0) == WHOLE
     settle(engine)
 
 
@@ -113,7 +113,7 @@ def test_where_vllm_would_not_share_the_blocks_no_request_waits(why: str) -> Non
     if why == "a part that vLLM has":
         local = WHOLE
     engine.add(second)
-    answer = engine.core.match(second, local, may_wait=why != "may not wait")
+    answer = engine.match(second, local, may_wait=why != "may not wait")
     assert answer == WHOLE - local
     settle(engine)
 
@@ -122,10 +122,10 @@ def test_a_wait_ends_when_vllm_has_more_itself() -> None:
     engine = warm()
     with_load_in_flight(engine)
     second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
-    assert engine.core.match(second, 0) is None
+    assert engine.match(second, 0) is None
     assert engine.core.still_waits(second.req_id, 0)
     assert not engine.core.still_waits(second.req_id, WHOLE)
-    assert engine.core.match(second, WHOLE) == 0
+    assert engine.match(second, WHOLE) == 0
     settle(engine)
 
 
@@ -135,7 +135,7 @@ def test_blocks_that_vllm_evicted_again_are_not_waited_for() -> None:
     engine.run(2)
     assert first.status in ("running", "finished")
     second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
-    assert engine.core.match(second, 0) == WHOLE
+    assert engine.match(second, 0) == WHOLE
     settle(engine)
 
 
@@ -146,15 +146,15 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     engine.schedule()
     assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + ["waiting"] * 2
     assert len(engine.store.open_leases) == 3, "who waits for a seat pins nothing"
-    assert engine.core.match(Request("cold", [2] * 9, 1), 0) == 0
-    assert engine.core.match(engine.requests["r3"], 0) is None
-    assert engine.core.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
+    assert engine.match(Request("cold", [2] * 9, 1), 0) == 0
+    assert engine.match(engine.requests["r3"], 0) is None
+    assert engine.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
     engine.core.finish(ReqId("cold"))
-    engine.core._queue.next_step()
-    assert engine.core.match(engine.requests["r4"], 0) is None
-    engine.core._queue.next_step()
+    engine.core._admission.begin_step()
+    assert engine.match(engine.requests["r4"], 0) is None
+    engine.core._admission.begin_step()
     engine.now += 5.1
-    assert engine.core.match(engine.requests["r4"], 0) == WHOLE
+    assert engine.match(engine.requests["r4"], 0) == WHOLE
     settle(engine)
 
 
@@ -176,7 +176,7 @@ def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Reques
 
 
 def pinned_frames(engine: SymbolicEngine) -> int:
-    leases: set[Lease] = {lease._lease for lease in engine.core._queue.waiting.leases}  # type: ignore[misc]
+    leases: set[Lease] = {lease._lease for lease in engine.core._admission.turns.waiting.leases}  # type: ignore[misc]
     return len({entry.frame for lease in leases for entry in lease._entries})
 
 
@@ -186,9 +186,9 @@ def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
     answers: list[int | None] = []
     for request in requests:
         may_be_short = engine.core.still_waits(request.req_id, 0)
-        answers.append(engine.core.match(request, 0))
+        answers.append(engine.match(request, 0))
         assert not may_be_short or answers[-1] is None
-        assert engine.core.match(request, 0) == answers[-1], "I9: asking changed the answer"
+        assert engine.match(request, 0) == answers[-1], "I9: asking changed the answer"
     engine.core.plan_step(StepView())
     return answers
 
@@ -198,13 +198,13 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
         assert pinned_frames(engine) == 12
-    assert [r.req_id for r in requests if engine.core._trackers[r.req_id].lease] == ["r0", "r1", "r2"]
+    assert [r.req_id for r in requests if engine.core._requests[r.req_id].lease] == ["r0", "r1", "r2"]
     engine.store.tick(100)
     assert ask(engine, requests) == [16] * 3 + [None] * 9
     for request in requests[:2]:
         engine.core.finish(request.req_id)
     assert ask(engine, requests[2:]) == [16] + [None] * 9
-    assert [r.req_id for r in requests[2:] if engine.core._trackers[r.req_id].lease] == ["r2", "r3", "r4"]
+    assert [r.req_id for r in requests[2:] if engine.core._requests[r.req_id].lease] == ["r2", "r3", "r4"]
     engine.core.close()
 
 
@@ -213,7 +213,7 @@ def test_those_who_wait_pin_half_of_what_is_the_stores_in_a_shared_arena() -> No
     engine.core.count_on(100)
     ask(engine, requests)
     assert pinned_frames(engine) == 12, "there are no more"
-    engine.core._queue.clear()
+    engine.core._admission.release_all()
     engine.core.count_on(16)
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
@@ -269,7 +269,7 @@ def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() 
     assert ask(engine, requests[:2]) == [None] * 2
     for _ in range(3):
         assert ask(engine, requests[2:]) == [None]
-    assert [r.req_id for r in requests if r.req_id in engine.core._trackers and engine.core._trackers[r.req_id].lease] == ["r2"]
+    assert [r.req_id for r in requests if r.req_id in engine.core._requests and engine.core._requests[r.req_id].lease] == ["r2"]
     engine.core.close()
 
 
@@ -277,9 +277,9 @@ def test_what_is_in_host_memory_is_offered_past_those_who_wait_for_the_disk() ->
     engine, requests = on_disk(4, num_frames=40, local_cache=False)
     serve(engine, Request("warm", [2] * 17, 1))
     for lease in requests[:3]:
-        assert engine.core.match(lease, 0) is None
-    assert engine.core.match(Request("hot", [2] * 17, 1), 0) == 16
-    assert engine.core.match(Request("cold", [1, 1, 1, 1, 1, 1], 1), 0) == 0
+        assert engine.match(lease, 0) is None
+    assert engine.match(Request("hot", [2] * 17, 1), 0) == 16
+    assert engine.match(Request("cold", [1, 1, 1, 1, 1, 1], 1), 0) == 0
     engine.core.close()
 
 
@@ -309,7 +309,7 @@ def test_while_vllm_has_no_seat_a_request_does_not_use_up_its_wait() -> None:
 
 def test_no_turn_is_waited_for_where_none_may_wait() -> None:
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
-    assert [engine.core.match(request, 0, may_wait=False) for request in requests] == [0] * 12
+    assert [engine.match(request, 0, may_wait=False) for request in requests] == [0] * 12
     assert pinned_frames(engine) == 12
     engine.core.close()
 
@@ -319,11 +319,11 @@ def test_a_prefix_that_many_wait_for_counts_once() -> None:
     crowd = [Request(f"c{i}", [*requests[0].token_ids, i, i], 1) for i in range(12)]
     assert ask(engine, crowd) == [None] * 12
     assert pinned_frames(engine) == 4
-    assert all(engine.core._trackers[r.req_id].lease for r in crowd)
+    assert all(engine.core._requests[r.req_id].lease for r in crowd)
     engine.store.tick(100)
     assert ask(engine, crowd) == [16] * 12
     engine.core.close()
-    assert engine.core._queue.waiting.num_chunks == 0
+    assert engine.core._admission.turns.waiting.num_units == 0
 
 
 def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
@@ -341,18 +341,18 @@ def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
 def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = warm()
     request = Request("a", list(PROMPT), 2)
-    assert engine.core.match(request, 0) == WHOLE
+    assert engine.match(request, 0) == WHOLE
 
     def fail(*_: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("kvloft.plan.core.plan_load", fail)
+    monkeypatch.setattr("kvloft.plan.load_planner.plan_load", fail)
     with pytest.raises(RuntimeError):
         engine.core.admit(request, WHOLE, tables([1, 2, 3, 4]))
     engine.core.fail_load(request, WHOLE, tables([1, 2, 3, 4]))
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
-    assert (engine.core._queue.waiting.num_chunks, engine.core._queue.loading.num_chunks) == (0, 0)
+    assert (engine.core._admission.turns.waiting.num_units, engine.core._admission.turns.loading.num_units) == (0, 0)
 
 
 def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
@@ -361,4 +361,4 @@ def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_co
     crowd = [Request(f"{request.req_id}-{nth}", list(request.token_ids), 1) for nth in range(5) for request in requests]
     for _ in range(3):
         assert ask(engine, crowd) == [None] * MIN_WAITING + [0] * (len(crowd) - MIN_WAITING)
-    assert engine.core.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"
+    assert engine.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"

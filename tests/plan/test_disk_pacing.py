@@ -11,7 +11,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import serve
 
-from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptLine
+from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptBacklog
 
 PROMPT_TOKENS, NUM_PROMPTS = 64, 40
 TOKENS_PER_S = 6400.0
@@ -111,7 +111,7 @@ def test_waiting_is_never_expected_to_end_later_than_computing(
 
 
 def test_the_line_has_what_admitted_prompts_have_left() -> None:
-    line = PromptLine()
+    line = PromptBacklog()
     line.enter("a", 100)
     line.enter("b", 50)
     assert (line.compute({"a": 60, "b": 70, "c": 9}), line.num_tokens) == (110, 40)

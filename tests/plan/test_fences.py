@@ -30,7 +30,7 @@ class Saves:
 
 
 def rewritten(saves: Any, computed: int, *blocks: int) -> tuple[BlockId, ...]:
-    return plan_saves.rewritten(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), saves, 16)
+    return plan_saves.rewritten_blocks(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), saves, 16)
 
 
 def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
@@ -53,7 +53,7 @@ def test_blocks_appended_to_a_running_request_are_named() -> None:
     saves = Saves()
     saves.add(1, 5)
     view = StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))])
-    assert plan_saves.rewritten(view, saves, 16) == (5,)  # type: ignore[arg-type]
+    assert plan_saves.rewritten_blocks(view, saves, 16) == (5,)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))

@@ -7,6 +7,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve, tables
 
+from kvloft.plan.save_planner import SavePlanner
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec
@@ -46,9 +47,9 @@ def test_tokens_that_became_fewer_are_offered_only_as_far_as_they_go() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("b", list(PROMPT), 2))
     request = Request(A, list(PROMPT), 2)
-    assert engine.core.match(request, 0) == 16
+    assert engine.match(request, 0) == 16
     del request.token_ids[9:]
-    assert engine.core.match(request, 0) == 8
+    assert engine.match(request, 0) == 8
     engine.core.finish(A)
 
 
@@ -56,9 +57,9 @@ def test_tokens_that_became_more_are_offered_too() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("b", list(PROMPT), 2))
     request = Request(A, PROMPT[:12], 2)
-    assert engine.core.match(request, 0) == 12
+    assert engine.match(request, 0) == 12
     request.token_ids += PROMPT[12:]
-    assert engine.core.match(request, 0) == 16
+    assert engine.match(request, 0) == 16
     engine.core.finish(A)
 
 
@@ -126,7 +127,7 @@ def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(m
         assert engine.store.tickets
         raise RuntimeError
 
-    monkeypatch.setattr("kvloft.plan.core.note_dropped", remember)
+    monkeypatch.setattr(SavePlanner, "_note_dropped", remember)
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 10))
     assert not engine.core.plan_loads_only().saves
@@ -171,11 +172,11 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("b", list(PROMPT), 2))
     request = Request(A, list(PROMPT), 2)
-    assert engine.core.match(request, 0) == 16
+    assert engine.match(request, 0) == 16
     assert not engine.core.has_queued_loads
     engine.core.meet_store(None)
     assert engine.store.stats()["leases"] == 0, "an offer of the store before"
-    assert engine.core.match(request, 0) == 16
+    assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables([1, 2, 3, 4, 5]))
     assert engine.core.has_queued_loads
     assert engine.core.plan_loads_only().loads
@@ -196,7 +197,7 @@ def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_com
     engine.core.plan_loads_only()
     engine.core.plan_step(StepView(preempted=frozenset([A])))
     request.token_ids += tokens[603:]
-    assert engine.core.match(request, 0) == 0
+    assert engine.match(request, 0) == 0
     engine.core.admit(request, 0, tables(table))
     plan = engine.core.plan_step(view_of_new(0, table, 702))
     assert saved_blocks(plan)[0] == (1,)
@@ -213,16 +214,16 @@ def test_what_kv_events_are_told_is_left_until_the_plan_is_made() -> None:
     told: list[Any] = []
 
     class Announcer:
-        def note(self, live: Any, row: Any) -> None:
-            told.append((live.req_id, row[3:5]))
+        def note(self, live: Any, _chain: Any, units: range) -> None:
+            told.append((live.req_id, (units.start, units.stop)))
 
         def note_states(self, live: Any, _chain: Any, num_blocks: int) -> None:
             told.append((live.req_id, num_blocks))
 
-    engine.core._announcer = Announcer()  # type: ignore[assignment]
+    engine.core._notes.announcer = Announcer()  # type: ignore[assignment]
     serve(engine, Request("b", list(PROMPT), 2))
     request = Request(A, PROMPT[:12], 9)
-    num_tokens = engine.core.match(request, 0)
+    num_tokens = engine.match(request, 0)
     assert num_tokens
     engine.core.admit(request, num_tokens, tables([1, 2, 3, 4, 5, 6]))
     engine.core.plan_step(view_of_new(num_tokens, [1, 2, 3, 4, 5, 6], 12 - num_tokens))

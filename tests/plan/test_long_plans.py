@@ -12,7 +12,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import tables
 
-from kvloft.plan import loads, queue
+from kvloft.plan import load_planner, lookup
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
@@ -48,13 +48,13 @@ def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, 
         plan = engine.core.plan_step(view)
         engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue, "FIRST_LOOK_TOKENS", first_look)
+        patch.setattr(lookup, "FIRST_LOOKUP_TOKENS", first_look)
         lookups, look_up = count(), engine.store.lookup
         patch.setattr(engine.store, "lookup", lambda chain: (next(lookups), look_up(chain))[1])
-        found = engine.core.match(request, 0)
-        tracker = engine.core._trackers[ReqId("a")]
+        found = engine.match(request, 0)
+        tracker = engine.core._requests[ReqId("a")]
         num_keyed, num_lookups, lease = tracker.chain.num_tokens, next(lookups), tracker.lease
-        assert engine.core.match(request, 0) == found
+        assert engine.match(request, 0) == found
     return found, num_keyed, num_lookups, tracker.lease is lease
 
 
@@ -75,9 +75,9 @@ def test_a_prompt_not_seen_before_gets_keys_of_its_beginning_and_of_what_is_save
     """The rest is not waited for by its first forward."""
     engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
     request, table = Request("a", [i % 7 for i in range(9000)], 2), list(map(BlockId, range(1, 601)))
-    tracker = engine.core._tracker(request)
-    assert engine.core.match(request, 0) == 0
-    assert tracker.chain.num_tokens == queue.FIRST_LOOK_TOKENS
+    tracker = engine.core._request(request)
+    assert engine.match(request, 0) == 0
+    assert tracker.chain.num_tokens == lookup.FIRST_LOOKUP_TOKENS
     engine.core.admit(request, 0, tables(table[:240]))
     engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table[:240])], num_scheduled_tokens={ReqId("a"): 3840}))
     assert tracker.chain.num_tokens == 3840
@@ -128,9 +128,9 @@ def test_blocks_that_were_promised_and_are_not_leased_are_lost(num_leased: int, 
     rows = [(50 + i, bytes([i]) * 32, "disk" if i % 2 else "host") for i in range(num_leased)]
     lease = SimpleNamespace(batch=lambda every, begin, end: chunks_to_load(rows, every[0], begin, end))
     tracker: Any = SimpleNamespace(lease=lease, blocks=tables(table), local_tokens=2 * local, req_id=ReqId("a"))
-    plan, kept, by_tier = loads.plan_load(tracker, 2, 2 * promised, 3)
+    load = load_planner.plan_load(tracker, 2, 2 * promised, 3)
     covered = max(local, min(num_leased, local + promised))
-    assert [block for chunk in plan.chunks for block in chunk.blocks] == table[local:covered]
-    assert list(plan.lost) == table[covered : local + promised]
-    assert sorted(plan.blocks()) == table[local : local + promised]
-    assert (kept, tracker.lease, sum(by_tier.values())) == (lease, None, 2 * (covered - local))
+    assert [block for chunk in load.plan.chunks for block in chunk.blocks] == table[local:covered]
+    assert list(load.plan.lost) == table[covered : local + promised]
+    assert sorted(load.plan.blocks()) == table[local : local + promised]
+    assert (load.lease, tracker.lease, sum(load.tokens_by_tier.values())) == (lease, None, 2 * (covered - local))

@@ -26,8 +26,8 @@ def test_a_block_is_not_found_under_another_next_token() -> None:
     engine = SymbolicEngine(Setup(local_cache=False, lookahead=1))
     serve(engine, Request("a", list(PROMPT), 2))
     same, other = PROMPT[: 3 * BLOCK + 1], [*PROMPT[: 3 * BLOCK], PROMPT[3 * BLOCK] + 1]
-    assert engine.core.match(Request("same", [*same, 0, 0], 2), 0) == 3 * BLOCK
-    assert engine.core.match(Request("other", [*other, 0, 0], 2), 0) == 2 * BLOCK
+    assert engine.match(Request("same", [*same, 0, 0], 2), 0) == 3 * BLOCK
+    assert engine.match(Request("other", [*other, 0, 0], 2), 0) == 2 * BLOCK
 
 
 def test_a_prompts_end_is_saved_once_its_next_token_is_known() -> None:
@@ -48,8 +48,8 @@ def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
     engine.add(Request("first", list(PROMPT), 2))
     engine.schedule()
     second = engine.add(Request("second", [*PROMPT, 0, 0, 0, 0, 0], 2))
-    assert engine.core.match(second, 0) is None
-    assert engine.core.match(second, 3 * BLOCK) == BLOCK
+    assert engine.match(second, 0) is None
+    assert engine.match(second, 3 * BLOCK) == BLOCK
     settle(engine)
 
 
@@ -99,7 +99,7 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
     def start(given: dict[str, list[int]], prompts: dict[str, list[int]], local: int, scheduled: dict[str, int]) -> Any:
         for name, table in given.items():
             request: Any = Request(name, prompts[name], 9)
-            engine.core.match(request, local)
+            engine.match(request, local)
             engine.core.admit(request, 0, tables(table))
         new: Any = [NewRequest(name, local, table) for name, table in given.items()]  # type: ignore[arg-type]
         return engine.core.plan_step(StepView(new=new, num_scheduled_tokens=scheduled))  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in crowd:
                 local = len(engine._local_hit(request)) * engine.setup.block_tokens
                 answers[request.req_id] = engine._ask(request, local, Random(0), 0.0)
-            engine.core._queue.next_step()
+            engine.core._admission.begin_step()
             engine.now += engine.setup.wait_s * 0.6
         assert None not in answers.values(), "told to ask again beyond its time"
 

@@ -36,7 +36,7 @@ def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> No
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)
     assert request.status == "running"
-    tracker = engine.core._trackers[request.req_id]
+    tracker = engine.core._requests[request.req_id]
     assert tracker.next_save >= (tracker.num_complete + 1) * engine.setup.block_tokens
 
 

@@ -9,7 +9,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 
-from kvloft.plan.queue import LEASE_S
+from kvloft.plan.admission import LEASE_S
 from kvloft.seam.views import MediaItem, NewRequest, StepView
 
 # -- what is saved -------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_whole_prompt_may_be_offered() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
-    assert engine.core.match(again, 0) == 16
+    assert engine.match(again, 0) == 16
     serve(engine, again)
     assert engine.num_loaded_tokens == 16
 
@@ -52,7 +52,7 @@ def test_what_vllm_has_itself_is_not_loaded() -> None:
     engine = SymbolicEngine(Setup())
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
-    assert [engine.core.match(again, local) for local in (0, 4, 8, 12, 16, 8, 0)] == [16, 12, 8, 4, 0, 8, 16]
+    assert [engine.match(again, local) for local in (0, 4, 8, 12, 16, 8, 0)] == [16, 12, 8, 4, 0, 8, 16]
     engine.core.finish(again.req_id)
     settle(engine)
 
@@ -226,7 +226,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
-    assert engine.core.match(asked, 0) == 16
+    assert engine.match(asked, 0) == 16
     for _ in range(100):  # steps of an engine that has no seat for it
         engine.now += LEASE_S / 100
         engine.schedule()
@@ -236,7 +236,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     engine.schedule()
     engine.drain()
     assert not engine.store.open_leases
-    assert engine.core.match(asked, 0) == 16, "asked again, it is pinned again"
+    assert engine.match(asked, 0) == 16, "asked again, it is pinned again"
     engine.core.finish(asked.req_id)
     assert not engine.store.open_leases
 
@@ -245,7 +245,7 @@ def test_asking_without_taking_pins_once() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
-    assert {engine.core.match(asked, 0) for _ in range(50)} == {16}
+    assert {engine.match(asked, 0) for _ in range(50)} == {16}
     assert len(engine.store.open_leases) == 1
     assert not engine.core.has_work_in_flight
     engine.core.admit(asked, 0, tables([1, 2, 3, 4, 5]))
@@ -264,10 +264,10 @@ def test_pins_of_tokens_that_were_replaced_are_not_offered() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", list(PROMPT), 2))
     session = Request("b", list(PROMPT), 2)
-    assert engine.core.match(session, 0) == 16
+    assert engine.match(session, 0) == 16
     session.token_ids = [2, *PROMPT[1:]]
     session.num_prompt_tokens = 5
-    assert engine.core.match(session, 0) == 0
+    assert engine.match(session, 0) == 0
     assert not engine.store.open_leases
 
 
@@ -287,9 +287,9 @@ def test_disk_chunks_are_waited_for_and_then_loaded() -> None:
     serve(engine, Request("a", PROMPT[:16], 2))
     evict_all(engine)
     again = Request("b", list(PROMPT), 2)
-    assert [engine.core.match(again, 0) for _ in range(3)] == [None] * 3
+    assert [engine.match(again, 0) for _ in range(3)] == [None] * 3
     engine.store.tick(100)
-    assert engine.core.match(again, 0) == 16
+    assert engine.match(again, 0) == 16
     serve(engine, again)
     assert engine.core.counters["load_tokens_disk"] == 16
 
@@ -299,11 +299,11 @@ def test_slow_disk_is_waited_for_no_longer_than_said() -> None:
     serve(engine, Request("a", PROMPT[:16], 2))
     evict_all(engine)
     again = Request("b", list(PROMPT), 2)
-    assert engine.core.match(again, 0) is None
+    assert engine.match(again, 0) is None
     engine.store.tick(2)
     engine.now += engine.setup.wait_s - 0.1
-    assert engine.core.match(again, 0) is None
+    assert engine.match(again, 0) is None
     engine.now += 0.2
-    assert engine.core.match(again, 0) == 8, "what has come by then"
+    assert engine.match(again, 0) == 8, "what has come by then"
     engine.core.finish(again.req_id)
     settle(engine)

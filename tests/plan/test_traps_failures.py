@@ -88,11 +88,11 @@ def test_a_load_that_cannot_be_planned_is_heard_of_at_once_and_only_once() -> No
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", list(PROMPT), 2))
     request = Request("b", list(PROMPT), 2)
-    assert engine.core.match(request, 4) == 12
+    assert engine.match(request, 4) == 12
     engine.core.fail_load(request, 12, tables([9, 10, 11, 12]))
     plan = engine.core.plan_step(StepView())
     assert [(load.req_id, load.chunks, load.lost) for load in plan.loads] == [("b", (), (10, 11, 12))]
-    assert engine.core.match(request, 4) == 0
+    assert engine.match(request, 4) == 0
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
 
@@ -199,9 +199,9 @@ def test_close_releases_every_pin_and_leaves_frames_that_workers_may_write_reser
     engine.add(Request("b", list(PROMPT), 2))
     engine.add(Request("c", [2, *PROMPT], 2))
     engine.schedule()
-    engine.core.match(Request("d", list(PROMPT), 2), 0)
+    engine.match(Request("d", list(PROMPT), 2), 0)
     late = Request("e", list(PROMPT), 2)
-    engine.core.match(late, 0)
+    engine.match(late, 0)
     engine.core.admit(late, 16, tables([11, 12, 13, 14, 15]))
     assert engine.store.tickets
     assert len(engine.store.open_leases) == 3

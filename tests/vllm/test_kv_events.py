@@ -115,7 +115,7 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(store, CacheShape((GroupShape(4),)), lambda *_: [Block(HASHES[0], None, array("I", [1]))])
-    announcer.note(live(), (SimpleNamespace(key=lambda *_: b"key"), [], 0, 0, 1, []))  # type: ignore[arg-type]
+    announcer.note(live(), SimpleNamespace(key=lambda *_: b"key"), range(1))  # type: ignore[arg-type]
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
     assert [type(event) for event in half.take_kv_events()] == [Stored]
@@ -133,7 +133,7 @@ def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() ->
         store, CacheShape((GroupShape(4),)), lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))]
     )
     chain: Any = SimpleNamespace(key=lambda nth, _group: b"%d" % nth)
-    announcer.note(live(), (chain, [], 0, 0, 2, []))
+    announcer.note(live(), chain, range(2))
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
     assert half.take_kv_events() == [Stored(HOST, [Block(HASHES[0], None, array("I"))])]

@@ -1,9 +1,11 @@
-"""The scheduler half: decides what is loaded and saved, and never touches bytes.
+"""The scheduler side: decides what is loaded and saved, and never touches bytes.
 
-Pure Python over the seams in ``kvloft.seam``: no torch, no vllm, no Rust extension, so that it can be driven in tests
-by any engine, real or symbolic. Same events, same plans.
+Pure Python over the seams in ``kvloft.seam``: no torch, vLLM or Rust extension, so that tests can
+drive it with any engine, real or symbolic. Equal events lead to equal plans.
 """
 
-from kvloft.plan.core import SchedulerCore
+from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason
+from kvloft.plan.scheduler import SchedulerCore
+from kvloft.plan.settings import PlanSettings
 
-__all__ = ["SchedulerCore"]
+__all__ = ["Answer", "Miss", "Offer", "PlanSettings", "SchedulerCore", "Wait", "WaitReason"]

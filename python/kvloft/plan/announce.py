@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from kvloft.plan.saves import SaveRow
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
@@ -116,10 +115,9 @@ class Announcer:
         """By tier, group and block: chunks there that have it."""
         self._events: list[Event] = []
 
-    def note(self, live: LiveRequest, row: SaveRow) -> None:
-        """``live`` has the chunks of ``row``: they are in the store, or may come to it."""
-        chain, _, _, start, stop, _ = row
-        self._note(live, chain, self._others, [(unit, unit + 1) for unit in range(start, stop)], start)
+    def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
+        """``live`` has the chunks of ``units``: they are in the store, or may come to it."""
+        self._note(live, chain, self._others, [(unit, unit + 1) for unit in units], units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
         """The same of the states behind its first ``num_blocks`` blocks, if they have keys."""

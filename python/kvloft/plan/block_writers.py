@@ -1,16 +1,17 @@
-"""Which prefix each GPU block was computed or loaded for: blocks that vLLM had are saved only if that is the request's own.
+"""For which prefix each GPU block was computed or loaded. Blocks of a hit are saved only if that
+prefix is the request's own.
 
-A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer. Saved, the same KV would outlive the engine. With a
-drafter a hit may be right for the model and still hold another next token's KV in its last position. It must not know vLLM.
+A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer; saved, its KV would
+outlive the engine. With a draft model, a hit can be right for the model and still hold the KV of
+another next token in its last position. Must not depend on vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
-from kvloft.plan.saves import SaveRow
-from kvloft.plan.tracker import Tracker
+from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import SavePlan
 from kvloft.seam.views import StepView
@@ -19,156 +20,174 @@ from kvloft.seam.views import StepView
 class BlockWriters:
     """The key of the prefix that each block was last written for.
 
-    ``sees_grants``: `drop_given` sees all blocks that requests are given, so what is recorded always holds.
+    ``sees_grants``: `drop_given` sees every block that requests get, so each record is valid.
     """
 
-    def __init__(self, block_tokens: int, *, sees_grants: bool) -> None:
-        self._block_tokens, self._sees_grants = block_tokens, sees_grants
+    def __init__(self, unit_tokens: int, *, sees_grants: bool) -> None:
+        self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
         self._keys: dict[BlockId, bytes] = {}
 
-    def record(self, tracker: Tracker) -> None:
-        """`note` or `forget`, by whether the request's KV is to be saved."""
-        if tracker.is_hit_unchecked:
-            self.disown(tracker)
+    # -- records --------------------------------------------------------------------------------
+
+    def record(self, request: RequestState) -> None:
+        """Record what the request wrote, if its KV is to be saved; otherwise drop it."""
+        if request.is_hit_unchecked:
+            self.disown(request)
             return
-        if not (tracker.save_blocked or tracker.kv_outdated):
-            tracker.extend_chain(tracker.num_complete * self._block_tokens)
-        if tracker.save_blocked or tracker.kv_outdated:  # the tokens may show that a session went on
-            self.forget(tracker)
+        if not (request.save_blocked or request.kv_outdated):
+            request.extend_chain(request.num_complete * self._unit_tokens)
+        if request.save_blocked or request.kv_outdated:  # also if its tokens show a new turn
+            self.forget(request)
         else:
-            self.note(tracker)
+            self.note(request)
 
-    def note(self, tracker: Tracker) -> None:
-        """Record that the request filled its complete blocks, except those that vLLM had, and writes to the rest.
+    def note(self, request: RequestState) -> None:
+        """Record the complete units of the request, except those that vLLM had, and drop the rest.
 
-        vLLM may cache one of the rest before its next token is known here.
+        vLLM may cache a block of the rest before its next token is known here.
         """
-        first, num_blocks = max(tracker.num_local_blocks, tracker.num_noted), tracker.num_complete
-        if first < num_blocks:
-            keys = list(map(tracker.chain.key, range(first, num_blocks)))
-            for table, size in _tables(tracker):
+        first = max(request.num_local_blocks, request.num_noted)
+        num_units = request.num_complete
+        if first < num_units:
+            keys = list(map(request.chain.key, range(first, num_units)))
+            for table, size in _tables(request):
                 for nth in range(size):
-                    self._keys.update(zip(table[first * size + nth : num_blocks * size : size], keys, strict=False))
-            tracker.num_noted = num_blocks
-        self._drop_unknown(tracker)
+                    blocks = table[first * size + nth : num_units * size : size]
+                    self._keys.update(zip(blocks, keys, strict=False))
+            request.num_noted = num_units
+        self._drop_unknown(request)
 
-    def forget(self, tracker: Tracker) -> None:
-        """The request's KV is not to be saved: nothing is known of the blocks it writes to."""
-        self._drop_unknown(tracker)
-        tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
+    def forget(self, request: RequestState) -> None:
+        """Drop the blocks that a request writes whose KV is not to be saved."""
+        self._drop_unknown(request)
+        request.num_noted = max(request.num_noted, len(request.blocks))
 
-    def disown(self, tracker: Tracker) -> None:
-        """Nothing is known of what the request wrote, because it is not known what it computed on."""
-        tracker.num_noted = 0
-        self._drop_unknown(tracker)
+    def disown(self, request: RequestState) -> None:
+        """Drop every block that the request wrote: it may have computed on a wrong hit."""
+        request.num_noted = 0
+        self._drop_unknown(request)
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
-        """These blocks were given to a request, which will write to them."""
+        """Drop blocks that a request will write to."""
         for block in blocks if self._keys else ():
             self._keys.pop(block, None)
 
-    def drop_given(self, view: StepView, trackers: Mapping[ReqId, Tracker], admitted: Iterable[ReqId]) -> None:
-        """Drop what is known of blocks that this step gave to requests."""
+    def drop_given(
+        self,
+        step: StepView,
+        requests: Mapping[ReqId, RequestState],
+        admitted: Iterable[ReqId],
+    ) -> None:
+        """Drop the blocks that this step, or an admission before it, gave to requests."""
         if not self._sees_grants:
             return
-        for tracker in filter(None, map(trackers.get, admitted)):
-            self.drop(tracker.blocks[tracker.num_local_blocks :])
-        for new in view.new:
-            if new.req_id not in trackers:
+        for request in filter(None, map(requests.get, admitted)):
+            self.drop(request.blocks[request.num_local_blocks :])
+        for new in step.new:
+            if new.req_id not in requests:
                 self.drop(new.block_ids)
-        for _, blocks in view.grown:
-            self.drop(blocks)
+        self.drop(block for _, blocks in step.grown for block in blocks)
 
-    def leave_out_strange_hits(
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._keys.clear()
+
+    def _drop_unknown(self, request: RequestState) -> None:
+        for table, size in _tables(request):
+            self.drop(table[max(request.num_local_blocks, request.num_noted) * size :])
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check_hits(
         self,
-        due: tuple[list[Tracker], list[SaveRow]],
-        trackers: Mapping[ReqId, Tracker],
-        admitted: Iterable[ReqId],
-        scheduled: Mapping[ReqId, int],
-    ) -> None:
-        """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it.
+        due: Iterable[RequestState],
+        requests: Mapping[ReqId, RequestState],
+        admitted: Collection[ReqId],
+        step: StepView,
+    ) -> list[RequestState]:
+        """Check the hits of requests that are ``due`` or ``admitted``, each once.
 
-        ``due``: trackers and their rows, from which those are removed.
+        Returns those for which vLLM had a block of another prefix: all that they compute depends on
+        it, so nothing of them may be saved.
         """
-        requests, rows = due
-        candidates = (*requests, *filter(None, map(trackers.get, admitted)))
-        if not (unchecked := dict.fromkeys(tracker for tracker in candidates if tracker.is_hit_unchecked)):
-            return
-        # A request that a reset preempted outside a step has a table that is not its own until it is admitted again.
-        writers = [t for t in trackers.values() if t.req_id in scheduled or t.live.num_computed_tokens > 0]
-        for tracker in self.find_strange(unchecked, writers):
-            tracker.save_blocked = True
-            for nth in [nth for nth, other in enumerate(requests) if other is tracker]:
-                del requests[nth], rows[nth]
+        candidates = (*due, *filter(None, map(requests.get, admitted)))
+        unchecked = dict.fromkeys(request for request in candidates if request.is_hit_unchecked)
+        if not unchecked:
+            return []
+        # A reset outside a step preempts a request whose table is outdated until its admission.
+        scheduled = step.num_scheduled_tokens
+        writers = [request for request in requests.values() if request.req_id in scheduled or request.live.num_computed_tokens > 0]
+        return self.find_strange(unchecked, writers)
 
-    def find_strange(self, unchecked: Iterable[Tracker], writers: Sequence[Tracker]) -> list[Tracker]:
-        """Check the hits of ``unchecked`` requests; returns those that hit a block of another prefix.
+    def find_strange(self, unchecked: Iterable[RequestState], writers: Sequence[RequestState]) -> list[RequestState]:
+        """Check the hits of ``unchecked`` requests and return those with a block of another prefix.
 
         ``writers`` may have filled blocks since they were recorded.
         """
         left = list(unchecked)
-        for tracker in left:
-            tracker.extend_chain(tracker.num_local_blocks * self._block_tokens)
-        is_first = self._sees_grants
-        while True:
-            if not is_first:
-                for writer in writers:
-                    if writer.blocks and not writer.is_hit_unchecked:
-                        self.record(writer)
-            known = [tracker for tracker in left if self.know_hit(tracker)]
-            for tracker in known:
-                tracker.is_hit_unchecked = False
-            left = [tracker for tracker in left if tracker.is_hit_unchecked]
-            if not left or not (known or is_first):
-                break
-            is_first = False  # some hit blocks that others fill in this step
-        for tracker in left:
-            tracker.is_hit_unchecked = False
-            self.disown(tracker)
+        for request in left:
+            request.extend_chain(request.num_local_blocks * self._unit_tokens)
+        if self._sees_grants:
+            left = self._without_known(left)
+        num_before = None
+        while left and len(left) != num_before:  # some hit blocks that others fill in this step
+            num_before = len(left)
+            for writer in writers:
+                if writer.blocks and not writer.is_hit_unchecked:
+                    self.record(writer)
+            left = self._without_known(left)
+        for request in left:
+            request.is_hit_unchecked = False
+            self.disown(request)
         return left
 
-    def clear(self) -> None:
-        """Nothing is known of any block."""
-        self._keys.clear()
+    def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
+        """Mark the requests as checked whose hits are known, and return the others."""
+        known = [request for request in unchecked if self.know_hit(request)]
+        for request in known:
+            request.is_hit_unchecked = False
+        return [request for request in unchecked if request.is_hit_unchecked]
 
-    def _drop_unknown(self, tracker: Tracker) -> None:
-        for table, size in _tables(tracker):
-            self.drop(table[max(tracker.num_local_blocks, tracker.num_noted) * size :])
-
-    def know_hit(self, tracker: Tracker) -> bool:
+    def know_hit(self, request: RequestState) -> bool:
         """Return True if all blocks that vLLM had for the request were written for its prefix.
 
-        With a lookahead, another next token's block is as good: `are_its_own` keeps that from being saved under this one's key.
+        With a lookahead, a block of another next token also counts: `are_its_own` prevents that it
+        is saved under this request's key.
         """
-        table, size = tracker.blocks.main_table, tracker.blocks.main_size
-        num_local = tracker.num_local_blocks * size
-        written = list(map(self._keys.get, table[:num_local]))
-        if tracker.lookahead:
+        table, size = request.blocks.main_table, request.blocks.main_size
+        num_units = request.num_local_blocks
+        written = list(map(self._keys.get, table[: num_units * size]))
+        if request.lookahead:
             return None not in written
-        wanted = [key for key in map(tracker.chain.key, range(tracker.num_local_blocks)) for _ in repeat(None, size)]
-        return written == wanted
+        keys = map(request.chain.key, range(num_units))
+        return written == [key for key in keys for _ in repeat(None, size)]
 
-    def find_others(self, saves: Iterable[SavePlan], trackers: Mapping[ReqId, Tracker]) -> list[SavePlan]:
-        """Return the saves of blocks that vLLM had and another continuation wrote; their requests save nothing further."""
-        requests = [(save, trackers[save.req_id]) for save in saves]
-        found = [
-            pair for pair in requests if pair[1].num_local_blocks and not self.are_its_own(pair[1], pair[0].chunks.block_ids())
-        ]
-        for _, tracker in found:
-            tracker.save_blocked = True
-        return [save for save, _ in found]
+    def find_others(self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]) -> list[SavePlan]:
+        """Return saves with blocks that vLLM had and that another continuation wrote, and block
+        further saves of their requests.
+        """
+        found = []
+        for save in saves:
+            request = requests[save.req_id]
+            if not request.num_local_blocks or self.are_its_own(request, save.chunks.block_ids()):
+                continue
+            found.append(save)
+        for save in found:
+            requests[save.req_id].save_blocked = True
+        return found
 
-    def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
-        """Return True if those of ``blocks`` that vLLM had were written for the request's own continuation."""
+    def are_its_own(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
+        """Return True if those of ``blocks`` that vLLM had were written for this continuation."""
         wanted = set(blocks)
-        for table, size in _tables(tracker):
-            local = enumerate(table[: tracker.num_local_blocks * size])
-            if any(self._keys.get(block) != tracker.chain.key(nth // size) for nth, block in local if block in wanted):
+        for table, size in _tables(request):
+            local = enumerate(table[: request.num_local_blocks * size])
+            keys = ((block, request.chain.key(nth // size)) for nth, block in local if block in wanted)
+            if any(self._keys.get(block) != key for block, key in keys):
                 return False
         return True
 
 
-def _tables(tracker: Tracker) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Each group's table, and how many of its blocks have one key."""
-    blocks = tracker.blocks
+def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
+    """Yield each group's table, and how many of its blocks share a key."""
+    blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

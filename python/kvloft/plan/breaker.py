@@ -1,19 +1,24 @@
-"""Stops loads and saves after many loads failed in a row, and tries again later.
+"""The circuit breaker: pauses loads and saves after many failed loads in a row, and retries later.
 
-A load that fails makes its request wait for nothing, and a save that fails evicts something for nothing. It must not know why.
+Until then, each load that fails makes its request wait for nothing, and each save that fails
+evicts a chunk for nothing.
 """
 
 from __future__ import annotations
 
 MAX_FAILED_LOADS = 8
-"""After so many in a row the workers no longer move anything, and an offer only makes requests wait, or fail."""
+"""Failed loads in a row that trip the breaker."""
 
 RETRY_S = 60.0
-"""How long nothing is offered or saved before the next try."""
+"""Pause before the next attempt."""
 
 
-class Breaker:
-    """``retry_s`` infinite: what tripped stays so, because a try that fails would cost a request its answer."""
+class CircuitBreaker:
+    """Counts failed loads in a row.
+
+    ``retry_s`` is infinite where a failed attempt would cost a request its answer: once tripped,
+    the breaker then stays open.
+    """
 
     def __init__(self, retry_s: float) -> None:
         self._retry_s = retry_s
@@ -22,18 +27,18 @@ class Breaker:
 
     @property
     def has_tripped(self) -> bool:
-        """Loads failed, and none has succeeded since."""
+        """True if too many loads failed, and none has succeeded since."""
         return self._failed_in_a_row >= MAX_FAILED_LOADS
 
-    def lets_pass(self, now_s: float) -> bool:
-        """Whether copies are worth planning: before it trips, and again once its time is over."""
+    def allows(self, now_s: float) -> bool:
+        """Return True if copies may be planned: before it trips, and after the pause."""
         return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
-        """A load ended, on all ranks. True if it was one failure too many."""
-        let_pass = self.lets_pass(now_s)
+        """Count a load that ended on all ranks. Returns True if the breaker trips with it."""
+        was_allowed = self.allows(now_s)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
-        if not (self.has_tripped and let_pass):
+        if not (self.has_tripped and was_allowed):
             return False
         self._open_until_s = now_s + self._retry_s
         return True

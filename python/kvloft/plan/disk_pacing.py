@@ -138,7 +138,7 @@ class DiskPacing:
 
 
 @dataclass(slots=True)
-class PromptLine:
+class PromptBacklog:
     """Prompt tokens of admitted requests that the engine has yet to compute. Costs nothing for requests that generate."""
 
     num_tokens: int = 0

@@ -22,7 +22,7 @@ from kvloft.auto import look_after
 from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
-from kvloft.plan import SchedulerCore
+from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
 from kvloft.plan.announce import Event
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ReqId
@@ -36,7 +36,7 @@ from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, POOL_RESET, listen, settle
-from kvloft.vllm.shape import draft_limit, room_of
+from kvloft.vllm.shape import draft_limit, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.telling import Teller
@@ -132,24 +132,22 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
         self._announcer = announcer_of(vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared)
-        self.core = SchedulerCore(
-            self._store,
-            self._new_chain,
+        # Where a failed load ends its request, retries would cost answers.
+        is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
+        settings = PlanSettings(
             shape,
             arena=arena,
             wait_s=config.load_timeout,
-            clock=time.monotonic,
             loads_allowed=transfer is None or transfer.is_kv_consumer,
             saves_allowed=transfer is None or transfer.is_kv_producer,
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+            retry_loads_s=RETRY_S if is_recomputed else math.inf,
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             draft_limit=draft_limit(vllm_config),
-            room=room_of(vllm_config, ranks[0], shape),
-            announcer=self._announcer,
-            # Where a failed load ends its request, trying again would cost answers.
-            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
+            pool=pool_size(vllm_config, ranks[0], shape),
         )
+        self.core = SchedulerCore(self._store, self._new_chain, settings, clock=time.monotonic, announcer=self._announcer)
         if are_numbered := media_ids_are_counted(vllm_config):
             logger.warning(MEDIA_ARE_NUMBERED)
         self._adapters = AdapterNames(
@@ -214,7 +212,14 @@ class SchedulerHalf:
     def _match(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
         if may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None
-        return self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait)
+        answer = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait)
+        match answer:
+            case Offer(num_tokens):
+                return num_tokens
+            case Miss():
+                return 0
+            case Wait():
+                return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may call back while it is called."""

@@ -15,7 +15,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 
 from kvloft.config import Config
-from kvloft.plan.room import Room
+from kvloft.plan.block_budget import PoolSize
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import E348, RAW, TILE_BYTES, part_bytes_for
 
@@ -83,15 +83,15 @@ def draft_limit(vllm_config: Any) -> int | None:
     return int(longest) - int(speculative.num_speculative_tokens) - 2  # DFlash asks about one token more, and one is to spare
 
 
-def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:
-    """What requests with loads may take of the pool, but for the null block; None with one group of full attention."""
+def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
+    """Return the size of vLLM's block pool without the null block; None with one group of full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
     num_drafts = int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
     two_steps = 2 * vllm_config.scheduler_config.max_num_batched_tokens
     step_tokens = int(getattr(vllm_config, "max_in_flight_tokens", two_steps))
-    return Room(shape.groups, kv_cache_config.num_blocks - 1, step_tokens, num_drafts)
+    return PoolSize(kv_cache_config.num_blocks - 1, step_tokens, num_drafts)
 
 
 def lookahead(vllm_config: Any) -> int:

@@ -1,39 +1,55 @@
 """Inside vLLM's real MultiConnector, under its real scheduler: kvloft's waits hold no sibling's tokens back."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.structured_output import StructuredOutputManager
 
 from kvloft import _core
 from vllm import SamplingParams
 
-from . import engine as sim
-from .engine import BLOCK, Engine, Shape
-from .model_store import ModelLease, ModelStore
+from .machine import MODEL
+from .requests import make_request
+from .shape import HASH, Shape, kv_config, vllm_config
 from .symbols import Spec
 
+BLOCK = 4
+SHAPE = Shape(num_blocks=30)
 SPEC = Spec("r", tuple(range(3, 3 + 4 * BLOCK + 1)), 2, tuple(range(3, 3 + 4 * BLOCK + 1)))
 
 
-class NeverReady(ModelLease):
-    """Pins on chunks that a disk has, and will not give."""
+class NeverReady:
+    """A lease on chunks that a disk has, and will not give."""
 
     def poll(self) -> tuple[int, int]:
         return 0, 4
 
+    def batch(self, *_: Any) -> Any:
+        raise AssertionError("nothing of it can be loaded")
 
-class HungDisk(ModelStore):
-    """Has every prefix, on a disk that does not answer."""
+    def release(self) -> None: ...
+
+
+class HungDisk:
+    """A store that has every prefix, on a disk that does not answer."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def lookup(self, chain: Any) -> tuple[int, int]:
         return 0, min(4, chain.num_blocks)
 
-    def acquire(self, chain: Any, *_: Any, **__: Any) -> ModelLease:
-        return NeverReady(self, [])
+    def acquire(self, chain: Any, num_units: int) -> NeverReady:
+        return NeverReady()
 
 
 class Sibling(KVConnectorBase_V1):
@@ -58,31 +74,16 @@ class Sibling(KVConnectorBase_V1):
 
 
 @pytest.fixture
-def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes vLLM's scheduler with kvloft over a hung disk: alone, or before a sibling; the request waits in it."""
-    monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(**settings))
+    session = _core.Session
+    monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(session(**settings)))
     monkeypatch.setattr(Sibling, "given", [])
     monkeypatch.setitem(KVConnectorFactory._registry, "Sibling", lambda: Sibling)
     made: list[Any] = []
 
     def make(*, has_sibling: bool) -> Any:
-        original = sim._config
-
-        def config(*args: Any) -> Any:
-            settings = original(*args)
-            transfer = settings.kv_transfer_config
-            if has_sibling:
-                child = {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm", "kv_role": "kv_both",
-                         "kv_connector_extra_config": transfer.kv_connector_extra_config}  # fmt: skip
-                settings.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for a sibling like this one
-                transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
-                transfer.kv_connector_extra_config = {"connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]}
-            return settings
-
-        monkeypatch.setattr(sim, "_config", config)
-        engine = object.__new__(Engine)
-        shape = engine.shape = Shape(num_blocks=30)
-        made.append(scheduler_of(engine, folder, shape))
+        made.append(scheduler_of(config_of(has_sibling=has_sibling)))
         return made[-1]
 
     yield make
@@ -90,15 +91,26 @@ def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         each.shutdown()
 
 
-def scheduler_of(engine: Engine, folder: Path, shape: Shape) -> Any:
-    settings, kv = sim._config(folder, shape, None), sim._kv_config(shape)
-    sim.init_none_hash(sim.get_hash_fn_by_name(sim.HASH))
-    engine._hasher = sim.get_request_block_hasher(BLOCK, sim.get_hash_fn_by_name(sim.HASH))
-    scheduler = sim.Scheduler(
-        vllm_config=settings, kv_cache_config=kv, block_size=BLOCK, hash_block_size=BLOCK,
-        structured_output_manager=sim.StructuredOutputManager(settings), log_stats=True,
+def config_of(*, has_sibling: bool) -> Any:
+    config = vllm_config(MODEL, SHAPE, None, "")
+    transfer = config.kv_transfer_config
+    if has_sibling:
+        child = {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm", "kv_role": "kv_both",
+                 "kv_connector_extra_config": transfer.kv_connector_extra_config}  # fmt: skip
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for a sibling like this one
+        transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
+        transfer.kv_connector_extra_config = {"connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]}
+    return config
+
+
+def scheduler_of(config: Any) -> Any:
+    hash_fn = get_hash_fn_by_name(HASH)
+    init_none_hash(hash_fn)
+    scheduler = Scheduler(
+        vllm_config=config, kv_cache_config=kv_config(SHAPE), block_size=BLOCK, hash_block_size=BLOCK,
+        structured_output_manager=StructuredOutputManager(config), log_stats=True,
     )  # fmt: skip
-    scheduler.add_request(engine._request(SPEC, SPEC.ids, SPEC.max_tokens, resumable=False))
+    scheduler.add_request(make_request(SPEC, get_request_block_hasher(BLOCK, hash_fn)))
     return scheduler
 
 

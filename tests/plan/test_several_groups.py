@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from sim_request import Request
+from sim_request import Request, tokens_of
 
 from kvloft import _core
-from kvloft.plan import SchedulerCore
+from kvloft.plan import PlanSettings, SchedulerCore
+from kvloft.plan.block_budget import PoolSize
 from kvloft.plan.breaker import MAX_FAILED_LOADS
-from kvloft.plan.room import Room
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
@@ -27,14 +27,14 @@ PROMPT = list(range(100, 117))
 class Bench:
     """One engine with a store."""
 
-    def __init__(self, shape: CacheShape = SHAPE, room: Room | None = None) -> None:
+    def __init__(self, shape: CacheShape = SHAPE, pool: PoolSize | None = None) -> None:
         self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape))
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
         self.now_s = 0.0
         self.core = SchedulerCore(
-            self.store, chains, shape, arena=arena, clock=lambda: self.now_s, wait_s=10.0, shares_blocks=True, room=room
+            self.store, chains, PlanSettings(shape, arena, wait_s=10.0, shares_blocks=True, pool=pool), clock=lambda: self.now_s
         )
 
     def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
@@ -48,6 +48,9 @@ class Bench:
         )
         request.num_computed_tokens += num
         return self.core.plan_step(view)
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        return tokens_of(self.core.match(request, local_tokens))  # type: ignore[arg-type]
 
     def finish(self, plan: StepPlan) -> None:
         tickets = [ticket for save in plan.saves for ticket in save.chunks.tickets()]
@@ -82,7 +85,7 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
     bench.finish(plan)
     bench.core.finish(ReqId("a"))
     other = request_of("b", [*PROMPT, 9])
-    assert bench.core.match(other, 0) == 16
+    assert bench.match(other, 0) == 16
     bench.core.admit(other, 16, tables_of([0, 0, 53, 54, 55]))
     (load,) = bench.step(other, 0, tables_of([0, 0, 53, 54, 55])).loads
     assert not load.lost
@@ -90,19 +93,19 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
 
 
 def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> None:
-    bench = Bench(room=Room(SHAPE.groups, 14, step_tokens=16))
+    bench = Bench(pool=PoolSize(14, step_tokens=16))
     bench.finish(saving_step(bench, request_of()))
     bench.core.finish(ReqId("a"))
     first, second = request_of("b", [*PROMPT, 9]), request_of("c", [*PROMPT, 8])
-    assert bench.core.match(first, 0) == 16
+    assert bench.match(first, 0) == 16
     bench.core.admit(first, 16, tables_of([0, 0, 53, 54, 55]))
     pins = bench.store.stats()["pins"]
     for now_s, answer in ((0.0, None), (9.9, None), (10.0, 0), (30.0, 0)):
         bench.now_s = now_s
-        assert bench.core.match(second, 0) == answer
+        assert bench.match(second, 0) == answer
     assert bench.store.stats()["pins"] == pins, "it pins nothing any more"
     bench.core.finish(ReqId("b"))
-    assert bench.core.match(second, 0) == 16, "there is room again"
+    assert bench.match(second, 0) == 16, "there is room again"
 
 
 def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> None:
@@ -111,7 +114,7 @@ def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> No
     state = plan.saves[-1].chunks
     tickets = [ticket for save in plan.saves[:-1] for ticket in save.chunks.tickets()]
     bench.core.absorb(StepReport(saved=tuple(tickets), failed=tuple(state.tickets())))
-    assert bench.core.match(request_of("b"), 0) == 0
+    assert bench.match(request_of("b"), 0) == 0
 
 
 @pytest.mark.parametrize("happens", ["reset", "plan_loads_only"])
@@ -165,8 +168,8 @@ def test_a_state_whose_block_left_the_table_in_the_same_pass_is_not_kept() -> No
 def test_a_hit_leaves_a_token_of_the_prompt_to_compute() -> None:
     bench = Bench()
     bench.finish(saving_step(bench, request_of()))
-    assert bench.core.match(request_of("b", PROMPT[:16]), 0) == 0, "its only boundary with a state is its end"
-    assert bench.core.match(request_of("c", PROMPT[:17]), 0) == 16
+    assert bench.match(request_of("b", PROMPT[:16]), 0) == 0, "its only boundary with a state is its end"
+    assert bench.match(request_of("c", PROMPT[:17]), 0) == 16
 
 
 def test_no_state_is_saved_while_loads_fail() -> None:
@@ -174,7 +177,7 @@ def test_no_state_is_saved_while_loads_fail() -> None:
     bench.finish(saving_step(bench, request_of()))
     for nth in range(MAX_FAILED_LOADS):
         request = request_of(f"load{nth}", [*PROMPT, 9])
-        assert bench.core.match(request, 0) == 16
+        assert bench.match(request, 0) == 16
         bench.core.admit(request, 16, tables_of([0, 0, 53, 54, 55]))
         (load,) = bench.step(request, 0, tables_of([0, 0, 53, 54, 55])).loads
         bench.core.absorb(StepReport(loads=(LoadResult(load.req_id, load.load_id, failed=True),)))
@@ -207,7 +210,7 @@ def test_windows_only_are_saved_and_found_from_the_window_on() -> None:
     assert saved(plan) == {(0, 21), (0, 22), (0, 23), (0, 24)}
     bench.finish(plan)
     other = request_of("b", [*PROMPT, 9])
-    assert bench.core.match(other, 0) == 16
+    assert bench.match(other, 0) == 16
     bench.core.admit(other, 16, windows(0, 0, 53, 54, 55))
     (load,) = bench.step(other, 0, windows(0, 0, 53, 54, 55)).loads
     assert (load.lost, load.chunks.block_ids()) == ((), [53, 54])
@@ -219,7 +222,7 @@ def test_what_is_lost_of_a_load_are_blocks_and_no_null_blocks() -> None:
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     other = request_of("b", [*PROMPT, 9])
-    assert bench.core.match(other, 0) == 16
+    assert bench.match(other, 0) == 16
     bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # as no vLLM gives it
     (load,) = bench.step(other, 0, None).loads
     assert (load.lost, len(load.chunks)) == ((54,), 0)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloft.plan import agenda
-from kvloft.plan.agenda import Agenda
-from kvloft.plan.tracker import NEVER, NOT_LOOKED
+from kvloft.plan import save_schedule
+from kvloft.plan.request_state import NEVER
+from kvloft.plan.save_schedule import SaveSchedule
 from kvloft.seam.ids import ReqId
 
 BLOCK = 4
@@ -16,21 +16,21 @@ BLOCK = 4
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agenda, "STEADY_STEPS", 2)
+    monkeypatch.setattr(save_schedule, "STEADY_STEPS", 2)
 
 
 @settings(max_examples=400)
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
 def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, odd: float) -> None:
     """Requests come and go, take several tokens, or are set back (a failed load, rejected drafts)."""
-    rng, names, ours = Random(seed), iter(range(1000)), Agenda()
+    rng, names, ours = Random(seed), iter(range(1000)), SaveSchedule()
     computed: dict[ReqId, int] = {}
     due_at: dict[ReqId, int] = {}
     lined_up: list[ReqId] = []
     for _ in range(60):
         if not computed or rng.random() < odd:
             name = ReqId(str(next(names)))
-            computed[name], due_at[name] = rng.randrange(40), rng.choice([NEVER, NOT_LOOKED, rng.randrange(60)])
+            computed[name], due_at[name] = rng.randrange(40), rng.choice([NEVER, rng.randrange(60)])
         if len(computed) > 1 and rng.random() < odd:
             del computed[rng.choice(list(computed))]
         if rng.random() < odd:
@@ -57,11 +57,11 @@ def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, o
 
 def test_what_is_foreseen_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every step costs what the first ones do."""
-    ours, num_tokens = Agenda(), [5, 9]
+    ours, num_tokens = SaveSchedule(), [5, 9]
     ours.line_up([ReqId("a"), ReqId("b")], [16, NEVER])
     for step in range(20):
         if step == 3:
-            monkeypatch.delattr(agenda, "ge")
+            monkeypatch.delattr(save_schedule, "ge")
         assert list(ours.due(num_tokens, None)) == ([0] if step == 10 else []), step
         if step == 10:
             ours.put([0], num_tokens, [NEVER])

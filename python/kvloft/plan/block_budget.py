@@ -1,0 +1,103 @@
+"""Limits concurrent loads so that every request with a load can get the GPU blocks it needs.
+
+Counts requests whose load is in progress, and those whose load ended but that do not run yet. vLLM
+0.32 admits a load only if the blocks that such requests still need stay free. But for sliding
+windows and local chunks it counts the null blocks at the start of a table as present, and reserves
+nothing for those groups: a few long requests can then fill the pool, each short of some blocks, and
+none ever runs. With several groups, a load is therefore offered only if the whole sequences of all
+such requests fit into the pool together. Running requests do not count, because they finish or are
+preempted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvloft.plan.leases import PinnedFrames, Stride
+from kvloft.seam.ids import ReqId
+from kvloft.seam.shape import GroupShape
+from kvloft.seam.store import KeyChain
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """vLLM's block pool. ``step_tokens``: at most this many tokens are in steps at the same time.
+    ``num_drafts``: draft tokens per step and request.
+    """
+
+    num_blocks: int
+    step_tokens: int
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeed:
+    """Blocks that one request needs: ``own`` at most, and ``shared`` strides of its local prefix,
+    which other requests can share.
+    """
+
+    own: int
+    shared: list[Stride]
+
+
+class BlockBudget:
+    """Blocks of one pool that requests with a load need."""
+
+    def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
+        self._groups, self._pool = groups, pool
+        self._needs: dict[ReqId, BlockNeed] = {}
+        self._users: Counter[Stride] = Counter()
+        self._num_taken = 0
+        self._prefixes = PinnedFrames(pool.num_blocks)
+
+    def need(self, chain: KeyChain, num_tokens: int, *, local_tokens: int, loaded_tokens: int) -> BlockNeed:
+        """Return the need of a request with ``num_tokens``, of which vLLM has ``local_tokens`` and a
+        load completes the first ``loaded_tokens``.
+        """
+        num_tokens += 1 + 2 * self._pool.num_drafts
+        num_ahead = min(self._pool.step_tokens, num_tokens - loaded_tokens)
+        own = sum(self._own(group, num_tokens, local_tokens, num_ahead) for group in self._groups)
+        if not (full := [group for group in self._groups if group.kind == "full"]):
+            return BlockNeed(own, [])
+        strides = self._prefixes.strides(chain, local_tokens // full[0].unit_tokens)
+        per_unit = sum(group.blocks_per_unit for group in full)
+        return BlockNeed(own, [(key, num_units * per_unit) for key, num_units in strides])
+
+    def _own(self, group: GroupShape, num_tokens: int, local_tokens: int, num_ahead: int) -> int:
+        num_blocks = -(-num_tokens // group.block_tokens)
+        match group.kind:
+            case "full":
+                return num_blocks - local_tokens // group.block_tokens
+            case "window" | "local":
+                return min(num_blocks, 2 + -(-(group.reach + num_ahead) // group.block_tokens))
+            case "state":
+                return min(num_blocks, 3) + self._pool.num_drafts
+
+    def fits(self, need: BlockNeed) -> bool:
+        """Return True if ``need`` fits together with all others. Alone, every request fits: vLLM
+        checks that itself.
+        """
+        added = sum(stride[1] for stride in need.shared if stride not in self._users)
+        return not self._needs or self._num_taken + need.own + added <= self._pool.num_blocks
+
+    def take(self, req_id: ReqId, need: BlockNeed) -> None:
+        """Count a request that vLLM admits with a load. It holds nothing yet."""
+        self._needs[req_id] = need
+        self._num_taken += need.own
+        for stride in need.shared:
+            self._num_taken += 0 if stride in self._users else stride[1]
+            self._users[stride] += 1
+
+    def release(self, req_id: ReqId) -> bool:
+        """Stop counting a request that runs or finished. Returns True if it was counted."""
+        if (need := self._needs.pop(req_id, None)) is None:
+            return False
+        self._num_taken -= need.own
+        for stride in need.shared:
+            self._users[stride] -= 1
+            if not self._users[stride]:
+                del self._users[stride]
+                self._num_taken -= stride[1]
+        return True

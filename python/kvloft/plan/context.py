@@ -1,0 +1,28 @@
+"""What every part of the scheduler side uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvloft.plan.breaker import CircuitBreaker
+from kvloft.plan.event_notes import EventNotes
+from kvloft.plan.request_state import RequestState
+from kvloft.plan.settings import PlanSettings
+from kvloft.seam.ids import ReqId
+from kvloft.seam.store import Session
+
+
+@dataclass(slots=True, eq=False)
+class PlanContext:
+    """The store, the requests, and what is counted."""
+
+    store: Session
+    settings: PlanSettings
+    clock: Callable[[], float]
+    breaker: CircuitBreaker
+    notes: EventNotes
+    requests: dict[ReqId, RequestState] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    """Tokens and events since vLLM last took the statistics, by the names in ``kvloft.vllm.stats``."""

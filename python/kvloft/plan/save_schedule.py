@@ -1,0 +1,90 @@
+"""When to examine running requests for complete units. Most requests complete none in a step, and
+every forward pass waits for this.
+
+A request is due once its frontier reaches the one stored for it. In most steps each request
+advances by one token, and the step in which each is due is known in advance; in other steps all
+requests are compared, as columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import compress, count
+from operator import add, ge, gt
+
+from kvloft.plan.request_state import NEVER
+from kvloft.seam.ids import ReqId
+
+STEADY_STEPS = 8
+"""Steps in a row of one token per request before the next steps are predicted, which costs as much
+as some steps."""
+
+
+class SaveSchedule:
+    """The running requests in the order of the step's columns, and the frontiers at which they are
+    due.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[ReqId] = []
+        self._before: list[int] = []
+        """One less than the frontier at which each is due."""
+        self._predicted: dict[int, list[int]] | None = None
+        """Positions by step; None while steps are not predictable."""
+        self._step = self._num_steady = 0
+        self._next_sum: int | None = None
+        """Sum of the computed tokens in the next step if each request advances by one token."""
+
+    def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
+        """Replace the running requests."""
+        self.running, self._before = [], []
+        self.add(running, due_at)
+
+    def add(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
+        """Append running requests."""
+        self.running += running
+        self._before += [frontier - 1 for frontier in due_at]
+        self._next_sum = None
+
+    def due(self, computed: Sequence[int], scheduled: Iterable[int] | None) -> Sequence[int]:
+        """Return the positions of requests that are due with ``computed`` and ``scheduled`` tokens.
+
+        ``scheduled`` is None if it is one token for each request.
+        """
+        if scheduled is not None:
+            self._next_sum = None
+            return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
+        total = sum(computed)
+        # No request advances by more than its scheduled tokens: with this sum, each did by one.
+        is_steady, self._next_sum = total == self._next_sum, total + len(computed)
+        self._num_steady = self._num_steady + 1 if is_steady else 0
+        self._step += 1
+        if self._num_steady < STEADY_STEPS:
+            self._predicted = None
+            return list(compress(count(), map(ge, computed, self._before)))
+        if self._predicted is None:
+            self._predicted = {}
+            for position, (before, tokens) in enumerate(zip(self._before, computed, strict=True)):
+                if before < NEVER - 1:
+                    due_step = self._step + max(before - tokens, 0)
+                    self._predicted.setdefault(due_step, []).append(position)
+        return self._predicted.pop(self._step, ())
+
+    def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
+        """Store new frontiers for the requests at ``positions``.
+
+        ``computed``: tokens of every request in this step.
+        """
+        before, predicted, step = self._before, self._predicted, self._step
+        if predicted is None:
+            for position, frontier in zip(positions, due_at, strict=True):
+                before[position] = frontier - 1
+            return
+        for position, frontier in zip(positions, due_at, strict=True):
+            before[position] = last = frontier - 1
+            num_steps = last - computed[position]
+            due_step = step + num_steps if num_steps > 1 else step + 1
+            if due_step in predicted:
+                predicted[due_step].append(position)
+            elif frontier < NEVER:
+                predicted[due_step] = [position]

@@ -1,0 +1,266 @@
+"""The scheduler side: one method per hook of vLLM's scheduler.
+
+`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`: requests and steps come in,
+answers and plans go out, and reports of the workers are settled. It never touches bytes and must
+not depend on vLLM. Deterministic, except for the clock that is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvloft.plan.admission import Admission
+from kvloft.plan.announce import Announcer
+from kvloft.plan.answers import Answer, Miss, Wait, WaitReason
+from kvloft.plan.block_writers import BlockWriters
+from kvloft.plan.breaker import CircuitBreaker
+from kvloft.plan.context import PlanContext
+from kvloft.plan.event_notes import EventNotes
+from kvloft.plan.load_planner import LoadPlanner
+from kvloft.plan.request_state import NEVER, RequestState
+from kvloft.plan.save_planner import SavePlanner
+from kvloft.plan.saves import rewritten_blocks
+from kvloft.plan.settings import PlanSettings
+from kvloft.seam.batch import Tables
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import SavePlan, StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec
+from kvloft.seam.store import KeyChain, Session
+from kvloft.seam.views import LiveRequest, RequestView, StepView
+
+
+class SchedulerCore:
+    """The scheduler side of one engine. ``announcer`` is None if KV events are off."""
+
+    def __init__(
+        self,
+        store: Session,
+        new_chain: Callable[[RequestView], KeyChain],
+        settings: PlanSettings,
+        *,
+        clock: Callable[[], float],
+        announcer: Announcer | None = None,
+    ) -> None:
+        self._store, self._new_chain, self._settings = store, new_chain, settings
+        self._clock, self._arena = clock, settings.arena
+        self._shape, self._unit_tokens = settings.shape, settings.shape.unit_tokens
+        self._loads_allowed, self._saves_allowed = settings.loads_allowed, settings.saves_allowed
+        self._breaker = CircuitBreaker(settings.retry_loads_s)
+        self._notes = EventNotes(announcer)
+        context = PlanContext(store, settings, clock, self._breaker, self._notes)
+        self._requests, self.counters = context.requests, context.counters
+        self._writers = BlockWriters(self._unit_tokens, sees_grants=settings.shape.is_divisible)
+        self._admission = Admission(store, context.requests, settings, clock)
+        self._loads = LoadPlanner(context, self._admission)
+        self._saves = SavePlanner(context, self._writers)
+        self.still_waits = self._admission.still_waits
+        self.take_notes = self._notes.take
+        self._scheduled: Mapping[ReqId, int] = {}
+        self._admitted: set[ReqId] = set()
+        """Requests admitted since the last step."""
+        self._usable_frames: dict[int, int] = {}
+        """By rank, as far as reported: the number of leading frames that it can copy to."""
+
+    # -- lookups and admission ------------------------------------------------------------------
+
+    def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
+        """Return what can be loaded after ``local_tokens`` (I9).
+
+        A request that may not wait is offered what is in host memory now.
+        """
+        request = self._request(live)
+        request.local_tokens = local_tokens
+        if not self._loads_allowed or live.skip_load:
+            return Miss()
+        if request.load_failed:  # the same load could fail again, and vLLM would ask forever
+            yields = not self._shape.is_divisible and request.take_yield()
+            return Wait(WaitReason.FAILED_LOAD) if yields else Miss()
+        if self._breaker.has_tripped and not self._may_retry_load():
+            return Miss()
+        return self._admission.match(request, local_tokens, may_wait=may_wait)
+
+    def _may_retry_load(self) -> bool:
+        """After the breaker tripped, loads are tried one at a time."""
+        return not self._loads.in_progress and self._breaker.allows(self._clock())
+
+    def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
+        """Take the block tables of a request that vLLM admits with ``num_tokens`` of its offer."""
+        request = self._request(live)
+        keeps_kv = self._keeps_blocks(request, tables)
+        if live.req_id in self._scheduled:  # a reset preempted it; vLLM may have kept its blocks
+            self._writers.record(request)
+        request.start_over(keeps_kv=keeps_kv)
+        request.was_examined, request.next_save = False, NEVER
+        request.blocks = tables.copy()
+        request.num_local_blocks = request.local_tokens // self._unit_tokens
+        request.is_hit_unchecked = request.num_local_blocks > 0 and self._shape.is_dense
+        self._admitted.add(live.req_id)
+        self._admission.forget(live.req_id)
+        if num_tokens > 0:
+            self._loads.plan(request, num_tokens)
+            return
+        request.drop_lease()
+        self._admission.loads.num_running += 1
+        num_left = request.num_prompt_tokens - request.local_tokens
+        self._admission.disk.backlog.enter(live.req_id, num_left)
+
+    def _keeps_blocks(self, request: RequestState, tables: Tables) -> bool:
+        """Return True if the request is admitted again with the blocks that it has: after a load,
+        or with the next input of a streaming session.
+        """
+        if not request.blocks:
+            return False
+        if self._shape.is_dense:
+            return list(request.blocks[:1]) == list(tables[:1])
+        return request.live.num_computed_tokens > 0  # tables of windows begin with null blocks
+
+    def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
+        """Plan a load that fails, for a request that vLLM admitted although `admit` raised."""
+        self._loads.plan_failure(live.req_id, num_tokens, tables)
+
+    def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
+        """Return the tokens by tier of the load last planned for a request, without lost ones."""
+        request = self._requests.get(req_id)
+        return request.loaded_tokens if request is not None else {}
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def plan_step(self, step: StepView) -> StepPlan:
+        """Return the workers' plan for one schedule: queued loads, and saves of what it completes."""
+        self._admission.loads.num_running = len(step.running) + len(step.new)
+        self._scheduled = step.num_scheduled_tokens
+        for req_id in step.preempted:
+            self._preempt(req_id)
+        self._note_prompts(step)
+        self._writers.drop_given(step, self._requests, self._admitted)
+        rewritten = rewritten_blocks(step, self._store, self._unit_tokens)
+        saves = self._saves.plan(step, self._admitted) if self._saves_allowed else ()
+        return self._end_plan(tuple(saves), rewritten)
+
+    def _preempt(self, req_id: ReqId) -> None:
+        if (request := self._requests.get(req_id)) is None:
+            return
+        if req_id in self._admitted:  # preempted by a reset outside a step, and admitted again
+            request.kv_outdated = False
+            return
+        self._writers.record(request)
+        request.start_over()
+        self._admission.disk.backlog.leave(req_id)
+
+    def _note_prompts(self, step: StepView) -> None:
+        """Measure the prompt tokens that the step computes, and those that are left."""
+        disk, requests = self._admission.disk, self._requests
+        for new in step.new:
+            if (request := requests.get(new.req_id)) is not None:
+                num_left = request.num_prompt_tokens - new.num_computed_tokens
+                disk.backlog.enter(new.req_id, num_left)
+        num_tokens = disk.backlog.compute(step.num_scheduled_tokens)
+        disk.pacing.observe_step_begin(self._clock(), num_tokens)
+
+    def end_step(self) -> None:
+        """Record that the engine has executed the oldest step planned and not executed."""
+        self._admission.disk.pacing.observe_step_end(self._clock())
+
+    def plan_loads_only(self) -> StepPlan:
+        """Return a plan without saves, for a step that could not be read: otherwise requests with
+        queued loads would wait permanently.
+        """
+        self._saves.abandon_plan()
+        return self._end_plan((), tuple(self._store.being_read()))
+
+    def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
+        """Start the next step. Last, because a plan that failed half-way is made again."""
+        self._admission.begin_step()
+        self._admitted.clear()
+        self._saves.end_plan()
+        loads = self._loads.take_queued()
+        return StepPlan(self._admission.step, self._arena, loads, saves, rewritten)
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def absorb(self, report: StepReport) -> None:
+        """Settle what one worker reports: commit or abort saves, end loads, remove bad chunks."""
+        if report.usable_frames is not None:
+            rank, num_frames = report.usable_frames
+            self._usable_frames[rank] = num_frames
+            self._store.limit_frames(min(self._usable_frames.values()))
+        if report.saved or report.failed:
+            num_saved, num_failed = self._store.settle(report.saved, report.failed)
+            if num_saved:
+                self.counters["saved_chunks"] += num_saved
+            if num_failed:
+                self.counters["save_failed_chunks"] += num_failed
+                if self._breaker.has_tripped:
+                    self._loads.count_copy(failed=True)
+        for result in report.loads:
+            self._loads.settle(result)
+
+    @property
+    def has_work_in_flight(self) -> bool:
+        """True if a worker has not reported some copies: the engine must continue to poll."""
+        return bool(self._store.num_in_flight or self._loads.in_progress)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def finish(self, req_id: ReqId) -> None:
+        """Forget a request that finished or was aborted. Its copies in flight still settle (I5)."""
+        request = self._requests.pop(req_id, None)
+        self._admission.forget(req_id)
+        if req_id in self._scheduled:
+            self._admission.loads.num_running -= 1
+        if request is not None:
+            request.drop_lease()
+            if request.live.num_computed_tokens > 0:
+                self._writers.record(request)
+
+    def reset(self) -> None:
+        """Clear the store, also of chunks being saved. KV that requests already have is not saved."""
+        for request in self._requests.values():
+            request.kv_outdated = bool(request.blocks)
+            request.forget_saves()
+        self._writers.clear()
+        self._admission.release_all()
+        self._store.clear()
+
+    def count_on(self, num_frames: int) -> None:
+        """Set the number of frames that this store can use of a shared arena."""
+        if self._arena is not None:
+            self._admission.turns.num_frames = min(self._arena.num_frames, num_frames)
+
+    @property
+    def has_queued_loads(self) -> bool:
+        """True if the next plan contains frames of the current arena, which must not change."""
+        return bool(self._loads.queued)
+
+    def meet_store(self, arena: ArenaSpec | None) -> None:
+        """Use another store, or one that lost its chunks. Not called while loads are queued."""
+        for request in self._requests.values():
+            request.forget_saves()
+        self._admission.release_all()
+        if arena is None or not arena.is_same_memory(self._arena):
+            self._usable_frames.clear()
+            self._admission.turns.num_frames = arena.num_frames if arena is not None else 0
+        self._arena = arena
+
+    def stop(self) -> None:
+        """Stop offers, saves and KV events. Copies in flight still settle."""
+        self._loads_allowed = self._saves_allowed = False
+        self._admission.release_all()
+        if self._notes.announcer is not None:
+            self._notes.announcer.withdraw()
+
+    def close(self) -> None:
+        """Release all leases. Reservations end with the session, since workers may still write."""
+        self._admission.close()
+        self._requests.clear()
+        self._loads.close()
+
+    def _request(self, live: LiveRequest) -> RequestState:
+        request = self._requests.get(live.req_id)
+        if request is None:
+            wish = live.saves
+            prompt_only = self._settings.save_prompts_only if wish is None else wish == "prompt"
+            lookahead = self._shape.lookahead
+            request = RequestState(live, self._new_chain, lookahead, prompt_only)
+            self._requests[live.req_id] = request
+        return request
