@@ -41,7 +41,7 @@ def test_round_trip_is_bitwise(layout: str, route: str) -> None:
 
 test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
-test_frames_not_pinned_yet_are_loaded_and_not_saved_to = on_gpu.test_frames_not_pinned_yet_are_loaded_and_not_saved_to
+test_frames_not_registered_yet_are_loaded_and_not_saved_to = on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
 test_copies_outside_the_arena_are_failures_not_writes = on_gpu.test_copies_outside_the_arena_are_failures_not_writes
 
 
