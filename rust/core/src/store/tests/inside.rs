@@ -7,10 +7,11 @@ use super::super::disk::jobs::Job;
 use super::super::disk::time_shares::Direction;
 use super::super::disk::work::{Attached, Clearing, DiskWork};
 use super::super::state::State;
-use super::super::{Changes, DiskSettings, Lookup, Progress, Store, StoreConfig, Tiers};
+use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
+use crate::index::{DiskEvent, DiskState};
 use crate::key::{ChunkKey, KeyChain};
-use crate::tier::disk::{DiskEntry, DiskMeta};
+use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 
 fn host_only() -> StoreConfig {
@@ -59,7 +60,7 @@ fn a_store_that_failed_inside_misses() {
 #[test]
 fn keys_are_noted_only_while_somebody_listens() {
     let store = Store::open(&host_only()).unwrap();
-    let is_noting = || store.inner.with_state(|state| state.watch.is_some());
+    let is_noting = || store.inner.with_state(|state| state.change_log.is_some());
     assert_eq!(is_noting(), Some(false));
     let (one, other) = (store.watch(9), store.watch(9));
     drop(one);
@@ -106,7 +107,7 @@ fn a_discard_while_the_tier_is_opened_holds() {
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
     state.discard(&[key]);
     assert!(!state.recover_some(), "nothing was handed over yet");
-    let slot = crate::tier::disk::SlotId(0);
+    let slot = SlotId(0);
     assert!(state.attach(vec![DiskEntry { slot, meta: DiskMeta { key, parent, depth: 0, saved_s: 0 }, sequence: 0 }]));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
@@ -115,7 +116,7 @@ fn a_discard_while_the_tier_is_opened_holds() {
 fn found(number: u32) -> DiskEntry {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&number.to_le_bytes());
-    let slot = crate::tier::disk::SlotId(number);
+    let slot = SlotId(number);
     let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), depth: 0, saved_s: 0 };
     DiskEntry { slot, meta, sequence: 0 }
 }
@@ -156,14 +157,14 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 #[test]
 fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
-    let mut books = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
-    books.begin(1, Direction::Read, Duration::ZERO);
-    books.begin(2, Direction::Write, Duration::ZERO);
-    assert!(!books.cannot_settle_by(2 * second) && books.find_hangs(5 * second));
-    assert!(books.cannot_settle_by(5 * second), "it is left alone");
-    assert!(books.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
-    books.in_flight.pop();
-    assert!(!books.cannot_settle_by(60 * second), "a thread came back");
+    let mut work = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
+    work.begin(1, Direction::Read, Duration::ZERO);
+    work.begin(2, Direction::Write, Duration::ZERO);
+    assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
+    assert!(work.cannot_settle_by(5 * second), "it is left alone");
+    assert!(work.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
+    work.in_flight.pop();
+    assert!(!work.cannot_settle_by(60 * second), "a thread came back");
 }
 
 #[test]
@@ -183,4 +184,27 @@ fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
     state.end_check(look, None);
     assert!(state.disk.answers(state.now) && !state.disk.is_broken());
     assert_eq!(state.disk.attached, Attached::Yes);
+}
+
+/// The tier's directory may come back with a chunk that was queued for writing again meanwhile.
+#[test]
+fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
+    let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut chain = KeyChain::new(ChunkKey([9; 32]), 1).unwrap();
+    chain.append_tokens(&[1, 2]).unwrap();
+    state.disk.attached = Attached::Opening;
+    let mut reserved = Vec::new();
+    state.reserve(&(Prefix::from(&chain), 0..2).into(), &mut reserved);
+    for (id, _) in &reserved {
+        assert_eq!(state.commit(*id), 1);
+    }
+    let (parent, child) = (reserved[0].0, reserved[1].0);
+    state.change_disk(child, DiskEvent::Block);
+    state.disk.blocked.insert(parent, vec![child]);
+    let meta = DiskMeta { key: chain.keys()[0], parent: chain.root(), depth: 0, saved_s: 0 };
+    assert!(state.attach(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }]));
+    while state.recover_some() {}
+    assert_eq!(state.index[parent].disk, DiskState::Stored(SlotId(0)));
+    assert!(matches!(state.next_job(), Some((_, Job::Write { id, .. })) if id == child));
+    super::check::check(&state).unwrap();
 }

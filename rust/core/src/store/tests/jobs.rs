@@ -360,8 +360,8 @@ impl Run {
                 self.check();
                 continue;
             }
-            let books = &self.state.disk;
-            if books.is_settled() && books.num_queued_reads == 0 {
+            let work = &self.state.disk;
+            if work.is_settled() && work.num_queued_reads == 0 {
                 return;
             }
             let now = self.state.now + Duration::from_secs(61);
