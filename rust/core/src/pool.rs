@@ -143,8 +143,8 @@ impl Pool {
         }
         let message = format!(
             "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} bytes, which follow from \
-             its --host-size and its first engine; raise that, lower chunk_tokens, or start the engine with the larger \
-             chunks first"
+             its --host-size and its first engine; raise that, use a smaller vLLM block size, or start the engine with the \
+             larger chunks first"
         );
         Err(Error::new(ErrorKind::InvalidConfig, message))
     }
