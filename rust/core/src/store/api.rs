@@ -26,7 +26,7 @@ pub struct Lookup {
     pub stored_units: u32,
 }
 
-/// What [`Store::reserve`] reserved: a lease for each chunk to be filled, and the number of chunks without a frame.
+/// Result of [`Store::reserve`]: a lease for each chunk to be filled, and the number of chunks without a frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
     /// In order of the prefix.

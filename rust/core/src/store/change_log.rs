@@ -29,7 +29,7 @@ impl Tiers {
     }
 }
 
-/// What [`Listener::changes`] has to tell.
+/// Result of [`Listener::changes`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
     /// Chunks asked for, then chunks that changed, oldest first, with their tiers. A key may occur twice.

@@ -69,7 +69,7 @@ impl ToSave<'_> {
     }
 }
 
-/// Cause a chunk gets no frame.
+/// Why a chunk gets no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
     /// No frame is available, or its parent has none.
@@ -83,7 +83,7 @@ impl State {
     pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
         let ToSave { prefix, ref units, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
-        let beside = prefix.keys.get(units.end as usize).filter(|_| is_attached);
+        let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
         let mut above = None; // the previous chunk, if it is in host memory
         for unit in units.clone() {
             let key = prefix.key_of(unit + 1);
@@ -102,7 +102,7 @@ impl State {
             match self.reserve_one(new, parent, own) {
                 Ok((id, frame)) => {
                     above = Some(id).filter(|_| !is_attached);
-                    if let Some(end) = beside.and_then(|key| self.index.get(key)) {
+                    if let Some(end) = with.and_then(|key| self.index.get(key)) {
                         self.keep_with(id, end);
                     }
                     let ticket = self.new_ticket();

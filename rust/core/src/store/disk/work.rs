@@ -55,7 +55,7 @@ pub(crate) struct JobInFlight {
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) attached: Attached,
-    /// Cause it could not be opened, as a person was told last.
+    /// The last reported reason why it could not be opened.
     pub(crate) last_event: String,
     /// Chunks in state `Queued`.
     pub(crate) write_queue: Queue,

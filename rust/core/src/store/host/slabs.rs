@@ -35,7 +35,7 @@ pub enum Way {
 }
 
 impl Store {
-    /// As [`Self::open`], in a pool that several stores share, of which `percent` or an equal part is this store's share.
+    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an equal part.
     ///
     /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {

@@ -1,4 +1,4 @@
-//! What happens to a store whose books failed, or whose disk is opened late.
+//! A store after a panic under its lock, and a store whose disk is opened late.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn host_only() -> StoreConfig {
     }
 }
 
-/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
+/// After a panic under the lock, everything is a miss and guards can still be dropped.
 #[test]
 fn a_store_that_failed_inside_misses() {
     let store = Store::open(&host_only()).unwrap();
@@ -44,7 +44,7 @@ fn a_store_that_failed_inside_misses() {
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
     let Changes { rows, lost } = listener.changes(&chain.keys()[..1], 9);
-    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was last_event of is gone");
+    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "every reported chunk is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
     assert_eq!(store.reserve(&chain, 0..3).unwrap().num_dropped, 3);
@@ -58,18 +58,18 @@ fn a_store_that_failed_inside_misses() {
 }
 
 #[test]
-fn keys_are_noted_only_while_somebody_listens() {
+fn changes_are_logged_only_for_a_listener() {
     let store = Store::open(&host_only()).unwrap();
-    let is_noting = || store.inner.with_state(|state| state.change_log.is_some());
-    assert_eq!(is_noting(), Some(false));
+    let is_logging = || store.inner.with_state(|state| state.change_log.is_some());
+    assert_eq!(is_logging(), Some(false));
     let (one, other) = (store.watch(9), store.watch(9));
     drop(one);
-    assert_eq!(is_noting(), Some(true));
+    assert_eq!(is_logging(), Some(true));
     drop(other);
-    assert_eq!(is_noting(), Some(false));
+    assert_eq!(is_logging(), Some(false));
 }
 
-/// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
+/// Disk threads that wait for work end after a panic under the lock, and closing the store does not wait for them.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
 }
 
-/// All threads see a tier that was opened late a moment before the books get what it holds.
+/// Threads see a late tier a moment before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4096, 4).unwrap();
@@ -121,7 +121,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that stays away for weeks must not cost memory for each chunk that was discarded meanwhile.
+/// A disk that is not open for weeks must not cost memory for each chunk that is discarded meanwhile.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4096, 4).unwrap();
@@ -161,14 +161,14 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     work.begin(1, Direction::Read, Duration::ZERO);
     work.begin(2, Direction::Write, Duration::ZERO);
     assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
-    assert!(work.cannot_settle_by(5 * second), "it is left alone");
+    assert!(work.cannot_settle_by(5 * second), "it is paused");
     assert!(work.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
     work.in_flight.pop();
     assert!(!work.cannot_settle_by(60 * second), "a thread came back");
 }
 
 #[test]
-fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
+fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
     let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.num_threads = 1;
@@ -177,7 +177,7 @@ fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
     state.set_time(second);
     let look = state.begin_check().expect("one is due");
     state.set_time(4 * second);
-    assert_eq!(state.begin_check(), None, "one look at a time");
+    assert_eq!(state.begin_check(), None, "one check at a time");
     assert!(state.disk.answers(state.now));
     state.set_time(6 * second);
     assert!(!state.disk.answers(state.now) && state.disk.cannot_settle_by(60 * second));
