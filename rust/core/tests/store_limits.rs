@@ -190,9 +190,9 @@ impl World {
     }
 
     fn tend(&self) {
-        self.store().tend();
+        self.store().sweep();
         assert!(self.disk.flush(self.store()));
-        self.store().tend(); // time may have gone by
+        self.store().sweep(); // time may have gone by
     }
 
     fn reserve(&mut self, salt: usize, prompt: u32, len: u32, is_attached: bool) -> Vec<WriteLease> {

@@ -131,7 +131,7 @@ fn the_clock_may_have_gone_back() {
         let store = disk.open(&config(now_s - disk.now_s()), &disk.entries());
         assert_eq!(store.lookup(&chain_of(Some("a"), 0, 5)).stored_units, of_a, "{now_s}");
         assert_eq!(store.lookup(&chain_of(None, 0, 5)).stored_units, 5);
-        store.tend();
+        store.sweep();
         assert!(disk.flush(&store));
     }
     assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
@@ -160,7 +160,7 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
     assert!(disk.flush(&store));
     assert_eq!(store.lookup(&chain).host_units, 2);
     disk.wait(200);
-    store.tend();
+    store.sweep();
     assert!(disk.flush(&store));
     let now_s = START_S + 900 + 261;
     assert!(disk.chunks().values().all(|meta| meta.saved_s + 1000 > now_s), "{:?}", disk.chunks());
@@ -182,7 +182,7 @@ fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
     assert_eq!(store.lookup(&chain).host_units, 6);
     disk.wait(100);
     assert_eq!(store.lookup(&chain).stored_units, 0);
-    store.tend();
+    store.sweep();
     assert_eq!([stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")], [6, 0, 0]);
     assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved anew");
     store.check().unwrap();

@@ -120,7 +120,7 @@ fn test_chunks_of_a_removed_disk_are_misses_and_those_in_host_are_written_to_a_n
     let events = store.take_events();
     assert_eq!(events.len(), 2, "{events:?}");
     assert!(events[0].starts_with("disk tier: /memory was removed; dropping its 1508 chunks"), "{events:?}");
-    assert!(events[1].contains("is open now"), "{events:?}");
+    assert!(events[1].contains("disk tier: open, with"), "{events:?}");
     store.check().unwrap();
     assert_eq!((disks.nth(0).violations(), disks.nth(1).violations()), (Vec::new(), Vec::new()));
 }

@@ -1,7 +1,7 @@
-//! Files that fail on purpose, for tests: the operating system's, with faults by script or by seeded chance.
+//! Fault injection: the operating system's files, with faults by script or at random from a seed.
 //!
-//! `FaultFiles` goes below the real tier (`DiskTier::open_with_files`), so tests of any layer above meet a sick disk as an
-//! engine does. It must not know what slots or records are.
+//! `FaultFiles` goes below the real disk tier (`DiskTier::open_with_files`), so tests of every layer meet a failing disk as
+//! an engine does. It is independent of slots and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -15,16 +15,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use kvloft_core::io::direct::{OsFile, RawFile};
 use kvloft_core::tier::disk::OpenFiles;
 
-/// Numbers of the errors that disks give.
+/// I/O error.
 pub const EIO: i32 = 5;
-/// No space is left.
+/// No space left.
 pub const ENOSPC: i32 = 28;
-/// The file system became read-only.
+/// Read-only file system.
 pub const EROFS: i32 = 30;
-/// The file system has no such call.
+/// The file system does not support the call.
 pub const EOPNOTSUPP: i32 = 95;
 
-/// A kind of call to a file.
+/// Kinds of file calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
     /// A file is opened.
@@ -45,24 +45,24 @@ pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate];
 /// What happens to a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
-    /// The system refuses, with this number.
+    /// It fails with this error number.
     Refuse(i32),
-    /// It waits until `release` or `heal`, then goes on as if nothing was.
+    /// It waits until `release` or `heal`, and then succeeds.
     Hang,
-    /// At most so many bytes are transferred.
+    /// At most this number of bytes is transferred.
     Short(usize),
-    /// Of a write so many bytes land; then it is refused with this number, or reported done.
+    /// This number of bytes is written; then it fails with the error number, or reports success.
     Torn(usize, Option<i32>),
-    /// A change is reported done and is not.
+    /// A change reports success without an effect.
     Lost,
-    /// This bit (modulo their number) of the bytes that are read or written is the other one.
+    /// This bit (modulo the number of bits) of the transferred bytes is flipped.
     Flip(usize),
-    /// The process dies: of a write this part of 255 lands, and nothing happens after it.
+    /// The process dies: this fraction of 255 of a write is done, and no later call has an effect.
     Crash(u8),
 }
 
 impl Fault {
-    /// Its kind, for counts.
+    /// Returns its name, for counters.
     fn name(self) -> &'static str {
         match self {
             Fault::Refuse(ENOSPC) => "enospc",
@@ -82,7 +82,7 @@ thread_local! {
     static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Calls of this thread that met a fault so far.
+/// Returns the number of calls of this thread that met a fault.
 pub fn faults_here() -> u64 {
     FAULTS_HERE.get()
 }
@@ -100,42 +100,42 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Every change of any file from now on.
+    /// A rule for every change of any file.
     pub fn new(fault: Fault) -> Self {
         Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
     }
 
-    /// Only these kinds of calls.
+    /// Restricts it to these kinds of calls.
     #[must_use]
     pub fn on(self, calls: &'static [Call]) -> Self {
         Self { calls, ..self }
     }
 
-    /// Only calls to the file of this name.
+    /// Restricts it to the file of this name.
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }
     }
 
-    /// Only writes at this offset and behind it.
+    /// Restricts it to writes from this offset on.
     #[must_use]
     pub fn from_offset(self, from: u64) -> Self {
         Self { from, ..self }
     }
 
-    /// Not the first `skip` of them.
+    /// Skips the first `skip` calls.
     #[must_use]
     pub fn after(self, skip: u64) -> Self {
         Self { skip, ..self }
     }
 
-    /// No more than so many.
+    /// Limits the number of faults.
     #[must_use]
     pub fn times(self, times: u64) -> Self {
         Self { times, ..self }
     }
 
-    /// Each with this chance, of 256.
+    /// Sets the probability of a fault, out of 256.
     #[must_use]
     pub fn chance(self, of_256: u8) -> Self {
         Self { of_256: of_256.into(), ..self }
@@ -162,7 +162,7 @@ struct Script {
     random: u64,
     crashed: bool,
     hung: u32,
-    /// Grows with every `release`: calls that hang since an older one go on.
+    /// Grows with every `release`, which ends the calls that hang since an earlier number.
     releases: u64,
     calls: BTreeMap<Call, u64>,
     faults: BTreeMap<&'static str, u64>,
@@ -181,41 +181,41 @@ struct Shared {
 pub struct FaultFiles(Arc<Shared>);
 
 impl FaultFiles {
-    /// Files without a fault; `seed` is for rules with a chance.
+    /// Files without faults; `seed` is for rules with a probability.
     pub fn new(seed: u64) -> Self {
         let files = Self::default();
         files.script().random = seed;
         files
     }
 
-    /// Adds a rule; of several that hit, the first counts.
+    /// Adds a rule. The first rule that matches a call applies.
     pub fn inject(&self, rule: Rule) {
         self.script().rules.push(rule);
     }
 
-    /// Takes all rules back and lets go what hangs.
+    /// Removes all rules and ends the calls that hang.
     pub fn heal(&self) {
         self.script().rules.clear();
         self.release();
     }
 
-    /// Lets go what hangs now.
+    /// Ends the calls that hang now.
     pub fn release(&self) {
         self.script().releases += 1;
         self.0.released.notify_all();
     }
 
-    /// Calls that hang now.
+    /// Returns the number of calls that hang now.
     pub fn num_hung(&self) -> u32 {
         self.script().hung
     }
 
-    /// Calls of a kind so far, those that failed too.
+    /// Returns the number of calls of a kind, including failed ones.
     pub fn num_calls(&self, call: Call) -> u64 {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
 
-    /// Calls that met a fault so far.
+    /// Returns the number of calls that met a fault.
     pub fn num_faults(&self) -> u64 {
         self.script().faults.values().sum()
     }
@@ -225,7 +225,7 @@ impl FaultFiles {
         self.script().faults.clone()
     }
 
-    /// Whether `Crash` happened.
+    /// Returns true after a `Crash`.
     pub fn has_crashed(&self) -> bool {
         self.script().crashed
     }
@@ -235,7 +235,7 @@ impl FaultFiles {
         self.script().watched = Some(dir.to_owned());
     }
 
-    /// The most that the watched directory ever took.
+    /// Returns the largest size of the watched directory so far.
     pub fn most_bytes(&self) -> u64 {
         self.0.most_bytes.load(Ordering::SeqCst)
     }
@@ -244,7 +244,7 @@ impl FaultFiles {
         self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts the call and says what happens to it. A hang is over when this returns.
+    /// Counts a call and returns its fault. A hang has ended when this returns.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
         self.meet_at(call, (file, 0))
     }
@@ -256,7 +256,7 @@ impl FaultFiles {
             return Err(dead());
         }
         *script.calls.entry(call).or_default() += 1;
-        // Marsaglia's xorshift would stay at 0; Weyl's step does not.
+        // xorshift alone would stay at 0; the Weyl step does not.
         script.random = script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
         let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, place, random).then_some(*rule))
@@ -306,7 +306,7 @@ fn dead() -> io::Error {
     io::Error::other("this process is dead")
 }
 
-/// What `du` says of the directory, by length or by blocks, whichever is more.
+/// Returns the size of a directory by length or by blocks, whichever is larger.
 pub fn du(dir: &Path) -> u64 {
     let Ok(meta) = std::fs::symlink_metadata(dir) else { return 0 };
     let own = (meta.blocks() * 512).max(meta.len());
@@ -398,7 +398,7 @@ impl RawFile for FaultFile {
 
     fn set_len(&self, len: u64) -> io::Result<()> {
         if len <= self.size()? && !self.files.has_crashed() {
-            // Giving space back is not what a full disk refuses.
+            // A full disk does not refuse to free space.
             return self.file.set_len(len);
         }
         self.files.change(Call::SetLen, &self.name, || self.file.set_len(len))
@@ -408,7 +408,7 @@ impl RawFile for FaultFile {
         let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
         let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
         if result.is_err() && has_part {
-            // A real one may have kept a part of it.
+            // A real file may have kept a part of it.
             self.file.allocate(from, from.midpoint(to))?;
         }
         result

@@ -1,7 +1,7 @@
-//! What every `LocalTier` must do, as a walk of random calls against a model: run it over each implementation.
+//! Conformance suite for every `LocalTier`: random calls against a model.
 //!
-//! What was written and acknowledged reads back exactly, or is an error; never other bytes. What was freed is gone. A free
-//! that failed changed nothing. The next open finds exactly what was acknowledged and not freed. The cap is never exceeded.
+//! An acknowledged chunk reads back exactly, or as an error; never as other bytes. A freed chunk is gone. A failed free
+//! changes nothing. The next open finds exactly the chunks that were acknowledged and not freed. The cap is never exceeded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,25 +12,25 @@ use kvloft_core::{ChunkKey, ErrorKind};
 
 use super::PageBuffer;
 
-/// One call, with a number that picks on what.
+/// One call, with a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
     /// Reserves a slot and writes a chunk.
     Write(u32),
     /// Reads a chunk.
     Read(u32),
-    /// Frees a chunk and all below it.
+    /// Frees a chunk and all chunks below it.
     Free(u32),
     /// Frees everything.
     Clear,
     /// Closes the tier and opens the next one.
     Reopen,
-    /// Begins or ends a spell of faults; nothing where the place has none.
+    /// Starts or ends a period of faults, if the place supports faults.
     Fault(u32),
 }
 
 impl Op {
-    /// An operation for each pair of numbers, weighted as a store would call.
+    /// Returns the operation for a pair of numbers, weighted as a store calls.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -43,21 +43,21 @@ impl Op {
     }
 }
 
-/// An opened tier and what it found.
+/// An opened tier and the chunks it found.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
-/// Where an implementation lives.
+/// An environment that opens tiers of one implementation.
 pub trait Place {
     /// Bytes of a frame.
     fn frame_bytes(&self) -> usize;
-    /// Most slots that there can be.
+    /// Largest number of slots.
     fn capacity(&self) -> usize;
-    /// Opens a tier; no other of this place is open. No fault is on.
+    /// Opens a tier. No other tier of this place is open, and no fault is active.
     fn open(&self) -> Opened;
-    /// Begins (some number) or ends (None) a spell of faults.
+    /// Starts (a number) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Whether a fault so far may have lost or damaged what was acknowledged. Then chunks may be gone or come back; wrong
-    /// bytes are as wrong as before.
+    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Then chunks may be gone or come back;
+    /// wrong bytes remain an error.
     fn may_lose(&self) -> bool {
         false
     }
@@ -118,11 +118,11 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
-    /// Chunk -> (slot, version) of what was acknowledged and not freed.
+    /// Chunk -> (slot, version) of the chunks that were acknowledged and not freed.
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that could not be freed yet.
     stuck: BTreeSet<SlotId>,
-    /// (chunk, version) that the next open may find: their record was being written, or could not be cleared.
+    /// (chunk, version) pairs that the next open may find: their record was being written, or could not be cleared.
     maybe: BTreeSet<(u32, u32)>,
     next: u32,
 }
@@ -206,7 +206,7 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // Some went and some did not: a sound tier says which, and what it still has is whole.
+        // Some chunks may be freed and some not: the tier reports which, and the others are whole.
         self.maybe.extend(before);
         self.place.fault(None);
         let mut frame = PageBuffer::new(self.place.frame_bytes());
@@ -215,11 +215,11 @@ impl Walk<'_> {
                 hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after a clear");
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
-                // Damaged is not free; what is free already is not freed twice.
+                // A damaged slot is not free; a free slot is not freed twice.
                 hold!(self.tier.free(slot).is_ok(), "a sound tier does not free {slot:?}");
             }
         }
-        // Parents may be gone before their children: those go too.
+        // Parents may be gone before their children, which are freed too.
         let orphans = |walk: &Self| {
             let has_parent = |c: u32| parent_of(c).is_none_or(|p| walk.written.contains_key(&p));
             walk.written.keys().copied().find(|&chunk| !has_parent(chunk))
@@ -250,7 +250,7 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged and is lost");
         }
         if !self.place.may_lose() {
-            // What was doubtful was found, or is gone.
+            // Every uncertain chunk was found, or is gone.
             self.maybe.clear();
         }
         Ok(())
@@ -269,7 +269,7 @@ impl Walk<'_> {
         let mut frame = PageBuffer::new(self.place.frame_bytes());
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| self.is(&frame, chunk, version)),
-            // Its next read says the same.
+            // Its next read returns the same.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version = version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;

@@ -1,4 +1,4 @@
-//! A tier in memory, for tests: fails, hangs and panics on demand, and notes each breach of its callers' side of the contract.
+//! A `LocalTier` in memory: fails, hangs and panics on demand, and records each breach of the contract by its caller.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 /// Slots in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
-    /// How many slots it has.
+    /// Number of slots.
     pub capacity: u32,
-    /// Writes are refused.
+    /// Writes fail.
     pub fail_writes: AtomicBool,
-    /// Reads are refused.
+    /// Reads fail.
     pub fail_reads: AtomicBool,
     /// Reads find damage.
     pub corrupt_reads: AtomicBool,
-    /// Slots that hold a chunk cannot be given back.
+    /// Slots that hold a chunk cannot be freed.
     pub fail_frees: AtomicBool,
     /// Its storage can be removed.
     pub is_removable: AtomicBool,
@@ -30,15 +30,15 @@ pub struct MemoryTier {
     pub is_cleared: AtomicBool,
     /// Reads and writes panic.
     pub panic_in_io: AtomicBool,
-    /// Reads so far, also those that wait.
+    /// Reads so far, including those that wait.
     pub num_reads: AtomicU64,
     /// Reads wait while this is held.
     pub read_gate: Mutex<()>,
     /// Writes wait while this is held.
     pub write_gate: Mutex<()>,
-    /// Slots are not given back while this is held.
+    /// Frees wait while this is held.
     pub free_gate: Mutex<()>,
-    /// Some slot was to be given back.
+    /// A free has begun.
     pub is_freeing: AtomicBool,
     closed: AtomicBool,
     slots: Mutex<Slots>,
@@ -48,34 +48,34 @@ pub struct MemoryTier {
 struct Slots {
     reserved: BTreeSet<u32>,
     written: BTreeMap<u32, (DiskMeta, Vec<u8>)>,
-    /// Slots in order of their writing.
+    /// Slots in the order of their writes.
     order: Vec<u32>,
     violations: Vec<String>,
 }
 
 impl MemoryTier {
-    /// A tier of so many slots.
+    /// Returns a tier of `capacity` slots.
     pub fn new(capacity: u32) -> Arc<Self> {
         Arc::new(Self { capacity, ..Self::default() })
     }
 
-    /// What is written, by key.
+    /// Returns the written chunks by key.
     pub fn chunks(&self) -> HashMap<ChunkKey, DiskMeta> {
         self.slots().written.values().map(|(meta, _)| (meta.key, *meta)).collect()
     }
 
-    /// Slots that callers have.
+    /// Returns the slots that callers own.
     pub fn num_slots_used(&self) -> usize {
         let slots = self.slots();
         slots.reserved.len() + slots.written.len()
     }
 
-    /// Breaches of the contract seen so far.
+    /// Returns the breaches of the contract so far.
     pub fn violations(&self) -> Vec<String> {
         self.slots().violations.clone()
     }
 
-    /// What an open finds, in order of writing.
+    /// Returns the chunks that an open finds, in the order of their writes.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry =
@@ -83,7 +83,7 @@ impl MemoryTier {
         (0..).zip(&slots.order).map(entry).collect()
     }
 
-    /// Makes it hold these chunks, with `frame_bytes` zeros each.
+    /// Fills it with these chunks, of `frame_bytes` zeros each.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
         for &DiskEntry { slot, meta, .. } in found {
@@ -92,7 +92,7 @@ impl MemoryTier {
         }
     }
 
-    /// Ends a close: from now on it serves its next owner.
+    /// Reopens it after a close, for its next owner.
     pub fn open_again(&self) {
         self.slots().reserved.clear();
         self.closed.store(false, Ordering::SeqCst);

@@ -1,7 +1,7 @@
-//! What every `RemoteTier` must do, as a walk of random calls against a model: run it over each implementation.
+//! Conformance suite for every `RemoteTier`: random calls against a model.
 //!
-//! What comes back as there is exactly what was once put under its key, whole, for a frame of its size; everything else is a miss
-//! or an error. Hints come in the order of their keys. No call outlives its deadline by much, also where no answer comes.
+//! A hit is exactly a frame that was put under its key, whole and of the requested size; everything else is a miss or an
+//! error. Hints have the order of their keys. Every call ends soon after its deadline, even without an answer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,25 +11,25 @@ use std::time::{Duration, Instant};
 use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, ErrorKind};
 
-/// One call, with a number that picks on what.
+/// One call, with a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
-    /// Puts another version of a frame.
+    /// Puts a new version of a frame.
     Put(u32),
     /// Reads a frame.
     Get(u32),
     /// Reads a frame into too few or too many bytes.
     Misread(u32),
-    /// Looks for some of the keys.
+    /// Queries some of the keys.
     Look(u32),
-    /// Somebody else's eviction, where the place can do it.
+    /// An eviction by another client, if the place supports it.
     Evict(u32),
-    /// A call while the other side does not answer.
+    /// A call while the remote side does not answer.
     Hang(u32),
 }
 
 impl Op {
-    /// An operation for each pair of numbers.
+    /// Returns the operation for a pair of numbers.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=9 => Self::Put(which),
@@ -42,19 +42,19 @@ impl Op {
     }
 }
 
-/// Where an implementation has its other side.
+/// An environment that opens tiers of one implementation.
 pub trait Place {
-    /// The tier, empty.
+    /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Another user evicts a frame; false if none can.
+    /// Evicts a frame as another client; returns false if that is not supported.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
-    /// The other side stops to answer, or answers again; false if that cannot be done.
+    /// Makes the remote side stop or resume answering; returns false if that is not supported.
     fn hang(&self, _hangs: bool) -> bool {
         false
     }
-    /// Whether frames may be gone for another reason.
+    /// Returns true if frames may disappear for other reasons.
     fn may_lose(&self) -> bool {
         false
     }
@@ -62,9 +62,9 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline where the other side answers. Nothing waits so long.
+/// Deadline of calls that are answered. No call waits this long.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline where it does not, and how much longer a machine may take that has other things to do.
+/// Deadline of calls that are not answered, and the tolerance for a busy machine.
 const SHORT: Duration = Duration::from_millis(20);
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -142,7 +142,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Asks for a frame of another size than was put.
+    /// Requests a frame with another size than the one that was put.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
@@ -174,14 +174,14 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Calls on a thread: one that ignores its deadline must not take the suite along.
+    /// Calls on a thread, so that a call which ignores its deadline does not block the suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
             return Ok(());
         }
         let (key, frame) = (key_of(chunk), frame_of(chunk, self.next));
         if which % 3 == 1 {
-            // It may get there later.
+            // The frame may arrive later.
             self.versions.entry(chunk).or_default().0.push(self.next);
             self.next += 1;
         }
@@ -198,7 +198,7 @@ impl Walk<'_> {
         let result = end.recv_timeout(SHORT + GRACE);
         self.place.hang(false);
         match result {
-            Err(_) => Err("a call goes on after its deadline".to_owned()),
+            Err(_) => Err("a call runs past its deadline".to_owned()),
             Ok(Err(error)) if error.kind() == ErrorKind::Io => Ok(()),
             Ok(other) => Err(format!("no answer came, and a call ended with {other:?}")),
         }

@@ -15,13 +15,13 @@ use kvloft_testing::remote_tier::{Op, Place, check};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
-    /// It finds another key's frame where there is none of the key.
+    /// It returns another key's frame for a missing key.
     OtherKey,
-    /// It waits for an answer as long as it takes.
+    /// It waits for an answer without a deadline.
     NoDeadline,
-    /// It says that a frame is there of which it has read a part.
+    /// It reports a hit after reading a part of the frame.
     ShortRead,
-    /// Its hints are in the order of the keys' bytes.
+    /// Its hints are sorted by key.
     Disorder,
 }
 
@@ -125,7 +125,7 @@ fn each_broken_promise_is_found() {
         (Flaw::OtherKey, "chunk 3 has bytes that were not put under its key"),
         (Flaw::ShortRead, "chunk 1 was read as a frame of 2048 bytes"),
         (Flaw::Disorder, "the hint of chunk"),
-        (Flaw::NoDeadline, "a call goes on after its deadline"),
+        (Flaw::NoDeadline, "a call runs past its deadline"),
     ] {
         let error = check(&in_memory(flaw), &ops).unwrap_err();
         assert!(error.contains(part), "{flaw:?}: {error}");

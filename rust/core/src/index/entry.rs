@@ -54,7 +54,7 @@ pub(crate) struct Entry {
     /// Whether each policy may evict it, as last reported; None while the policy does not have the chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
-    /// It ends a prefix that was used again, or was kept with one. A policy that gets it later is told so.
+    /// It ends a prefix that was used again, or was kept with one; reported to a policy that gets it later.
     pub(crate) reused: bool,
 }
 

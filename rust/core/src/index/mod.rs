@@ -1,8 +1,8 @@
-//! Key -> entry: where each chunk is, who its parent is, who hangs on it.
+//! Index: key -> entry, with each chunk's state in each tier, its parent and its children.
 //!
-//! Entries live in a slab and are linked into trees; a *detached* entry is forgotten (no key leads to it, and its parent does
-//! not list it) but stays, with its link upwards, until its last user ends. The index keeps links and the map right and nothing
-//! else: what the counts in an entry mean, and when one may go, is the store's business.
+//! Entries lie in one vector and are linked into trees. No key leads to a *detached* entry and its parent does not list it;
+//! it stays, with its link to the parent, until its last user ends. The index maintains the links and the map only. The
+//! store decides what the counts in an entry mean and when an entry is freed.
 
 mod disk_state;
 mod entry;
@@ -21,15 +21,15 @@ use table::Table;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// A map and a slab with links between parents and children.
+/// A map and a vector of entries with links between parents and children.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The last first chunk of a prefix that was added; the others are its siblings.
+    /// The newest first chunk; the others are its siblings.
     first_root: Option<ChunkId>,
-    /// The same of trees whose keys were all forgotten at once.
+    /// The same for each clear, which took all keys away at once.
     old_roots: Vec<ChunkId>,
 }
 
@@ -47,25 +47,25 @@ impl ops::IndexMut<ChunkId> for Index {
 }
 
 impl Index {
-    /// The entry that `key` leads to.
+    /// Returns the entry of `key`.
     pub(crate) fn get(&self, key: &ChunkKey) -> Option<ChunkId> {
         self.map.get(key, |id| self[id].key == *key)
     }
 
-    /// Entries that a key leads to.
+    /// Returns the number of keys.
     pub(crate) fn len(&self) -> usize {
         self.map.len()
     }
 
-    /// Makes room for `num` more entries, so that they are not moved under the lock. Memory that is not used is not touched.
+    /// Reserves memory for `num` more entries, so that they are not moved under the lock. Unused memory is not touched.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.entries.reserve(num);
     }
 
-    /// A new entry without any presence, linked behind its parent. The key must be free.
+    /// Adds an entry below its parent. Its key must be free.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
         debug_assert!(self.get(&new.key).is_none(), "a key leads to one entry");
-        debug_assert!(new.parent.is_none_or(|parent| !self[parent].detached), "children hang on what can be found");
+        debug_assert!(new.parent.is_none_or(|parent| !self[parent].detached), "a new entry has an attached parent");
         let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
             self.entries.push(Entry::default());
             ChunkId(u32::try_from(self.entries.len() - 1).expect("frames and slots are counted in u32"))
@@ -81,28 +81,28 @@ impl Index {
         id
     }
 
-    /// Forgets the entry's key; an entry that came later may have it.
+    /// Removes the entry's key from the map, unless a later entry has it.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
         self.map.remove(&key, id);
     }
 
-    /// Forgets every key at once. The entries stay; `old_root` leads to them.
+    /// Removes every key at once. The entries stay; `old_root` returns them.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
         self.old_roots.extend(self.first_root.take());
     }
 
-    /// Some first chunk of those that lost their keys with all others.
+    /// Returns a first chunk of the trees that [`Self::unmap_all`] left.
     pub(crate) fn old_root(&self) -> Option<ChunkId> {
         self.old_roots.last().copied()
     }
 
-    /// Forgets an entry without attached children: its key is free, and its parent counts it but does not list it.
+    /// Detaches an entry without attached children. Its key is free, and its parent counts it but does not list it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
-        debug_assert!(first_child.is_none(), "children are forgotten before their parents");
+        debug_assert!(first_child.is_none(), "children are detached before their parents");
         if let Some(next) = next_sibling {
             self[next].prev_sibling = prev_sibling;
         }
@@ -132,39 +132,39 @@ impl Index {
         self.vacant.push(id.0);
     }
 
-    /// Whether `id` can be found and hangs on `parent`.
+    /// Returns true if `id` is an attached child of `parent`.
     pub(crate) fn is_child(&self, id: ChunkId, parent: ChunkId) -> bool {
         let entry = &self[id];
         entry.live && !entry.detached && entry.parent == Some(parent)
     }
 
-    /// Whether `id` is still the entry that had `generation`.
+    /// Returns true if `id` is still the entry of that `generation`.
     pub(crate) fn is_same(&self, id: ChunkId, generation: u32) -> bool {
         self.entries.get(id.0 as usize).is_some_and(|entry| entry.live && entry.generation == generation)
     }
 
-    /// `id` and all above it, children before parents.
+    /// Returns `id` and all its ancestors, children before parents.
     pub(crate) fn ancestry(&self, id: ChunkId) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Places of entries: a walk over all of them goes by these, for an entry keeps its own.
+    /// Returns the number of places. A walk over all entries goes by place, because an entry keeps its place.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }
 
-    /// The entry in that place.
+    /// Returns the entry in that place.
     pub(crate) fn at(&self, place: u32) -> Option<(ChunkId, &Entry)> {
         self.entries.get(place as usize).filter(|entry| entry.live).map(|entry| (ChunkId(place), entry))
     }
 
-    /// First chunks that were not all forgotten at once; for checks.
+    /// Returns the first chunks, without those that [`Self::unmap_all`] left; for checks.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)
     }
 
-    /// All entries, detached ones too, in no order; for checks.
+    /// Returns all entries, including detached ones; for checks.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)

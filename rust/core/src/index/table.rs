@@ -1,8 +1,8 @@
-//! Key -> id without pauses: a directory of small open-addressing tables, in which a removal leaves nothing behind.
+//! Hash table key -> id that never pauses: a directory of small open-addressing tables without tombstones.
 //!
-//! The standard map rehashes all entries when it grows or is full of removed ones: tens of milliseconds under the store's lock for
-//! a million chunks. Here one segment of 64 KiB is split at a time (extendible hashing), so memory and the cost of `clear` follow
-//! what is stored, not what could be. A slot takes 8 bytes; keys stay where the caller has them.
+//! The standard map rehashes all entries when it grows or is full of tombstones, which takes tens of milliseconds under the
+//! store's lock for a million chunks. This table splits one segment of 64 KiB at a time (extendible hashing), so memory
+//! and the cost of `clear` follow the number of keys, not the capacity. A slot takes 8 bytes; keys stay with the caller.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -10,12 +10,12 @@ use crate::key::ChunkKey;
 /// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` asks for zeroed memory.
 type Slot = (u32, u32);
 
-/// Slots of a new segment, a power of two.
+/// Slots of a new segment; a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most 2 to this power places; segments grow beyond. Together with `SEGMENT_SLOTS` within a hash's 32 bits.
+/// The directory has at most `2^MAX_DEPTH` places; then segments grow. With `SEGMENT_SLOTS` this fits the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
-/// Entries whose hashes begin with the same `depth` bits.
+/// The entries whose hashes begin with the same `depth` bits.
 #[derive(Debug)]
 struct Segment {
     slots: Vec<Slot>,
@@ -32,7 +32,7 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// Of all bytes: keys are digests, but those that somebody wrote into a file of records may begin alike.
+/// Hashes all bytes. Keys are digests, but forged keys in a record file may share a prefix.
 fn hash(key: &ChunkKey) -> u32 {
     let (words, _) = key.0.as_chunks::<8>();
     let mixed = words.iter().fold(0, |hash: u64, word| {
@@ -41,7 +41,7 @@ fn hash(key: &ChunkKey) -> u32 {
     u32::try_from(mixed >> 32).expect("32 bits are left")
 }
 
-/// The first `depth` bits of a hash.
+/// Returns the first `depth` bits of a hash.
 fn prefix(hash: u32, depth: u32) -> usize {
     usize::try_from((u64::from(hash) << depth) >> 32).expect("at most 32 bits")
 }
@@ -59,7 +59,7 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// The id with this hash that `is_it`, and where it is, or the free slot where it would be.
+    /// Returns the id with this hash that `is_it` accepts and its slot, or the free slot where it belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
@@ -71,14 +71,14 @@ impl Segment {
         }
     }
 
-    /// Adds a slot that is not there; one is free.
+    /// Adds a new slot. The segment must have a free one.
     fn add(&mut self, slot: Slot) {
         let at = self.find(slot.0, |_| false).1;
         self.slots[at] = slot;
         self.len += 1;
     }
 
-    /// Empties a slot, and moves those up that would not be found behind the gap.
+    /// Empties a slot, and moves up the slots after it that probing would no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;
@@ -116,7 +116,7 @@ impl Table {
         self.segments[self.segment(hash)?].find(hash, is_it).0
     }
 
-    /// Adds an id whose key is not there.
+    /// Adds an id with a new key.
     pub(super) fn insert(&mut self, key: &ChunkKey, id: ChunkId) {
         let hash = hash(key);
         let segment = self.segment_with_room(hash);
@@ -142,7 +142,7 @@ impl Table {
         }
     }
 
-    /// Moves the entries of a segment whose next bit is set to a new one. `hash` is one of the segment's.
+    /// Moves the entries whose next bit is set to a new segment. `hash` is a hash of the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
         if depth > self.depth {
@@ -162,7 +162,7 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// For hashes that all begin alike, which no split takes apart.
+    /// Doubles a segment whose hashes share a prefix that no split can divide.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);
@@ -170,7 +170,7 @@ impl Table {
         self.segments[segment] = new;
     }
 
-    /// Takes an id out, if it is there.
+    /// Removes an id, if the key has it.
     pub(super) fn remove(&mut self, key: &ChunkKey, id: ChunkId) {
         let hash = hash(key);
         let Some(segment) = self.segment(hash) else { return };
@@ -181,7 +181,7 @@ impl Table {
         }
     }
 
-    /// Bytes that it takes; for checks.
+    /// Returns its size in bytes; for checks.
     #[cfg(test)]
     fn size_bytes(&self) -> usize {
         self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()

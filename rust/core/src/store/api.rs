@@ -1,4 +1,4 @@
-//! What a store is asked: lookup, lease, reserve, commit, and to forget.
+//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear and statistics.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::store::open::Store;
 use crate::store::save::{Got, ToSave};
 use crate::store::state::State;
 
-/// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
+/// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Leading units of a prefix that are stored.
@@ -26,17 +26,17 @@ pub struct Lookup {
     pub stored_units: u32,
 }
 
-/// What [`Store::reserve`] reserved: a lease for each chunk to be filled, and the number of chunks without a frame.
+/// Result of [`Store::reserve`]: a lease for each chunk to be filled, and the number of chunks without a frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
     /// In order of the prefix.
     pub leases: Vec<WriteLease>,
-    /// The first chunk without a frame or a parent, and all behind it.
+    /// The first chunk without a frame or a parent, and all after it.
     pub num_dropped: u32,
 }
 
 impl Store {
-    /// How another process of this user maps the frames.
+    /// Returns how another process of this user maps the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
@@ -46,7 +46,7 @@ impl Store {
         self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
     }
 
-    /// The same of many, at one moment.
+    /// As [`Self::lookup`] for many prefixes, at one moment.
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found: Option<Vec<_>> = self.inner.with_open_state(find);
@@ -54,19 +54,22 @@ impl Store {
         found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
     }
 
-    /// How many of a prefix's `anchors` are stored and known. An anchor is a number of units and the key of their prefix; they
-    /// come in order. Behind a known one a prefix needs no other keys (see [`Prefix::first`]).
+    /// Returns how many of a prefix's `anchors` are stored, and how many of those are proven.
+    ///
+    /// An anchor is a number of units and the key that ends them, in ascending order. A prefix that starts at a proven
+    /// anchor needs no earlier keys (see [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
-    /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
-    /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
+    /// Pins the stored part of a prefix that is in host memory and starts reading the rest from disk.
+    ///
+    /// A read takes a frame when it begins. The lease ends before the first chunk that gets no frame or cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
         self.acquire_all(&[prefix.into()])
     }
 
-    /// The same for many prefixes, as one lease; it counts the units of all of them.
+    /// As [`Self::acquire`] for many prefixes, as one lease that counts the units of all of them.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
@@ -80,8 +83,9 @@ impl Store {
         Ok(Reserved { leases, num_dropped: got[0].num_dropped })
     }
 
-    /// As [`Self::reserve`] for many: the leases of all, one prefix's after the other's, and how many are whose. With a `limit`,
-    /// saves take frames below it only from now on. Nothing is reserved if one prefix is shorter than its units.
+    /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the number of each.
+    ///
+    /// With a `limit`, saves take frames below it only from now on. Reserves nothing if a prefix is shorter than its units.
     pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_state(|state| {
             if let Some(limit) = limit {
@@ -99,8 +103,10 @@ impl Store {
         Ok((reserved.into_iter().map(lease).collect(), got))
     }
 
-    /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is
-    /// not visible yet becomes visible with it. Leases of another store are aborted.
+    /// Makes filled chunks visible; returns the number of chunks that became visible.
+    ///
+    /// A chunk whose parent is not visible yet becomes visible with it; one whose parent is gone is aborted. Leases of
+    /// another store are aborted.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -108,16 +114,17 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Forgets chunks and all that hangs on them, in every tier. Pinned ones cannot be found any more and are freed with
-    /// their last pin. Returns how many are forgotten already; what hangs on a large one is forgotten piece by piece.
+    /// Removes chunks and all chunks below them from every tier. Returns the number of chunks removed so far.
+    ///
+    /// Lookups miss them from now on. Pinned chunks are freed with their last pin; large trees are removed in slices.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
 
-    /// Forgets everything in every tier. Pinned and reserved frames are freed when their owners end.
+    /// Removes everything from every tier. Pinned and reserved frames are freed when their leases end.
     ///
-    /// Nothing is found from the moment it is called. It waits some seconds at most for the disk, so that nothing comes back
-    /// after a restart either; a disk that does not answer is cleared later, and an event says so.
+    /// Lookups miss at once. Waits at most five seconds for the disk, so that a restart finds nothing either. A disk that
+    /// does not answer is cleared later, and an event reports that.
     pub fn clear(&self) {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -126,36 +133,36 @@ impl Store {
         };
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
-                state.log("the disk tier is not cleared yet; until it is, a restart finds its chunks".to_owned());
+                state.log("disk tier: not cleared yet; retrying, and until then a restart finds its chunks".to_owned());
             });
         }
     }
 
-    /// Whether a clear has not reached the disk yet.
+    /// Returns true if a clear has not reached the disk yet.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
-    /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
+    /// Restricts saves to frames below `num_frames`, because workers cannot copy to the others yet. Disk reads use any.
     pub fn limit_frames(&self, num_frames: u32) {
         self.inner.with_state(|state| state.host.limit(num_frames));
     }
 
-    /// What a person should see in the log since the last call, oldest first: each once, and not many.
+    /// Returns the log lines for the operator since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
         let mut events = self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
         events.extend(self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default());
         events
     }
 
-    /// Counters and gauges by name; all 0 after an internal failure.
+    /// Returns counters and gauges by name; all 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
 
-    /// What the store's thread does each second, now; for tests.
+    /// Runs one round of the sweeper now; for tests.
     #[doc(hidden)]
-    pub fn tend(&self) {
-        self.inner.tend();
+    pub fn sweep(&self) {
+        self.inner.sweep();
     }
 }

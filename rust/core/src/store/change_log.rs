@@ -1,52 +1,52 @@
-//! The last keys of chunks that came to a tier or left one, and how their places are told. Data only; `listener` reads it.
+//! The last keys of chunks that were added to a tier or left one. Data only; `listener` reads it.
 
 use std::collections::VecDeque;
 
 use crate::key::ChunkKey;
 
-/// In which tiers lookups find a chunk, if they find its parents.
+/// The tiers in which lookups find a chunk, if they find its parents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// In host memory.
     pub host: bool,
     /// On disk.
     pub disk: bool,
-    /// Not in host memory, but a save or a read of it is under way.
+    /// Not in host memory yet, but being saved or read.
     pub coming: bool,
 }
 
 impl Tiers {
-    /// As a number: 1 in host, 2 on disk, 4 coming.
+    /// Returns a bit set: 1 in host memory, 2 on disk, 4 coming.
     #[must_use]
     pub fn bits(self) -> u8 {
         u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)
     }
 
-    /// What [`Self::bits`] says; None for other numbers.
+    /// Inverse of [`Self::bits`]; None for other numbers.
     #[must_use]
     pub fn of_bits(bits: u8) -> Option<Self> {
         (bits < 8).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0, coming: bits & 4 != 0 })
     }
 }
 
-/// What [`Listener::changes`] has to tell.
+/// Result of [`Listener::changes`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Where chunks are now: those asked for, then those that came or went, oldest first. A key may be there twice.
+    /// Chunks asked for, then chunks that changed, oldest first, with their tiers. A key may occur twice.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// Keys were dropped before: whatever is not among the rows may have changed too.
+    /// Keys were dropped: any chunk that is not among the rows may have changed too.
     pub lost: bool,
 }
 
 impl Changes {
-    /// The answer where there is no store: everything may have changed, and nothing that was asked for is there.
+    /// The answer without a store: anything may have changed, and no tier has the chunks asked for.
     #[must_use]
     pub fn of_none(asked: &[ChunkKey]) -> Self {
         Self { rows: asked.iter().map(|key| (*key, Tiers::default())).collect(), lost: true }
     }
 }
 
-/// The last keys of chunks that came or went. They are counted, so that a listener's place is a number.
+/// See the module. Keys are numbered, so a listener's position is a number.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     pub(crate) keys: VecDeque<ChunkKey>,
@@ -69,14 +69,15 @@ impl ChangeLog {
         self.keys.push_back(key);
     }
 
-    /// Whoever listens lacks some from now on.
+    /// Drops all keys; every listener has missed some from now on.
     pub(crate) fn lose(&mut self) {
         self.first = self.end() + 1;
         self.keys.clear();
     }
 
-    /// Up to `limit` keys from the place `next` on, which moves behind them; and whether some before were dropped. Then the others
-    /// are left out too: all are asked for again once it is told.
+    /// Returns up to `limit` keys from position `next` on, and advances it; and whether earlier keys were dropped.
+    ///
+    /// If so, returns no keys: the listener queries every key it knows anyway.
     pub(crate) fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
         let lost = *next < self.first;
         let from = if lost { self.keys.len() } else { usize::try_from(*next - self.first).unwrap_or(usize::MAX) };

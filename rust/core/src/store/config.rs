@@ -1,4 +1,4 @@
-//! What a store is opened with, and the checks that need no I/O.
+//! Settings of a store, and checks that need no I/O.
 
 use std::path::PathBuf;
 
@@ -9,10 +9,10 @@ use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
-/// More than any one device is faster with.
+/// More threads make no device faster.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. Its opener has read the clock, the environment and the machine; the store does not.
+/// Settings of a store. The caller reads the clock, the environment and the machine; the store does not.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Bytes of one frame; a multiple of 4096.
@@ -21,41 +21,41 @@ pub struct StoreConfig {
     pub host_bytes: u64,
     /// Policy of each tier.
     pub eviction: Eviction,
-    /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`]. It is compared once: pages are taken
-    /// as frames are first used, so stores opened at the same time each see the same free memory. To take them all at the
-    /// start would hold it up by seconds for each 10 GiB, and a promise between processes has no owner that outlives them.
+    /// Available bytes of memory, if known: see [`crate::io::available_bytes`]. Compared once. Pages are allocated when frames
+    /// are first used, so stores that open at the same time see the same free memory. Allocating them all at the start would
+    /// take seconds per 10 GiB.
     pub available_bytes: Option<u64>,
-    /// Fingerprint of everything but content that decides KV bytes.
+    /// Fingerprint of everything except content that decides KV bytes.
     pub namespace: [u8; 32],
-    /// The disk tier, if there is one.
+    /// The disk tier, if one is configured.
     pub disk: Option<DiskSettings>,
-    /// Unix time now, in seconds: ages of chunks are kept over restarts.
+    /// Current Unix time in seconds, for expiry over restarts.
     pub now_s: u64,
-    /// What each salt may have.
+    /// Limits of each tenant.
     pub limits: TenantLimits,
 }
 
 /// How another process of this user maps the frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaInfo {
-    /// What [`crate::io::Arena::open`] takes.
+    /// Path for [`crate::io::Arena::open`].
     pub path: String,
-    /// Which arena it is: as [`crate::io::Arena::id`], for paths are used again.
+    /// Identity as in [`crate::io::Arena::id`], because paths are reused.
     pub id: u64,
     /// Bytes of one frame.
     pub frame_bytes: u64,
     /// Frames in host memory.
     pub num_frames: u32,
-    /// What every process that maps a server's arena must hold open; None for an engine's own store.
+    /// Pipe that every process that maps a server's arena must hold open; None for an embedded store.
     pub lifeline: Option<LifelineInfo>,
 }
 
-/// A pipe by which a server notices that the last process that could write to an engine's frames has ended.
+/// A pipe whose end-of-file shows a server that no process can write to an engine's frames any longer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LifelineInfo {
-    /// Where a worker opens it for writing.
+    /// Path at which a worker opens it for writing.
     pub path: String,
-    /// Its inode, for paths are used again.
+    /// Its inode, because paths are reused.
     pub id: u64,
 }
 
@@ -64,16 +64,16 @@ pub struct LifelineInfo {
 pub struct DiskSettings {
     /// Its directory (`disk_path`).
     pub dir: PathBuf,
-    /// Most bytes it may take (`disk_size`).
+    /// Its size limit in bytes (`disk_size`).
     pub cap_bytes: u64,
-    /// Threads that read and write (`disk_threads`).
+    /// Number of threads that read and write (`disk_threads`).
     pub num_threads: u32,
-    /// One line for people about the namespace.
+    /// One line that describes the namespace to operators.
     pub description: String,
 }
 
 impl DiskSettings {
-    /// What the tier is opened with; `InvalidConfig` names the setting that is wrong, and the fix.
+    /// Returns the settings of the tier. `InvalidConfig` names the wrong setting and the fix.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
             let message = format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
@@ -90,12 +90,12 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
-    /// `InvalidConfig` names the setting that is wrong, and the fix; `host_size` is what sets the host memory. Without I/O.
+    /// Checks the settings. `InvalidConfig` names the wrong setting and the fix; `host_size` names the memory setting.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.frames_in(host_size).map(drop)
     }
 
-    /// How many frames fit; `InvalidConfig` names the setting that is wrong, and the fix.
+    /// Returns the number of frames that fit. `InvalidConfig` names the wrong setting and the fix.
     pub(crate) fn num_frames(&self) -> Result<u32> {
         self.frames_in("host_size")
     }

@@ -1,4 +1,4 @@
-//! How entries come and go: a chunk that is in no tier any more is forgotten, and a forgotten one is freed with its last user.
+//! Adds chunks to the index, detaches them once no tier has them, and frees them once no user has them.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -6,7 +6,7 @@ use crate::key::SaltTag;
 use crate::store::state::State;
 
 impl State {
-    /// Enters a chunk that is in no tier yet; `saved_s` is the caller's.
+    /// Adds a chunk that no tier has yet. The caller sets `saved_s`.
     pub(crate) fn add(&mut self, new: Entry) -> ChunkId {
         let tenant = match new.parent {
             Some(parent) => self.index[parent].tenant,
@@ -19,7 +19,7 @@ impl State {
         id
     }
 
-    /// Forgets a chunk without children that can be found.
+    /// Detaches a chunk without attached children. It stays until its last user ends.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.leave_host_policy(id, Removal::Dropped);
@@ -39,7 +39,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// What was filled for a forgotten chunk is of no use: its frame is free.
+    /// Frees the frame that was filled for a detached chunk.
     pub(crate) fn drop_detached_fill(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.change_host(id, HostEvent::Leave(Removal::Dropped));
@@ -48,7 +48,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Forgets a chunk that is in no tier any more.
+    /// Detaches a chunk that no tier has any longer.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {
@@ -58,7 +58,7 @@ impl State {
         }
     }
 
-    /// Frees a detached entry that has no user any more, and those above it that only waited for it.
+    /// Frees a detached entry without users, and the detached entries above it that only waited for it.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -78,7 +78,7 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Takes a failed chunk out of host, once nothing hangs on it there; then those above it.
+    /// Takes a failed chunk without children out of host memory, and then the failed chunks above it.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];

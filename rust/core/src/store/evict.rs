@@ -1,7 +1,7 @@
-//! What a person gives up: chunks of one cache salt, or all, in host memory only or in every tier.
+//! Eviction by an operator: the chunks of one tenant, or all, in host memory only or in every tier.
 //!
-//! The walk goes over the places of entries, a slice a lock. What is saved while it goes on may stay. In host memory, children
-//! leave before their parents, as for any other eviction; in every tier, first chunks are doomed, and `remove` does the rest.
+//! The walk visits the index in slices, one per lock. Chunks that are saved meanwhile may stay. In host memory, children
+//! leave before their parents. In every tier, the walk starts the removal of first chunks, and `remove` does the rest.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,35 +18,35 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
-/// Entries looked at by one call: some 0.2 ms.
+/// Entries visited by one call: some 0.2 ms.
 const SLICE: u32 = 2048;
-/// Chunks taken out of host memory by one call.
+/// Chunks evicted from host memory by one call.
 const MAX_EVICTED: u32 = 256;
 
-/// What is to be given up.
+/// What to evict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evict {
-    /// Of this salt only.
+    /// The tenant with this salt; None for all chunks.
     pub salt: Option<SaltTag>,
-    /// What is on disk stays there, and what is on its way to disk in memory.
+    /// Keeps chunks on disk, and unwritten chunks in memory.
     pub is_host_only: bool,
 }
 
-/// How far a walk is.
+/// Progress of a walk.
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// Where to go on upwards, if the entry still is what it was.
+    /// The parent of the last evicted chunk, visited next if it is still the same entry.
     above: Option<(ChunkId, u32)>,
-    /// What the disk holds was not known yet.
+    /// Chunks on disk were not indexed yet.
     is_blind: bool,
-    /// All of it was walked; what stays is counted before this place.
+    /// The walk is complete, and chunks in use are counted up to this place.
     counted: Option<u32>,
 }
 
 impl Store {
-    /// Gives chunks up that were visible when it was called. It returns when they cannot be found any more, not even
-    /// after a restart, or at the deadline.
+    /// Evicts chunks that were visible when it was called. Returns once neither a lookup nor a restart finds them, or at
+    /// the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -70,7 +70,7 @@ impl Store {
         Evicted { is_cut_short, ..before.map_or_else(Evicted::default, |before| now - before) }
     }
 
-    /// Waits until everything forgotten so far is off the disk.
+    /// Waits until every chunk removed so far is off the disk.
     fn wait_erased(&self, deadline: Instant) -> bool {
         let Some(mark) = self.inner.with_state(State::new_ticket) else { return false };
         self.inner.wait(deadline, |state| {
@@ -81,16 +81,16 @@ impl Store {
 }
 
 impl State {
-    /// Whether nothing is on disk that was forgotten before `mark`.
+    /// Returns true if every chunk removed before `mark` is off the disk.
     fn is_erased(&self, mark: u64) -> bool {
-        let books = &self.disk;
-        let nothing_to_free = books.to_free.is_empty() && books.unfreed.is_empty() && books.freeing == 0;
+        let work = &self.disk;
+        let nothing_to_free = work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
         let is_written = |job: &JobInFlight| job.direction == Some(Direction::Write) && job.ticket < mark;
-        let nothing_else = books.num_detached_slots == 0 && books.clearing == Clearing::No && !books.is_recovering();
-        nothing_to_free && nothing_else && !books.in_flight.iter().any(is_written)
+        let nothing_else = work.num_detached_slots == 0 && work.clearing == Clearing::No && !work.is_recovering();
+        nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
     }
 
-    /// Goes on with a walk; true at its end.
+    /// Continues a walk; returns true at its end.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
         if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
@@ -111,7 +111,7 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Dooms first chunks; what hangs on those of one slice is forgotten before the next.
+    /// Starts the removal of first chunks; the trees of one slice are removed before the next slice.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -126,6 +126,7 @@ impl State {
         end == self.index.num_places() && !self.is_removing()
     }
 
+    /// Evicts chunks from host memory; returns true at the end of the walk.
     fn evict_from_host(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let mut budget = MAX_EVICTED;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
@@ -152,7 +153,7 @@ impl State {
         }
     }
 
-    /// Counts chunks that stay, for they are used or hang above one that is; true at the end.
+    /// Counts chunks that stay because they, or chunks below them, are in use; returns true at the end.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
@@ -166,7 +167,7 @@ impl State {
         end == self.index.num_places()
     }
 
-    /// Takes a chunk out of host memory, if it is not in use and nothing hangs on it there.
+    /// Evicts a chunk from host memory if it is an unused leaf; returns whether it did.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
         let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
@@ -180,8 +181,9 @@ impl State {
     }
 }
 
-/// Erases what hangs on roots of a salt, or everything, in those namespaces of a disk directory that no store has open: of names, in
-/// hex, that begin with `prefix`. `root` is that of the stores. `Io` if the directory cannot be listed.
+/// Erases the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex names begin with `prefix`.
+///
+/// `root` is that of the open stores. `Io` if the directory cannot be listed.
 pub fn erase_closed(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,

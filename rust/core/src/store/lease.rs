@@ -1,6 +1,6 @@
-//! Leases as guards: dropping a write lease aborts it, dropping a read lease unpins (I5).
+//! Leases are guards: dropping a write lease aborts it, dropping a read lease unpins its frames (I5).
 //!
-//! They hold on to the store's inside, so that a lease may outlive its `Store`. They must not know how frames are found.
+//! A lease shares the locked state, so it may outlive its `Store`.
 
 use std::sync::{Arc, PoisonError};
 
@@ -15,7 +15,7 @@ use crate::sync::Mutex;
 #[derive(Debug)]
 #[must_use = "dropping a write lease aborts it"]
 pub struct WriteLease {
-    /// None once it was committed.
+    /// None once it is committed.
     store: Option<Arc<Locked>>,
     id: ChunkId,
     reservation: Reservation,
@@ -26,17 +26,17 @@ impl WriteLease {
         Self { store: Some(store), id, reservation }
     }
 
-    /// Which chunk goes where.
+    /// Returns the chunk and its frame.
     pub fn reservation(&self) -> &Reservation {
         &self.reservation
     }
 
-    /// Whether it belongs to the store whose inside this is.
+    /// Returns true if it belongs to that store.
     pub(crate) fn is_of(&self, store: &Arc<Locked>) -> bool {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
 
-    /// Ends the lease without aborting it: the caller commits the chunk.
+    /// Ends the lease without aborting it; the caller commits the chunk.
     pub(crate) fn disarm(mut self) -> ChunkId {
         self.store = None;
         self.id
@@ -51,12 +51,12 @@ impl Drop for WriteLease {
     }
 }
 
-/// Pins on one or more prefixes. Chunks behind a prefix's host part may still be on their way from disk.
+/// Pins one or more prefixes. Chunks after a prefix's host part may still be being read from disk.
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Locked>,
-    /// None once it was released, or if the store had failed when it was taken.
+    /// None once it is released, or if the store had failed when it was taken.
     held: Mutex<Option<Vec<Held>>>,
 }
 
@@ -65,25 +65,25 @@ impl ReadLease {
         Self { store, held: Mutex::new(held) }
     }
 
-    /// How much is ready and how much is still being read, of all prefixes together. Never blocks on I/O.
+    /// Returns the progress of all prefixes together. Never waits for I/O.
     pub fn poll(&self) -> Progress {
-        self.ask(|state, held| held.iter_mut().map(|held| state.poll(held)).sum())
+        self.with_held(|state, held| held.iter_mut().map(|held| state.poll(held)).sum())
     }
 
-    /// Frames of every chunk that is ready now, prefix by prefix in order.
+    /// Returns the frames of every chunk that is ready now, prefix by prefix in order.
     pub fn frames(&self) -> Vec<LeasedFrame> {
-        self.ask(|state, held| match held {
-            [only] => state.frames(only), // as it is: copied, a long prompt's would cost a quarter more
+        self.with_held(|state, held| match held {
+            [only] => state.frames(only), // without the copy, which costs a quarter more for a long prompt
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })
     }
 
-    fn ask<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
+    fn with_held<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         held.as_mut().and_then(|held| self.store.with_state(|state| what(state, held))).unwrap_or_default()
     }
 
-    /// Unpins, as dropping does; again does nothing.
+    /// Unpins the frames, as dropping does. A second call does nothing.
     pub fn release(&self) {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(held) = held {

@@ -1,9 +1,9 @@
-//! Keys of chunks that came to a tier or left one, or were to come and do not; not what happened to them. KV events are made of them.
+//! [`Listener`]: reports which chunks were added to a tier or left one. KV events are made from it.
 //!
-//! The taker of a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
-//! entry by now, and trees that are forgotten slice by slice say nothing wrong, and the last answer of each key is true. Keys
-//! are dropped when too many wait; a listener that lacks some is told so, and asks about every key that it knows. All listeners
-//! share one queue, each with a place of its own in it, so that another one costs no memory.
+//! The change log holds keys, not events. A listener gets each key with the tiers that have its chunk at that moment, so
+//! the last answer for a key is always true: also for a chunk that was added and removed again, and while trees are being
+//! removed. Keys are dropped if too many wait; a listener that missed some is informed and queries every key it knows. All
+//! listeners share one log, each with a position in it, so another listener costs no memory.
 
 use std::sync::{Arc, PoisonError};
 
@@ -28,32 +28,32 @@ impl State {
         let row = |key| (key, self.tiers(&key));
         let mut rows: Vec<_> = asked.iter().copied().map(row).collect();
         let mut lost = false;
-        if let Some(watch) = &self.watch {
-            let (keys, has_lost) = watch.take(next, limit);
+        if let Some(log) = &self.change_log {
+            let (keys, has_lost) = log.take(next, limit);
             rows.extend(keys.map(row));
             lost = has_lost;
         }
         Changes { rows, lost }
     }
 
-    /// One listener more; returns its place.
+    /// Adds a listener; returns its position in the log.
     fn listen(&mut self, capacity: usize) -> u64 {
-        let watch = self.watch.get_or_insert_default();
-        watch.num_listeners += 1;
-        watch.capacity = watch.capacity.max(capacity).max(1);
-        watch.keys.reserve(watch.capacity - watch.keys.len()); // a queue that grows later would hold everybody up
-        watch.end()
+        let log = self.change_log.get_or_insert_default();
+        log.num_listeners += 1;
+        log.capacity = log.capacity.max(capacity).max(1);
+        log.keys.reserve(log.capacity - log.keys.len()); // growing later would hold the lock for long
+        log.end()
     }
 
     fn stop_listening(&mut self) {
-        if let Some(watch) = &mut self.watch {
-            watch.num_listeners -= 1;
+        if let Some(log) = &mut self.change_log {
+            log.num_listeners -= 1;
         }
-        self.watch.take_if(|watch| watch.num_listeners == 0);
+        self.change_log.take_if(|log| log.num_listeners == 0);
     }
 }
 
-/// Hears which chunks come and go in a store. While there is none, nothing is noted.
+/// Receives the changes of a store. Without a listener, no changes are logged.
 #[derive(Debug)]
 #[must_use = "dropping a listener ends it"]
 pub struct Listener {
@@ -62,7 +62,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Where the chunks `asked` for are now, and up to `limit` of those that came or went since this listener was last told.
+    /// Returns the tiers of the chunks `asked`, and of up to `limit` chunks that changed since the last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
@@ -77,8 +77,9 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Notes from now on which chunks come and go; what is here already is for the listener to ask. At least the last `capacity` keys
-    /// wait for it, some 32 bytes each: as many as the most that any listener asks for.
+    /// Logs changes from now on; the listener must query the chunks that are stored already.
+    ///
+    /// The log keeps at least the last `capacity` keys, of 32 bytes each, and the most that any listener requires.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

@@ -1,4 +1,4 @@
-//! Loading: pin what is in host, start reading what is on disk, and say how far it got.
+//! Loads: pin the chunks in host memory, start reading the rest from disk, and report progress.
 
 use std::iter::Sum;
 
@@ -21,20 +21,20 @@ pub enum TierName {
 /// A frame that a read lease covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeasedFrame {
-    /// Where to scatter from.
+    /// The frame to copy from.
     pub frame: FrameId,
     /// The chunk.
     pub key: ChunkKey,
-    /// Where it was.
+    /// The tier it was in when the lease was taken.
     pub tier: TierName,
 }
 
-/// How far a read lease is, in units.
+/// Progress of a read lease, in units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Ready and pinned, from position 0.
+    /// Leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Still being read behind those.
+    /// Units after those that are still being read.
     pub pending_units: u32,
 }
 
@@ -47,19 +47,19 @@ impl Sum for Progress {
     }
 }
 
-/// What a read lease holds of one prefix: a visible part, and behind it chunks that are being read.
+/// The chunks of one prefix that a read lease holds: a visible part, and after it chunks that are being read.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host: held, and with it its whole prefix, of `num_host` chunks.
+    /// The last chunk that was in host memory. Holding it pins its whole prefix, of `num_host` chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
-    /// Chunks behind it, in order, each held; those before `ready` are visible.
+    /// Chunks after it, in order, each held. The first `ready` of them are visible.
     loads: Vec<ChunkId>,
     ready: usize,
 }
 
 impl Held {
-    /// The last chunk that is ready.
+    /// Returns the last chunk that is ready.
     fn ready_end(&self) -> Option<ChunkId> {
         self.ready.checked_sub(1).map_or(self.host_end, |last| self.loads.get(last).copied())
     }
@@ -69,11 +69,11 @@ impl Held {
     }
 }
 
-/// Ancestors looked at for one that is on disk, to tell the disk that it was used.
+/// Ancestors visited to find one on disk whose use is reported to the disk policy.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the longest prefix that is in host, and wants the chunks behind it from disk.
+    /// Holds the leading chunks in host memory, and queues reads of the chunks after them.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let (host, any) = self.find(prefix);
         let mut held = Held { host_end: self.visible(prefix, host), ..Held::default() };
@@ -91,7 +91,7 @@ impl State {
         held
     }
 
-    /// Chunks between two numbers of units that come from disk, each held. What was found is right as far as `to`.
+    /// Queues reads of the units `from..to`, which were found; returns their chunks, each held, up to the first refused.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
@@ -102,7 +102,7 @@ impl State {
         loads
     }
 
-    /// Wants a chunk from disk and holds it; false if it will not come. It takes a frame only when a disk thread begins.
+    /// Queues the read of a chunk and holds it; returns false if it cannot be read. It gets a frame when the read begins.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         let is_readable = entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
@@ -119,6 +119,7 @@ impl State {
         true
     }
 
+    /// Reports the use of a prefix to the disk policy.
     fn touch_disk(&mut self, end: Option<ChunkId>) {
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
         let touched = end.and_then(|end| self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk));
@@ -127,7 +128,7 @@ impl State {
         }
     }
 
-    /// How far it is. What failed to load ends the lease there, and so does a tier that is left alone.
+    /// Returns the progress. A failed read, or a paused disk, ends the lease before that chunk.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;
@@ -142,7 +143,7 @@ impl State {
         Progress { ready_units, pending_units: last_unit - ready_units }
     }
 
-    /// Every ready chunk, from position 0.
+    /// Returns the frames of all ready chunks, in order.
     pub(crate) fn frames(&mut self, held: &mut Held) -> Vec<LeasedFrame> {
         self.poll(held);
         let Some(end) = held.ready_end() else { return Vec::new() };
@@ -156,7 +157,7 @@ impl State {
         frames
     }
 
-    /// Gives up the loads from the `keep`th on, deepest first: reads that have not begun end with their last lease.
+    /// Releases the reads from the `keep`th on, deepest first. A read that has not begun is cancelled with its last lease.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
@@ -166,7 +167,7 @@ impl State {
         self.stats.pins -= before - held.num_pins();
     }
 
-    /// Ends a lease. Reads under way go on: what they bring is found by others.
+    /// Ends a lease. Reads in flight continue, and later lookups find their chunks.
     pub(crate) fn release(&mut self, mut held: Held) {
         self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();

@@ -1,4 +1,6 @@
-//! What the store, its leases and its disk threads share: the books behind one lock, and how to wait for them.
+//! The store's state behind its lock, with the condition variables, the clock and the disk tier.
+//!
+//! Shared by the store, its leases and its threads.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -10,30 +12,30 @@ use crate::store::state::State;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
 
-/// Longest sleep of a thread that waits for the disk before it looks again.
+/// Longest sleep of a caller that waits for the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
-/// Time since some moment before; it never goes back.
+/// Returns the time since a fixed moment; monotonic.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
 pub(crate) struct Locked {
     pub(crate) state: Mutex<State>,
-    /// There are jobs.
+    /// Signaled when there are disk jobs.
     pub(crate) work: Condvar,
-    /// A job ended.
+    /// Signaled when a disk job ends.
     pub(crate) idle: Condvar,
-    /// Time to look at limits, or the end.
-    pub(crate) tend: Condvar,
-    /// None while it is not open. It changes only while no job is under way; its lock is taken last.
+    /// Signaled when the store closes; the sweeper sleeps on it.
+    pub(crate) sweep: Condvar,
+    /// None while the tier is not open. It changes only while no job is in flight. This lock is taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Arc<Opener>>,
-    /// A first try that takes long, for a disk thread to wait for.
-    pub(crate) late: Mutex<Option<Opening>>,
+    /// A slow first attempt to open the tier, for a disk thread to wait for.
+    pub(crate) slow_opening: Mutex<Option<Opening>>,
     pub(crate) clock: Clock,
     pub(crate) arena: ArenaInfo,
 }
 
-/// Wakes the disk threads when a panic poisons the lock: they would wait for work that cannot come.
+/// Wakes the disk threads when a panic poisons the lock; they would wait for work that cannot come.
 struct WakeOnPanic<'a>(&'a Condvar);
 
 impl Drop for WakeOnPanic<'_> {
@@ -45,25 +47,25 @@ impl Drop for WakeOnPanic<'_> {
 }
 
 impl Locked {
-    /// The tier, while it is open.
+    /// Returns the disk tier, if it is open.
     pub(crate) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Replaces the tier; returns the one before.
+    /// Replaces the disk tier; returns the previous one.
     pub(crate) fn change_tier(&self, new: Option<Arc<dyn LocalTier>>) -> Option<Arc<dyn LocalTier>> {
         std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
     }
 
-    /// The books, with the time; None from a panic under the lock on.
+    /// Locks the state and advances its clock; None after a panic under the lock.
     pub(crate) fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
         Some(state)
     }
 
-    /// Works on the books, then forgets a slice of what is to be forgotten and wakes the disk threads if there is something to
-    /// do. None after a failure.
+    /// Calls `work` under the lock, then removes a slice of the trees to remove and wakes the disk threads if there are
+    /// jobs. None after a panic under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -79,12 +81,14 @@ impl Locked {
         Some(result)
     }
 
-    /// As `with_state`, but None for a closed store too.
+    /// As [`Self::with_state`]; also None for a closed store.
     pub(crate) fn with_open_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         self.with_state(|state| (!state.closed).then(|| work(state))).flatten()
     }
 
-    /// Waits until `done` says so, the deadline, or `done` has no hope (None); true if done. False at once after a failure.
+    /// Waits until `done` returns true (returns true) or None (it cannot be met), or until the deadline.
+    ///
+    /// Returns false at once after a panic under the lock.
     pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
         loop {
             let Some(mut state) = self.lock() else { return false };
@@ -97,7 +101,7 @@ impl Locked {
                 Some(false) => {}
                 answer => return answer.is_some(),
             }
-            // Only ends of jobs are announced; what else may change the answer is looked for now and then.
+            // Only the end of a job is signaled; other changes are polled.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }

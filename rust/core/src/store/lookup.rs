@@ -1,7 +1,7 @@
-//! How much of a prefix is here. Presence is monotone in each tier, so a few probes find its end.
+//! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find its end.
 //!
-//! While chunks are being forgotten presence has gaps, and a record on disk may lie about its place: so what was found is
-//! compared on the way up to the root, once for each chunk.
+//! While trees are being removed presence has gaps, and a record on disk may claim a wrong place. So the chunks found are
+//! compared with the prefix up to the root, once per chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
@@ -13,10 +13,10 @@ use crate::store::state::State;
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the units, from unit `first` on; fewer than 2^32.
+    /// Keys of the units from `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Units whose keys are left out. If there are any, the first key has to end a chunk that [`Store::anchors`] knows: without
-    /// it, nothing of the prefix is found. Only for lookups and leases.
+    /// Number of leading units whose keys are left out, for lookups and leases only. If it is not 0, the first key must
+    /// be one that [`Store::anchors`] reports as proven; otherwise nothing of the prefix is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -29,22 +29,22 @@ impl<'a> From<&'a KeyChain> for Prefix<'a> {
 }
 
 impl<'a> Prefix<'a> {
-    /// With all its keys.
+    /// A prefix with all its keys.
     pub fn new(root: ChunkKey, keys: &'a [ChunkKey]) -> Self {
         Self { root, keys, first: 0 }
     }
 
-    /// Units that it has, those without keys too.
+    /// Returns its number of units, including those without keys.
     pub fn num_units(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// The key of its first `num_units` units, 0 for none; it must not be left out.
+    /// Returns the key of its first `num_units` units, which must not be left out; the root key for 0.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
 
-    /// Units up to its first key, if some are left out before that; and the key.
+    /// Returns its first key and the number of units up to it, if keys are left out.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -54,14 +54,14 @@ impl<'a> Prefix<'a> {
 /// How many of a prefix's anchors are stored; see [`Store::anchors`](super::Store::anchors).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Anchors {
-    /// Those whose way up is known to be right: a prefix may begin with the last of them.
+    /// Leading anchors that are proven: a prefix may start at the last of them.
     pub num_known: u32,
-    /// Those that are stored.
+    /// Leading anchors that are stored.
     pub num_stored: u32,
 }
 
 impl State {
-    /// The entry of the chunk that ends the first `end` units, if a lease may use its frame.
+    /// Returns the chunk that ends the first `end` units, if it is visible in host memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -76,43 +76,43 @@ impl State {
         }
     }
 
-    /// The entry of the chunk that ends the first `end` units with `key`, if it is `present`, not too old, and its shape is right.
+    /// Returns the chunk that ends the first `end` units with `key`, if it is `present`, not expired and at that depth.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
         (entry.depth + 1 == end && !self.is_expired(entry) && present(entry)).then_some(id)
     }
 
-    /// In host, or on a disk that can be read.
+    /// Returns a predicate for chunks in host memory or on a disk that accepts reads.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
         let answers = self.disk.answers(self.now);
         move |entry| entry.host.is_visible() || answers && entry.disk.is_stored()
     }
 
-    /// How many of `anchors` are stored: numbers of units of one prefix and their keys, in order.
+    /// Counts the leading anchors that are stored and those that are proven; see [`super::Store::anchors`].
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
         let is_stored = self.is_stored();
         let at = |nth: u32| anchors[nth as usize];
         let num_stored = leading(num, |nth| self.get(&at(nth).1, at(nth).0, is_stored).is_some());
-        Anchors { num_stored, num_known: leading(num_stored, |nth| self.knows(at(nth)).is_some()) }
+        Anchors { num_stored, num_known: leading(num_stored, |nth| self.find_proven(at(nth)).is_some()) }
     }
 
-    /// A chunk that is stored, if all above it is known to be what its keys say.
-    fn knows(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
-        let is_known = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
+    /// Returns the chunk of an anchor, if it is stored and it and all chunks above it are proven.
+    fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
+        let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
         if self.is_removing() {
             return None;
         }
-        self.get(&key, end, |entry| is_known(entry) && is_stored(entry))
+        self.get(&key, end, |entry| is_proven(entry) && is_stored(entry))
     }
 
-    /// Leading units in host memory, and in host memory or on a readable disk. Removes chunks that are not what their keys say.
+    /// Returns the leading units in host memory, and those stored in any tier. Removes chunks that are not the prefix's.
     pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
         let mut prefix = *prefix;
-        if prefix.first > 0 && prefix.base().and_then(|base| self.knows(base)).is_none() {
-            return (0, 0); // what its keys say of the blocks before cannot be compared
+        if prefix.first > 0 && prefix.base().and_then(|base| self.find_proven(base)).is_none() {
+            return (0, 0); // the units before the first key cannot be compared
         }
         loop {
             let (host, any) = self.find_present(&prefix);
@@ -128,7 +128,7 @@ impl State {
         (self.find_end(prefix, stored, |entry| entry.host.is_visible()), stored)
     }
 
-    /// How many of the first `most` units are `present`.
+    /// Returns how many of the first `most` units are `present`.
     fn find_end(&self, prefix: &Prefix<'_>, most: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
         let base = prefix.base();
         if let Some((_, key)) = base.filter(|(end, key)| self.get(key, *end, present).is_none()) {
@@ -143,15 +143,15 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// The highest of the chunks found that is not this prefix's: it is being forgotten, or a forged record says that it is
-    /// elsewhere than its key does. What was compared once need not be again.
+    /// Returns the depth of the highest chunk found that is not this prefix's, because it is being removed or because a
+    /// record on disk claims a wrong place. Chunks that compared well are proven and not compared again.
     fn first_unsound(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         let end = self.index.get(&prefix.key_of(units))?;
         let (is_removing, base) = (self.is_removing(), prefix.base());
         let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), units);
         for id in self.index.ancestry(end) {
             let entry = &self.index[id];
-            // The base was looked at before anything was doomed, and before it there are no keys to compare.
+            // The base was proven before this lookup, and there are no keys before it to compare.
             if entry.proven && (!is_removing || base == Some((behind, entry.key))) {
                 break;
             }
@@ -180,7 +180,7 @@ impl State {
     }
 }
 
-/// How many of 0..num hold, where none holds behind one that does not: all, or gallop and halve.
+/// Returns how many of `0..num` hold, if none holds after one that does not. Probes the last, then gallops and bisects.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;

@@ -1,4 +1,4 @@
-//! A store's life: what it is made of, how it is opened, and how it ends.
+//! [`Store`]: open, flush and close.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,18 +17,18 @@ use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
-/// Longest wait for disk threads that are inside a job when the store ends.
+/// Longest wait for disk threads that are running a job when the store closes.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
-/// Longest that an engine waits for its disk, which may hang, before it has host memory alone.
+/// Longest time that an engine waits for its disk to open before it starts with host memory only.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same beside others, on a server: its other calls wait meanwhile.
-const FIRST_TIMEOUT_BESIDE: Duration = Duration::from_secs(1);
-/// Chunks on disk that the index has room for from the start.
+/// The same on a server, where calls of other namespaces wait meanwhile.
+const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
+/// Most chunks on disk for which the index reserves room when the store opens.
 const MAX_RESERVED: usize = 1 << 24;
 
-/// Host arena, optional disk tier and index of one process. All methods take `&self` and may be called from any thread.
+/// Host arena, optional disk tier and index of one namespace. All methods may be called from any thread.
 ///
-/// Dropping it stops the disk threads after their job at hand; what was not on disk by then is not there.
+/// Dropping it stops the disk threads after their current job; chunks that were not written by then are lost.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Locked>,
@@ -36,21 +36,22 @@ pub struct Store {
 }
 
 impl Store {
-    /// Takes the memory and opens the disk tier. `InvalidConfig` names the setting that is wrong; `Io` if the system refuses
-    /// memory or threads. A disk tier that cannot be opened for another reason (another owner, an I/O error) is an event, and
-    /// is tried again while the store serves from host memory; one that takes long to open is waited for for ten seconds.
+    /// Allocates host memory and opens the disk tier, waiting at most ten seconds for the disk.
+    ///
+    /// If the disk tier cannot be opened (another process has it, an I/O error), the store logs an event, serves from
+    /// host memory and retries. `InvalidConfig` names the wrong setting; `Io` if the system refuses memory or threads.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         let opener = Self::opener(config, &Arc::default())?;
         Self::with_tier(config, opener, Self::clock())
     }
 
-    /// As [`Self::open`], with another clock, and another disk for which `config.disk` says how many threads and chunks it has.
+    /// As [`Self::open`], with a given clock and disk tier; `config.disk` sets the tier's threads and capacity.
     #[doc(hidden)]
     pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
         Self::build(config, None, opener, clock)
     }
 
-    /// Of time since the machine was booted, suspended or not: what is too old after a day is so, too, if most of it was slept.
+    /// Returns a clock that also counts while the machine is suspended, so that chunks expire meanwhile.
     pub(crate) fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -60,10 +61,10 @@ impl Store {
         Box::new(move || now().saturating_sub(start))
     }
 
-    /// What opens the disk tier, if there is one.
+    /// Returns the function that opens the disk tier, if one is configured.
     pub(crate) fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
-        config.num_frames()?; // before a directory is made for a store that cannot be
+        config.num_frames()?; // an invalid store must not create a directory
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
         Ok(Some(Box::new(move || {
             let (disk, found) = DiskTier::open_beside(&tier, &root)?;
@@ -104,9 +105,9 @@ impl Store {
         state.update_bases();
         let (mut disk, opener) = (None, opener.map(Arc::new));
         let opening = opener.as_ref().map(Opening::begin).transpose()?;
-        let timeout = if share.is_some() { FIRST_TIMEOUT_BESIDE } else { FIRST_TIMEOUT };
+        let timeout = if share.is_some() { FIRST_TIMEOUT_ON_SERVER } else { FIRST_TIMEOUT };
         let first = opening.as_ref().and_then(|opening| opening.wait(timeout));
-        let late = Mutex::new(opening.filter(|_| first.is_none()));
+        let slow_opening = Mutex::new(opening.filter(|_| first.is_none()));
         match first {
             None if opener.is_some() => state.open_later(timeout),
             None => {}
@@ -122,14 +123,14 @@ impl Store {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
-            tend: Condvar::new(),
+            sweep: Condvar::new(),
             disk: Mutex::new(disk),
             opener,
-            late,
+            slow_opening,
             clock,
             arena,
         });
-        // Dropped with what threads it has, should one more not start.
+        // If a thread does not start, dropping the store stops those that did.
         let mut store = Self { inner, threads: Mutex::default() };
         let threads = store.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         for nth in 0..num_threads {
@@ -141,8 +142,9 @@ impl Store {
         Ok(store)
     }
 
-    /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline, or
-    /// as soon as it cannot be met because the disk is left alone for longer.
+    /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the disk.
+    ///
+    /// Returns false at the deadline, or as soon as the deadline cannot be met because the disk is paused beyond it.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -153,14 +155,15 @@ impl Store {
         self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
     }
 
-    /// Stops serving (lookups miss, reservations are dropped), writes what still has to get to disk until the timeout, and
-    /// stops the disk threads; one that hangs is left behind, and ends by itself. Leases end as before. Again does nothing.
+    /// Stops serving (lookups miss, reservations fail), writes unwritten chunks until the timeout, and stops the threads.
+    ///
+    /// A disk thread that hangs is detached and ends by itself. Leases stay valid. A second call does nothing.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);
         self.inner.with_state(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
-        self.inner.tend.notify_all();
+        self.inner.sweep.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.tier() {

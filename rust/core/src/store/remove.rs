@@ -1,19 +1,20 @@
-//! Forgetting: at once for the caller, in slices for the books.
+//! Removes trees of chunks: at once for lookups, in slices for the index and the tiers.
 //!
-//! A *doomed* chunk has no key any more; it and all below it are walked depth-first, children before parents as the policies
-//! are promised, a slice a call. Until then a chunk below it still has its key: lookups and reservations look at the whole
-//! way up while anything is doomed. A clear takes all keys away at once; the index remembers the trees that it left.
+//! The root of a tree that is being removed loses its key at once. The tree is then walked depth-first, children before
+//! parents as the policies require, one slice per call. Chunks below the root keep their keys until the walk reaches
+//! them, so lookups and reservations check all ancestors while trees are being removed. A clear takes all keys at once;
+//! the index keeps the roots of the trees that are left.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Most keys that are remembered until it is known what the disk holds; beyond, it is not used.
+/// Most keys that are kept until the chunks of the disk are indexed. With more, the disk is cleared.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
-    /// Forgets chunks and all that hangs on them; returns how many are gone already.
+    /// Removes chunks and all chunks below them; returns the number removed so far.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         if self.disk.is_recovering() {
             self.reject(keys);
@@ -26,22 +27,22 @@ impl State {
         self.remove_slice()
     }
 
-    /// Chunks that must not come back with what the disk turns out to hold.
+    /// Rejects chunks that the disk may hold and that are not indexed yet.
     fn reject(&mut self, keys: &[ChunkKey]) {
-        let books = &mut self.disk;
-        if books.clearing == Clearing::No {
-            books.rejected.extend(keys);
+        let work = &mut self.disk;
+        if work.clearing == Clearing::No {
+            work.rejected.extend(keys);
         }
-        if books.rejected.len() > MAX_REJECTED {
-            books.rejected.clear();
-            books.to_free.extend(books.found.drain(..).map(|entry| entry.slot));
-            if books.attached != Attached::Yes {
-                books.clearing = Clearing::Wanted;
+        if work.rejected.len() > MAX_REJECTED {
+            work.rejected.clear();
+            work.to_free.extend(work.found.drain(..).map(|entry| entry.slot));
+            if work.attached != Attached::Yes {
+                work.clearing = Clearing::Wanted;
             }
         }
     }
 
-    /// Forgets everything: nothing is found from now on.
+    /// Removes everything; lookups miss at once.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
         self.note_all();
@@ -54,39 +55,39 @@ impl State {
         self.remove_slice();
     }
 
-    /// Whether chunks are still to be forgotten.
+    /// Returns true while trees are being removed.
     pub(crate) fn is_removing(&self) -> bool {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// No key leads to the chunk from now on; it and all below it are forgotten in slices.
+    /// Takes a chunk's key away at once; removes the chunk and all chunks below it in slices.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }
 
-    pub(crate) fn remove_tree_for(&mut self, id: ChunkId, why: Cause) {
+    pub(crate) fn remove_tree_for(&mut self, id: ChunkId, cause: Cause) {
         if !self.index[id].removing && !self.index[id].detached {
             self.index.unmap(id);
             self.index[id].removing = true;
             self.note_change(id);
-            self.push_subtree(id, why);
+            self.push_subtree(id, cause);
         }
     }
 
-    fn push_subtree(&mut self, id: ChunkId, why: Cause) {
-        self.removals.push(Subtree { id, generation: self.index[id].generation, why });
+    fn push_subtree(&mut self, id: ChunkId, cause: Cause) {
+        self.removals.push(Subtree { id, generation: self.index[id].generation, cause });
     }
 
-    /// Forgets as much as one call may take time for; returns how many chunks.
+    /// Removes one slice; returns the number of chunks removed.
     pub(crate) fn remove_slice(&mut self) -> u64 {
         self.remove_some(self.slice)
     }
 
-    /// Forgets about `budget` chunks of those that are doomed; returns how many.
+    /// Removes up to `budget` chunks; returns the number removed.
     pub(crate) fn remove_some(&mut self, budget: usize) -> u64 {
-        let mut forgotten = 0;
+        let mut removed = 0;
         for _ in 0..budget {
-            let Some(&Subtree { id, generation, why }) = self.removals.last() else {
+            let Some(&Subtree { id, generation, cause }) = self.removals.last() else {
                 let Some(root) = self.index.old_root() else { break };
                 self.push_subtree(root, Cause::Clear);
                 continue;
@@ -94,20 +95,20 @@ impl State {
             if !self.index.is_same(id, generation) || self.index[id].detached {
                 self.removals.pop();
             } else if let Some(child) = self.index[id].first_child {
-                self.push_subtree(child, why);
+                self.push_subtree(child, cause);
             } else {
                 self.removals.pop();
-                match why {
+                match cause {
                     Cause::Discard => self.stats.discards += 1,
                     Cause::Clear => self.stats.cleared += 1,
                     Cause::Evict => self.evicted.count(&self.index[id]),
                     Cause::Age => self.stats.expired += 1,
                 }
                 self.detach(id);
-                self.evicted.num_in_use += u64::from(why == Cause::Evict && self.index.is_same(id, generation));
-                forgotten += 1;
+                self.evicted.num_in_use += u64::from(cause == Cause::Evict && self.index.is_same(id, generation));
+                removed += 1;
             }
         }
-        forgotten
+        removed
     }
 }

@@ -1,4 +1,4 @@
-//! Saving: reserve a frame, then commit or abort.
+//! Saves: reserve a frame, then commit or abort it.
 
 use std::ops::Range;
 
@@ -15,13 +15,13 @@ use crate::{Error, ErrorKind, Result};
 /// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reservation {
-    /// Number of this reservation, never used again by this store.
+    /// Number of this reservation, unique in this store.
     pub ticket: u64,
-    /// Where to gather to.
+    /// The frame to copy to.
     pub frame: FrameId,
-    /// The chunk's key.
+    /// The key of the chunk.
     pub key: ChunkKey,
-    /// The chunk's unit, counted as in the request's range.
+    /// The unit of the chunk in the prefix.
     pub unit: u32,
 }
 
@@ -30,7 +30,7 @@ pub struct Reservation {
 pub struct Got {
     /// Chunks that have to be filled.
     pub num_reserved: usize,
-    /// Chunks without a frame or a parent; of those that are not attached, all behind the first of them.
+    /// Chunks without a frame or a parent; unless chunks are attached, also all chunks after the first of them.
     pub num_dropped: u32,
 }
 
@@ -41,8 +41,8 @@ pub struct ToSave<'a> {
     pub prefix: Prefix<'a>,
     /// Units of the prefix, one chunk each.
     pub units: Range<u32>,
-    /// Each chunk's parent is the root, as in sliding-window and Mamba groups; a chunk without a frame does not end the save.
-    /// A key behind the range's is that of the chunk at the end of the same prefix in a full-attention group.
+    /// Each chunk's parent is the root, as in sliding-window and Mamba groups. A chunk without a frame does not end the
+    /// save. A key after the range's is that of the chunk which ends the same prefix in a full-attention group.
     pub is_attached: bool,
 }
 
@@ -63,28 +63,28 @@ impl ToSave<'_> {
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
 
-    /// Chunks to save.
+    /// Returns the number of units to save.
     pub fn num_units(&self) -> u32 {
         self.units.end.saturating_sub(self.units.start)
     }
 }
 
-/// Cause a chunk gets no frame.
+/// Why a chunk gets no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
-    /// There is none, or no parent.
+    /// No frame is available, or its parent has none.
     NoPlace,
-    /// Its tenant has as many as it may, and none of those may go.
+    /// Its tenant is at its quota, and none of its chunks may be evicted.
     Quota,
 }
 
 impl State {
-    /// Reserves what is missing of a range, which must be the prefix's, into `reserved`.
+    /// Reserves frames for the missing chunks of a checked range and adds them to `reserved`.
     pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
         let ToSave { prefix, ref units, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
-        let beside = prefix.keys.get(units.end as usize).filter(|_| is_attached);
-        let mut above = None; // the chunk before, once it is known to be there
+        let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
+        let mut above = None; // the previous chunk, if it is in host memory
         for unit in units.clone() {
             let key = prefix.key_of(unit + 1);
             let new = if is_attached {
@@ -102,7 +102,7 @@ impl State {
             match self.reserve_one(new, parent, own) {
                 Ok((id, frame)) => {
                     above = Some(id).filter(|_| !is_attached);
-                    if let Some(end) = beside.and_then(|key| self.index.get(key)) {
+                    if let Some(end) = with.and_then(|key| self.index.get(key)) {
                         self.keep_with(id, end);
                     }
                     let ticket = self.new_ticket();
@@ -122,7 +122,7 @@ impl State {
         Got { num_reserved: reserved.len() - before, num_dropped }
     }
 
-    /// Looks at what saves of `asked` will look at first: these reads do not wait for each other, as those of the saves do.
+    /// Loads the first entries of each save into the CPU cache. The saves' own reads would wait for each other.
     pub(crate) fn warm(&self, asked: &[ToSave<'_>]) {
         let found = asked.iter().filter(|each| !each.units.is_empty()).map(|ToSave { prefix, units, .. }| {
             let ids = [units.start, units.start + 1].map(|num_units| self.index.get(&prefix.key_of(num_units)));
@@ -131,12 +131,13 @@ impl State {
         std::hint::black_box(found.fold(0, |sum, [parent, own]| sum ^ parent ^ own));
     }
 
-    /// The entry of the parent's key.
+    /// Returns the chunk with the parent's key.
     fn parent_of(&self, new: &Entry) -> Option<ChunkId> {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// The entry that the chunk has already. What has its key but hangs elsewhere is being forgotten, or was forged on disk.
+    /// Returns the chunk's entry, if it has one. An entry with its key in another place is being removed, or was forged on
+    /// disk, and is removed.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
@@ -148,12 +149,12 @@ impl State {
         Some(id)
     }
 
-    /// Whether the chunk is in host or being filled.
+    /// Returns true if the chunk is in host memory or being filled.
     fn is_there(&self, id: ChunkId) -> bool {
         self.index[id].host.frame().is_some()
     }
 
-    /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
+    /// Reserves a frame for a chunk whose parent has one. Replaces a read of the chunk that has not begun.
     fn reserve_one(
         &mut self,
         new: Entry,
@@ -172,14 +173,14 @@ impl State {
         let frame = self.take_frame_under(parent, room, FrameFor::Save).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
-        let own = own.and_then(|_| self.index.get(&new.key)); // what gave its frame up may have taken it along
+        let own = own.and_then(|_| self.index.get(&new.key)); // the eviction may have removed it
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
         self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))
     }
 
-    /// `id`, which has a frame, is kept beside the prefix that ends with `end`: where that goes on, both are likely to be used again.
+    /// Keeps `id` as long as the prefix that ends with `end`, if that prefix is likely to be used again.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none() || !self.host_policy.goes_on(end, num_chunks) {
@@ -194,7 +195,7 @@ impl State {
         }
     }
 
-    /// Ends a write lease; false if its chunk was forgotten meanwhile, and so is aborted.
+    /// Ends a write lease; aborts it and returns false if its chunk was removed meanwhile.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
         self.stats.write_leases -= 1;
         if !self.index[id].detached {
@@ -205,17 +206,17 @@ impl State {
         false
     }
 
-    /// A reserved chunk is filled; returns how many chunks became visible by it.
+    /// Commits a filled chunk; returns the number of chunks that became visible.
     pub(crate) fn commit(&mut self, id: ChunkId) -> u32 {
         if !self.end_write_lease(id) {
             return 0;
         }
-        let risen = self.fill(id);
-        self.stats.commits += u64::from(risen);
-        risen
+        let num_visible = self.fill(id);
+        self.stats.commits += u64::from(num_visible);
+        num_visible
     }
 
-    /// A reserved chunk will not be filled.
+    /// Aborts a reserved chunk.
     pub(crate) fn abort(&mut self, id: ChunkId) {
         if self.end_write_lease(id) {
             self.stats.aborts += 1;

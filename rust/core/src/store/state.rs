@@ -1,7 +1,6 @@
-//! All that the store's one lock guards. Data, and what is asked of all of it; whatever moves a chunk is above.
+//! Everything that the store's lock guards, as data. The other files of the store add methods to [`State`].
 //!
-//! `host`, `disk` and `entries` are the small moves, `filling`, `frames`, `slots` and `forget` are made of those, and everything
-//! else (save, load, disk threads) of both. `frames_reserved + frames_visible + free = all` (I8).
+//! Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,20 +16,20 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::{Grid, HostTier};
 use crate::units::micros;
 
-/// Chunks forgotten by one call: some 0.2 ms.
+/// Chunks removed by one call: some 0.2 ms.
 const SLICE: usize = 256;
-/// Most lines for people that wait to be taken.
+/// Most log lines that wait for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
 
-/// The top of a tree that is walked.
+/// The root of a tree of chunks that is being removed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Subtree {
     pub(crate) id: ChunkId,
     pub(crate) generation: u32,
-    pub(crate) why: Cause,
+    pub(crate) cause: Cause,
 }
 
-/// Who asked for it, for the counts.
+/// Why a chunk is removed: which counter it belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -39,11 +38,11 @@ pub(crate) enum Cause {
     Age,
 }
 
-/// When trees expire: first chunks, and others that expire before their parents.
+/// When trees of chunks expire: first chunks, and chunks that expire before their parents.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
-/// The index, the tiers' books and the policies.
+/// The index, the tiers and the policies.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) index: Index,
@@ -52,33 +51,33 @@ pub(crate) struct State {
     pub(crate) disk: DiskWork,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
-    /// Time since the store was opened, as the last caller read it.
+    /// Time since the store was opened, read by the last caller.
     pub(crate) now: Duration,
-    /// Seconds of Unix time now, and when the store was opened.
+    /// Unix time in seconds, now and when the store was opened.
     pub(crate) unix_s: u32,
     pub(crate) opened_s: u32,
     pub(crate) closed: bool,
-    /// What a person should see.
+    /// Log lines for the operator.
     pub(crate) events: Vec<String>,
-    /// Keys of chunks that came to a tier or left one; None unless the store is watched.
-    pub(crate) watch: Option<ChangeLog>,
-    /// Children that came to host before their parent was visible.
+    /// Keys of chunks that were added to a tier or left one; None without a listener.
+    pub(crate) change_log: Option<ChangeLog>,
+    /// Children that came to host memory before their parent was visible.
     pub(crate) waiters: Waiters,
-    /// Chunks to forget with all below them: a stack, walked in slices.
+    /// Trees to remove: a stack, walked in slices.
     pub(crate) removals: Vec<Subtree>,
-    /// Chunks forgotten by one call.
+    /// Chunks removed by one call.
     pub(crate) slice: usize,
-    /// Forgotten by `evict` so far.
+    /// Result of all evictions by an operator so far.
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,
-    /// Slabs that are emptied for other stores.
+    /// Slabs that are being emptied for other stores.
     pub(crate) drains: Drains,
     next_ticket: u64,
 }
 
 impl State {
-    /// Without a disk, until one is attached.
+    /// Returns an empty state, without a disk until one is attached.
     pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>, disk_policy: Box<dyn Policy>) -> Self {
         Self {
             index: Index::default(),
@@ -92,7 +91,7 @@ impl State {
             opened_s: 0,
             closed: false,
             events: Vec::new(),
-            watch: None,
+            change_log: None,
             waiters: Waiters::default(),
             removals: Vec::new(),
             slice: SLICE,
@@ -109,23 +108,23 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Notes what a person should see; what is too much is dropped.
+    /// Adds a log line for the operator; drops it if too many wait.
     pub(crate) fn log(&mut self, event: String) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }
     }
 
-    /// Looks at the time: operations that hang open the breakers.
+    /// Advances the clock; disk operations that hang open the breakers.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
         self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
         if self.disk.find_hangs(self.now) {
-            self.log("the disk tier hangs, and is left alone for a while".to_owned());
+            self.log("disk tier: not responding; pausing it and retrying in the background".to_owned());
         }
     }
 
-    /// Every number, as it is now.
+    /// Returns all counters and gauges.
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
         let (frames_total, frames_free) = host.num_frames();
@@ -147,15 +146,15 @@ impl State {
         }
     }
 
-    /// The chunk came to a tier or left one, or its key does not lead to it any more.
+    /// Logs a key whose chunk was added to a tier or left one, or that no longer leads to its chunk.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
-        if let Some(watch) = &mut self.watch {
-            watch.push(self.index[id].key);
+        if let Some(log) = &mut self.change_log {
+            log.push(self.index[id].key);
         }
     }
 
-    /// Anything may have changed.
+    /// Logs that any chunk may have changed.
     pub(crate) fn note_all(&mut self) {
-        self.watch.iter_mut().for_each(ChangeLog::lose);
+        self.change_log.iter_mut().for_each(ChangeLog::lose);
     }
 }

@@ -1,10 +1,10 @@
-//! The store's numbers, by name; and what giving chunks up came to.
+//! Counters and gauges of the store, and the result of an eviction by an operator.
 
 use std::ops::{AddAssign, Sub};
 
 use crate::index::Entry;
 
-/// A struct of numbers that can name them.
+/// Defines a struct of numbers that can be listed by name.
 macro_rules! numbers {
     ($(#[$about:meta])* struct $name:ident { $($(#[$what:meta])* $field:ident,)+ }) => {
         $(#[$about])*
@@ -21,73 +21,73 @@ macro_rules! numbers {
 }
 
 numbers! {
-/// Counters since the store was opened, which only grow, then gauges. Those that nothing else counts are kept here; the others
-/// are filled in when somebody asks. Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
+/// Counters since the store was opened, then gauges. Gauges that are counted elsewhere are filled in by `State::stats`.
+/// Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 struct Stats {
     /// Chunks that became visible after a save.
     commits,
-    /// Reservations that came to nothing: aborted, dropped, or their parent was gone.
+    /// Reservations that were aborted or dropped, or whose parent was gone.
     aborts,
-    /// Chunks that `reserve` could give no frame or that had no parent, each time that it was asked for them.
+    /// Chunks that `reserve` refused because no frame or no parent was available, once per attempt.
     reserve_dropped,
-    /// Chunks that left host memory to make room.
+    /// Chunks evicted from host memory.
     host_evictions,
-    /// Chunks forgotten by `discard` and for proven damage, with all that hung on them.
+    /// Chunks removed by `discard` or because of proven damage, with all chunks below them.
     discards,
-    /// Chunks forgotten by `clear`.
+    /// Chunks removed by `clear`.
     cleared,
-    /// Chunks forgotten by `evict`, or taken out of host memory by it.
+    /// Chunks that an operator evicted from all tiers or from host memory.
     evicted,
-    /// Chunks that left the disk to make room.
+    /// Chunks evicted from disk.
     disk_evictions,
-    /// Chunks of those in `host_evictions` that left because their own salt had its quota.
+    /// The part of `host_evictions` for a tenant at its quota.
     quota_evictions,
-    /// The same of `disk_evictions`.
+    /// The part of `disk_evictions` for a tenant at its quota.
     quota_disk_evictions,
-    /// Tries, each of one chunk, that got no frame or no place on disk because its salt had its quota and nothing of its own could
-    /// go. A chunk that is tried again counts again: to know it, the store would have to keep the keys of what it does not have.
+    /// Attempts to save, load or write a chunk that failed because its tenant was at its quota and none of its chunks could
+    /// be evicted. Repeated attempts count again.
     quota_dropped,
-    /// Chunks forgotten because they were saved too long ago, those found on disk among them.
+    /// Chunks removed because they expired, including those found on disk.
     expired,
-    /// Chunks that could not get to disk: they left host memory first, their parent did not get there, no slot may be freed, or
-    /// the file system is full.
+    /// Chunks that were not written to disk: they were evicted first, their parent was not written, no slot could be freed,
+    /// or the file system was full.
     disk_dropped,
-    /// Chunks of those that left host memory before they were written.
+    /// The part of `disk_dropped` that was evicted before it was written.
     disk_unwritten,
     /// Chunks found on disk when the store was opened.
     disk_recovered,
     /// Chunks written to disk.
     disk_writes,
-    /// Bytes of those.
+    /// Bytes written to disk.
     disk_bytes_written,
     /// Microseconds that disk threads spent writing.
     disk_write_us,
-    /// Writes that the system refused other than for lack of space, and slots that could not be freed.
+    /// Failed writes, except for lack of space, and slots that could not be freed.
     disk_write_errors,
-    /// Times that the disk directory was removed or moved while it was open.
+    /// Times the disk directory was removed or moved while it was open.
     disk_removals,
     /// Chunks read from disk.
     disk_reads,
-    /// Bytes of those.
+    /// Bytes read from disk.
     disk_bytes_read,
     /// Microseconds that disk threads spent reading.
     disk_read_us,
-    /// Microseconds in which at least one chunk was wanted from disk: with `disk_reads` it is the rate of reads as those who wait
-    /// for them see it, with what writes take.
+    /// Microseconds in which at least one read was wanted. With `disk_reads` it gives the rate of reads that loads see,
+    /// including the time taken by writes.
     disk_read_busy_us,
-    /// Tries to read a chunk that the system refused; each is tried twice.
+    /// Failed attempts to read a chunk; each chunk is tried twice.
     disk_read_errors,
-    /// Chunks on disk whose bytes, or whose place in their prefix, were not what their key says.
+    /// Chunks on disk whose bytes, or whose place in their prefix, do not match their key.
     disk_verify_failures,
     /// Frames in host memory.
     frames_total,
-    /// Frames that it may have while other stores want memory, too; without others, all.
+    /// Frames it may keep while other stores need memory; all, without a pool.
     frames_share,
     /// Frames being filled, or filled and waiting for their parent.
     frames_reserved,
-    /// Frames that hold a chunk, found by lookups or still pinned.
+    /// Frames of visible chunks, including removed chunks that are pinned.
     frames_visible,
-    /// Frames that hold nothing.
+    /// Free frames.
     frames_free,
     /// Chunks that lookups can find, in any tier.
     entries,
@@ -99,39 +99,40 @@ struct Stats {
     write_leases,
     /// Chunks on disk.
     disk_used,
-    /// Visible chunks on their way to disk.
+    /// Visible chunks that are queued for writing or being written.
     disk_pending,
-    /// Slots that the disk's files hold, as last seen by a disk thread.
+    /// Slots in the disk's files, as last read by a disk thread.
     disk_slots,
-    /// Bytes that the disk directory is accounted at, as last seen by a disk thread.
+    /// Accounted bytes of the disk directory, as last read by a disk thread.
     disk_bytes,
-    /// 1 while the disk tier is left alone, for reads, writes or both, because it fails, hangs or could not be opened.
+    /// 1 while reads or writes of the disk tier are paused because it fails, hangs or is not open.
     disk_broken,
-    /// Times that it began to be left alone.
+    /// Times that reads or writes were paused.
     disk_trips,
-    /// Chunks that wait to be read from disk; they have no frame yet.
+    /// Chunks that wait to be read from disk.
     reads_pending,
-    /// Salts that have something here.
+    /// Salts with at least one chunk.
     salts,
 }
 }
 
-/// What came of it.
+/// Result of an eviction by an operator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Evicted {
-    /// Chunks that are found no more, or not in host memory any more.
+    /// Chunks removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Frames that they had in host memory.
+    /// Frames they had in host memory.
     pub num_host: u64,
-    /// Places that they had on disk.
+    /// Slots they had on disk.
     pub num_disk: u64,
-    /// Chunks in use: forgotten ones keep their memory until that ends; in host memory alone, they stay.
+    /// Chunks in use. Removed chunks keep their frames until that ends; in host memory only, they stay.
     pub num_in_use: u64,
-    /// Something was not done in time: it may be found yet, or by the next life of the store.
+    /// The deadline passed: lookups or a restart may still find some chunks.
     pub is_cut_short: bool,
 }
 
 impl Evicted {
+    /// Counts a chunk that is about to be removed.
     pub(crate) fn count(&mut self, entry: &Entry) {
         self.num_chunks += 1;
         self.num_host += u64::from(entry.host.frame().is_some());

@@ -1,7 +1,6 @@
-//! What a fuzzer calls: each function takes any bytes, and panics where the tier believes a lie.
+//! Fuzz entry points of the disk tier: each takes any bytes, and panics if the tier accepts invalid data.
 //!
-//! Checksums keep random bytes out of what lies behind them, so parts of the input become records and superblocks whose
-//! checksums are right, as somebody would forge them.
+//! Checksums reject random bytes early, so parts of the input become forged records and superblocks with valid checksums.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +18,7 @@ use crate::{ChunkKey, ErrorKind};
 const FRAME_BYTES: u64 = 4096;
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Takes numbers from the input; zeros at its end.
+/// Reads numbers from the input; zeros after its end.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -44,7 +43,7 @@ impl<'a> Input<'a> {
         u32::from(self.byte()) % below
     }
 
-    /// One of a few keys, so that parents and copies are found; keys begin alike.
+    /// Returns one of a few keys with a common prefix, so that records have parents and duplicates.
     fn key(&mut self) -> ChunkKey {
         let mut key = ChunkKey([3; 32]);
         key.0[31] = self.byte() % 24;
@@ -59,7 +58,7 @@ impl<'a> Input<'a> {
         Record { meta, payload: self.small(2).into(), sequence }
     }
 
-    /// An index: empty, forged, torn and random records.
+    /// Returns an index of empty, forged, torn and random records.
     fn index(&mut self) -> Vec<u8> {
         let seed = record_seed(&NAMESPACE);
         let mut index = Vec::new();
@@ -85,14 +84,14 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Makes any bytes a record whose checksum is right, as a forger would.
+/// Gives any bytes the magic and the checksum of a record.
 fn forge_record(bytes: &mut RecordBytes, seed: u64) {
     bytes[..8].copy_from_slice(b"KVLREC01");
     let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
     bytes[120..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Any JSON of the right shape with the right checksum, as a forger would have it.
+/// Gives JSON of the right shape the format and the checksum of a superblock.
 fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
     forged.format = superblock::FORMAT;
@@ -100,7 +99,7 @@ fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&forged).ok()
 }
 
-/// A record parses only to what encodes to the same bytes.
+/// A record that parses encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
     let (slot, seed) = (SlotId(input.small(3)), input.word());
@@ -119,7 +118,7 @@ pub fn parse_record(data: &[u8]) {
     }
 }
 
-/// A superblock parses only to what is written again the same way.
+/// A superblock that parses is written the same way again.
 pub fn parse_superblock(data: &[u8]) {
     let forged = forge_superblock(data);
     for found in [Some(data), forged.as_deref()].into_iter().flatten().filter_map(|data| Superblock::parse(data).ok()) {
@@ -130,7 +129,7 @@ pub fn parse_superblock(data: &[u8]) {
     }
 }
 
-/// Whatever records are there, what is recovered hangs together and nothing is recovered twice.
+/// From any records, every recovered chunk has its parent and no chunk is recovered twice.
 pub fn recover_index(data: &[u8]) {
     let index = Input(data).index();
     let seed = record_seed(&NAMESPACE);
@@ -151,7 +150,7 @@ pub fn recover_index(data: &[u8]) {
     }
 }
 
-/// Any files in a directory: looking at it changes nothing and opening it gives a tier that works.
+/// With any files in a directory, inspecting it changes nothing and opening it gives a working tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let config = DiskConfig {

@@ -1,6 +1,6 @@
 //! Page-aligned memory for direct I/O, for tests and benches without an arena.
 
-/// Memory, offset and length of a transfer are multiples of this where it goes past the page cache.
+/// Alignment of memory, offset and length for direct I/O.
 const PAGE_BYTES: usize = 4096;
 
 /// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
@@ -12,7 +12,7 @@ pub struct PageBuffer {
 }
 
 impl PageBuffer {
-    /// `len` bytes of zeros.
+    /// Returns `len` zeroed bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
         // A Vec's memory does not move while its length stays, so the offset found here holds.

@@ -1,14 +1,14 @@
-//! Leaves one direction of a tier alone while it fails or hangs, and lets one operation at a time find out whether it is well.
+//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes it with one operation at a time.
 //!
 //! Pure state: times are of the store's clock and passed in.
 
 use std::time::Duration;
 
-/// Errors in a row that open it.
+/// Consecutive errors that open it.
 const MAX_ERRORS: u32 = 4;
-/// An operation under way for longer hangs.
+/// An operation that takes longer hangs.
 pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
-/// Time until the first probe; each one that fails doubles it.
+/// Time until the first probe; each failed probe doubles it.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -19,7 +19,7 @@ pub(crate) struct Breaker {
     backoff: Duration,
     /// When the next operation may begin.
     pub(crate) retry_at: Duration,
-    /// The operation that finds out.
+    /// The operation that probes the tier.
     probe: Option<u64>,
     pub(crate) num_trips: u64,
 }
@@ -29,12 +29,12 @@ impl Breaker {
         !self.backoff.is_zero()
     }
 
-    /// Whether work for the tier is accepted: it is well, or a probe is due.
+    /// Returns true if work may be queued: it is closed, or a probe is due.
     pub(crate) fn accepts(&self, now: Duration) -> bool {
         now >= self.retry_at
     }
 
-    /// Whether an operation may begin.
+    /// Returns true if an operation may begin.
     pub(crate) fn may_begin(&self, now: Duration) -> bool {
         self.accepts(now) && self.probe.is_none()
     }
@@ -43,7 +43,7 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
-    /// An operation ended: well, badly, or without saying anything about the tier. The probe may be a later one, which goes on.
+    /// Records the end of an operation: success, failure, or neither (None). The probe may be a later operation.
     pub(crate) fn end(&mut self, operation: u64, is_well: Option<bool>, now: Duration) {
         self.probe = self.probe.filter(|probe| *probe != operation);
         match is_well {
@@ -58,7 +58,7 @@ impl Breaker {
         }
     }
 
-    /// Opens, or stays open for longer. What began before it opened changes nothing until a probe is due.
+    /// Opens it, or keeps it open for longer. Operations that began before it opened change nothing until a probe is due.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

@@ -1,8 +1,8 @@
-//! What disk threads should do next, and what comes of it. Under the lock, without I/O.
+//! Chooses the next job of a disk thread and applies its outcome. Under the lock, without I/O.
 //!
-//! Reads and writes share the time of the disk fairly (`time_shares`). Among writes, slots are freed first, then frames are written,
-//! oldest first. A slot is freed only while nothing is written: a chunk under way to disk may hang on the one that was there (it
-//! was forgotten since).
+//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first, then chunks are written,
+//! oldest first. Slots are freed only while nothing is written, because a chunk that is being written may be a child of
+//! the removed chunk whose slot is freed.
 
 use std::time::Duration;
 
@@ -19,12 +19,12 @@ use crate::tier::host::FrameFor;
 use crate::units::micros;
 use crate::{ErrorKind, Result};
 
-/// Slots freed by one job: few enough that a read need not wait long for a thread.
+/// Slots freed by one job: few, so that reads do not wait long for a thread.
 const FREE_BATCH: usize = 32;
-/// Time until what could not be read or freed is tried again.
+/// Time until a failed read or free is retried.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// One piece of I/O. Frames are lent to it.
+/// One piece of I/O, which owns its frame until it ends.
 #[derive(Debug)]
 pub(crate) enum Job {
     Read {
@@ -39,14 +39,14 @@ pub(crate) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// All chunks, and these slots.
+    /// Frees all slots, and these.
     Clear(Vec<SlotId>),
 }
 
-/// What came of a job.
+/// Outcome of a job.
 #[derive(Debug)]
 pub(crate) enum End {
-    /// `num_refused` tries failed otherwise than by proven damage.
+    /// `num_refused` attempts failed for reasons other than proven damage.
     Read {
         id: ChunkId,
         frame: Frame,
@@ -60,25 +60,25 @@ pub(crate) enum End {
     },
     /// Slots that could not be freed.
     Free(Vec<SlotId>),
-    /// The same, and whether the disk is empty.
+    /// Slots that could not be freed, and whether the disk is empty.
     Clear(Vec<SlotId>, bool),
 }
 
-/// What came of a write.
+/// Outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// It is there.
+    /// The chunk is in this slot.
     In(SlotId),
-    /// No slot is available: all are in use by chunks that may not go now, or the file system is full.
+    /// No slot is available: every chunk is in use, or the file system is full.
     NoRoom,
-    /// Its tenant has as many slots as it may, and none of those may go.
+    /// Its tenant is at its quota, and none of its chunks may be evicted.
     NoQuota,
-    /// The system refused; a slot that was taken for it could not be freed either, and the chunk's record may be in it.
+    /// The system refused. If a slot is given, it could not be freed either, and may hold the chunk's record.
     Failed(Option<SlotId>),
 }
 
 impl State {
-    /// The next job with its number, if there is one that may run now. `end_job` must follow.
+    /// Returns the next job that may run now, with its ticket. `end_job` must follow.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.attached != Attached::Yes || self.disk.stopping {
@@ -86,7 +86,7 @@ impl State {
         }
         let (direction, job) = match self.disk.clearing {
             Clearing::No => self.next_of_both()?,
-            // Slots of chunks that are still to be forgotten must not become trash behind it.
+            // Chunks that are still to be removed must give up their slots before it.
             Clearing::Wanted
                 if self.disk.write_breaker.may_begin(now) && self.disk.in_flight.is_empty() && !self.is_removing() =>
             {
@@ -102,13 +102,13 @@ impl State {
         Some((ticket, job))
     }
 
-    /// A job of the direction whose turn it is, or else of the other one.
+    /// Returns a job of the direction that is next, or else of the other one.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
-        let first = self.disk.shares.first();
+        let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
             return Some((first, job));
         }
-        self.disk.shares.forfeit(first);
+        self.disk.time_shares.forfeit(first);
         self.next_of(first.other()).map(|job| (first.other(), job))
     }
 
@@ -122,7 +122,7 @@ impl State {
         }
     }
 
-    /// A job is done: its outcome, and what that says about the tier.
+    /// Applies the outcome of a job, and reports it to the breaker.
     pub(crate) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else { return };
@@ -132,9 +132,9 @@ impl State {
             return;
         };
         let took = now.saturating_sub(started);
-        self.disk.shares.end(direction, charge, took);
+        self.disk.time_shares.end(direction, charge, took);
         let micros = micros(took);
-        // The tier did it, refused it, or neither.
+        // Some(true): the tier did it. Some(false): it refused. None: neither.
         let is_well = match end {
             End::Read { id, frame, outcome, num_refused } => {
                 self.stats.disk_read_us += micros;
@@ -158,17 +158,20 @@ impl State {
         breaker.end(ticket, is_well, now);
         let after = breaker.is_open();
         if before != after {
-            let does = if direction == Direction::Read { "read" } else { "write" };
-            let what = if after { "fails, and is left alone for a while" } else { "works again" };
-            self.log(format!("the disk tier: to {does} {what}"));
+            let what = if direction == Direction::Read { "reads" } else { "writes" };
+            self.log(if after {
+                format!("disk tier: {what} are failing; pausing {what} and retrying in the background")
+            } else {
+                format!("disk tier: {what} work again")
+            });
         }
     }
 
-    /// What hung answers: so does the other direction, as far as this one knew.
+    /// Closes both breakers after a job that hung has ended.
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, Some(true), self.now);
         self.disk.write_breaker.end(ticket, Some(true), self.now);
-        self.log("the disk tier answers again".to_owned());
+        self.log("disk tier: responding again".to_owned());
     }
 
     fn next_read(&mut self) -> Option<Job> {
@@ -183,7 +186,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // No frame can be had: the leases that want it end before it.
+            // No frame is available: the leases that wait for this chunk end before it.
             self.stats.quota_dropped += u64::from(room != Room::Any);
             self.fail_host(id);
         }
@@ -191,16 +194,16 @@ impl State {
     }
 
     fn next_free(&mut self) -> Option<Job> {
-        let books = &mut self.disk;
-        if self.now >= books.unfreed_until {
-            books.to_free.append(&mut books.unfreed);
+        let work = &mut self.disk;
+        if self.now >= work.unfreed_until {
+            work.to_free.append(&mut work.unfreed);
         }
-        if books.writing > 0 || books.to_free.is_empty() {
+        if work.writing > 0 || work.to_free.is_empty() {
             return None;
         }
-        let rest = books.to_free.len().saturating_sub(FREE_BATCH);
-        books.freeing += 1;
-        Some(Job::Free(books.to_free.split_off(rest)))
+        let rest = work.to_free.len().saturating_sub(FREE_BATCH);
+        work.freeing += 1;
+        Some(Job::Free(work.to_free.split_off(rest)))
     }
 
     fn next_write(&mut self) -> Option<Job> {
@@ -225,7 +228,7 @@ impl State {
         None
     }
 
-    /// Whether a queued chunk may be written now. If not, it stands behind its parent, which is on its way there or away.
+    /// Returns true if a queued chunk may be written now. If not, it is blocked until its parent is written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
         if self.index[parent].disk.is_stored() {
@@ -234,15 +237,15 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // It left the disk, or could not be written when it was new; it is in host, for its child is.
+            // The parent left the disk or could not be written. It is in host memory, because its child is.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
         false
     }
 
-    /// A read ended. What could not be read stays on disk for another try later; only proven damage is forgotten, with what
-    /// hangs on it: none of that is visible in host, for a chunk that is read is not.
+    /// Ends a read. A chunk that could not be read stays on disk and is retried later. A chunk that is damaged is removed
+    /// with all chunks below it, none of which is visible in host memory.
     fn end_read(&mut self, id: ChunkId, frame: Frame, outcome: &Result<()>, num_refused: u64) -> bool {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
@@ -271,7 +274,7 @@ impl State {
         outcome.is_ok() || is_damaged
     }
 
-    /// A write ended: in a slot, or not at all.
+    /// Ends a write.
     fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
@@ -309,7 +312,7 @@ impl State {
         }
     }
 
-    /// Slots were freed, but for some, which are tried again later.
+    /// Ends a job that freed slots; retries those that could not be freed.
     fn end_free(&mut self, not_freed: Vec<SlotId>) -> bool {
         let is_well = not_freed.is_empty();
         self.disk.freeing -= 1;
@@ -318,7 +321,7 @@ impl State {
         is_well
     }
 
-    /// Slots that could not be freed: what is in them comes back with a restart, so it is tried again.
+    /// Keeps slots that could not be freed for another attempt, because a restart would find their chunks.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;
@@ -326,14 +329,13 @@ impl State {
         self.disk.unfreed.extend(slots);
     }
 
-    /// The disk is empty, or that is still wanted.
+    /// Ends a clear; it is retried if the disk is not empty.
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> bool {
         self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;
-            let last_event = "the disk tier could not be cleared; it is tried again, and until then a restart finds it";
-            self.log(last_event.to_owned());
+            self.log("disk tier: could not be cleared; retrying, and until then a restart finds its chunks".to_owned());
         }
         is_cleared
     }

@@ -1,6 +1,6 @@
-//! The first try to open a disk tier, in a thread of its own: the system may hang, and engines wait for their memory.
+//! Opens a disk tier for the first time in a separate thread, so that an engine need not wait for a disk that hangs.
 //!
-//! Where it takes long, a disk thread waits for it instead. It must not know the books.
+//! If that takes long, a disk thread waits for it instead.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
@@ -12,9 +12,9 @@ use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 use crate::{Error, ErrorKind, Result};
 
-/// A disk tier and what it holds.
+/// A disk tier and the chunks in it.
 pub(crate) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
-/// Opens the disk tier; it is asked again where that fails.
+/// Opens the disk tier. It is called again if it fails.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 #[derive(Default)]
@@ -23,11 +23,11 @@ struct Outcome {
     came: Condvar,
 }
 
-/// A try that is under way.
+/// An attempt in progress.
 pub(crate) struct Opening(Arc<Outcome>);
 
 impl Opening {
-    /// `Io` if the system has no thread left.
+    /// Starts to open the tier. `Io` if the system cannot start a thread.
     pub(crate) fn begin(opener: &Arc<Opener>) -> Result<Self> {
         let outcome = Arc::new(Outcome::default());
         let (opener, theirs) = (Arc::clone(opener), Arc::clone(&outcome));
@@ -41,7 +41,7 @@ impl Opening {
         Ok(Self(outcome))
     }
 
-    /// What came of it, once; None if that takes longer.
+    /// Returns the outcome, once; None if it takes longer than `timeout`.
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
         let deadline = Instant::now() + timeout;
         let mut tier = self.0.tier.lock().unwrap_or_else(PoisonError::into_inner);
@@ -55,7 +55,7 @@ impl Opening {
     }
 }
 
-/// A panic of the disk tier as an error.
+/// Calls `work`, and turns a panic into an `Io` error.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }

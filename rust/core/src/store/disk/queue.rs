@@ -5,12 +5,12 @@ use std::collections::VecDeque;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Index};
 
-/// Chunks in order, with their generations. Those that ceased to be wanted are skipped when their turn comes.
+/// Chunks with their generations. Chunks that are no longer wanted are skipped when popped.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Adds a chunk behind the others. About `num_wanted` should be there: a queue that grows beyond loses the rest.
+    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is far longer than `num_wanted`.
     pub(crate) fn push(&mut self, index: &Index, id: ChunkId, num_wanted: u64, is_wanted: fn(&Entry) -> bool) {
         self.0.push_back((id, index[id].generation));
         if self.0.len() as u64 > 2 * num_wanted + 64 {
@@ -18,10 +18,12 @@ impl Queue {
         }
     }
 
+    /// Puts a chunk before all others.
     pub(crate) fn push_first(&mut self, index: &Index, id: ChunkId) {
         self.0.push_front((id, index[id].generation));
     }
 
+    /// Removes and returns the first chunk that is still wanted.
     pub(crate) fn pop(&mut self, index: &Index, is_wanted: fn(&Entry) -> bool) -> Option<ChunkId> {
         let mut wanted = std::iter::from_fn(|| self.0.pop_front());
         wanted.find(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id])).map(|(id, _)| id)

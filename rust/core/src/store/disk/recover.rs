@@ -1,4 +1,4 @@
-//! Entering what a tier holds when it is opened: at the start, or later beside what is in host by then.
+//! Indexes the chunks that a disk tier held when it was opened, at the start or while the store serves.
 
 use std::time::Duration;
 
@@ -9,16 +9,16 @@ use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 
-/// Chunks entered by one call: some 0.2 ms.
+/// Chunks indexed by one call: some 0.2 ms.
 pub(crate) const SLICE: usize = 512;
 
 impl State {
-    /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
+    /// Attaches an open tier that holds `found`, parents before children. Returns false if the store is closing.
     pub(crate) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
-            self.log(format!("the disk tier is open now, with {} chunks; it is used again", found.len()));
+            self.log(format!("disk tier: open, with {} chunks", found.len()));
         }
         if self.disk.clearing == Clearing::No {
             found.reverse();
@@ -27,25 +27,24 @@ impl State {
         !self.disk.stopping
     }
 
-    /// The tier could not be opened: again after `wait`.
+    /// Schedules another attempt to open the tier after `wait`.
     pub(crate) fn postpone(&mut self, wait: Duration, why: &str) {
         self.disk.attached = Attached::NotBefore(self.now + wait);
         if self.disk.last_event != why {
             why.clone_into(&mut self.disk.last_event);
-            self.log(format!("the disk tier cannot be opened; using host memory only and retrying: {why}"));
+            self.log(format!("disk tier: cannot be opened; using host memory only and retrying: {why}"));
         }
     }
 
-    /// It is still being opened: a disk thread is to wait for that.
+    /// Lets a disk thread wait for the first attempt, which takes longer than `waited`.
     pub(crate) fn open_later(&mut self, waited: Duration) {
         self.disk.attached = Attached::NotBefore(self.now);
         let seconds = waited.as_secs();
-        self.disk.last_event =
-            format!("the disk tier has not opened within {seconds} s; using host memory only until it has");
+        self.disk.last_event = format!("disk tier: not open after {seconds} s; using host memory only until it is");
         self.log(self.disk.last_event.clone());
     }
 
-    /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
+    /// Returns true if the caller should open the tier now; `attach` or `postpone` must follow.
     pub(crate) fn must_open(&mut self) -> bool {
         let is_due = matches!(self.disk.attached, Attached::NotBefore(time) if self.now >= time);
         if is_due {
@@ -54,12 +53,12 @@ impl State {
         is_due
     }
 
-    /// Enters some of what was found; false if nothing is left. What does not fit is freed.
+    /// Indexes some of the chunks found; returns false if none is left. Frees the slots of chunks that do not fit.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
-            // Chunks of a prefix come one behind the other, which spares most lookups.
+            // A prefix's chunks are adjacent, which saves most lookups of parents.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
@@ -69,7 +68,7 @@ impl State {
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
-        // Only now, so that chains do not become and cease to be leaves link by link.
+        // Last, so that chains do not become and cease to be leaves link by link.
         for id in ids {
             self.sync_disk(id);
         }
@@ -79,7 +78,7 @@ impl State {
         !self.disk.found.is_empty()
     }
 
-    /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
+    /// Indexes a chunk; None if its place is impossible, it was discarded, or another slot has it.
     fn recover(&mut self, found: DiskMeta, slot: SlotId, before: Option<ChunkId>) -> Option<ChunkId> {
         let DiskMeta { key, parent: parent_key, depth, saved_s } = found;
         let saved_s = u32::try_from(saved_s).unwrap_or(u32::MAX);
@@ -94,7 +93,7 @@ impl State {
         }
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
-            let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s; // what hangs on it would be younger
+            let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s; // chunks below it would be younger
             if entry.parent != parent || entry.disk.takes_slot() || is_older {
                 return None;
             }

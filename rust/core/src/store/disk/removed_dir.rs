@@ -14,7 +14,7 @@ use crate::store::state::State;
 
 /// Time between two checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Least time between two reopenings: a directory may be removed again and again.
+/// Least time between two reopenings, for a directory that is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
 /// Chunks dropped by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -90,15 +90,15 @@ impl State {
     }
 
     fn end_emptying(&mut self) {
-        let books = &mut self.disk;
+        let work = &mut self.disk;
         // A directory that was moved may return, with chunks that were removed from the index and
         // not freed.
-        if !(books.to_free.is_empty() && books.unfreed.is_empty()) {
-            books.clearing = Clearing::Wanted;
+        if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
+            work.clearing = Clearing::Wanted;
         }
-        books.to_free.clear();
-        books.unfreed.clear();
-        books.attached = Attached::Opening;
+        work.to_free.clear();
+        work.unfreed.clear();
+        work.attached = Attached::Opening;
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 

@@ -1,4 +1,4 @@
-//! Room on disk for a chunk that is about to be written: whose slot is freed for it. `threads` frees it, without the lock.
+//! Chooses whose slot is freed for a chunk that is about to be written. `threads` frees it, without the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};
@@ -6,19 +6,19 @@ use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
-/// Room on disk for a chunk that is about to be written.
+/// Whether a chunk that is about to be written fits its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
-    /// It is within its tenant's quota.
+    /// It does.
     Fits,
-    /// This one of its tenant's has to leave first; `end_disk_eviction` must follow.
+    /// After this chunk of its tenant was evicted from this slot; `end_quota_eviction` must follow.
     After(ChunkId, SlotId),
-    /// Nothing of its tenant's may go.
+    /// No chunk of its tenant may be evicted.
     None,
 }
 
 impl State {
-    /// Whether the chunk, which is counted already, may be written to disk; what has to leave for it begins to.
+    /// Returns whether a chunk, which is counted already, fits its tenant's quota. Begins to evict another if not.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let tenant = self.index[id].tenant;
         if !self.tenants.limits.has_quotas || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk {
@@ -30,13 +30,13 @@ impl State {
         }
     }
 
-    /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
+    /// Begins to evict a chunk; returns it with its slot. None if every chunk is in use.
     pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
         self.begin_evict(victim)
     }
 
-    /// A chunk that may go begins to leave the disk.
+    /// Begins to evict a given chunk.
     fn begin_evict(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
         let slot = self.index[victim].disk.slot()?;
@@ -44,7 +44,7 @@ impl State {
         Some((victim, slot))
     }
 
-    /// The slot was freed, or the chunk is there as before.
+    /// Ends an eviction. If the slot was not freed, the chunk is stored as before.
     pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
         if !matches!(self.index[id].disk, DiskState::Evicting(_)) {
             return;
@@ -62,13 +62,13 @@ impl State {
         self.settle(id);
     }
 
-    /// The same of a chunk that leaves for its tenant's quota.
+    /// As [`Self::end_disk_eviction`], for a chunk that was evicted for its tenant's quota.
     pub(crate) fn end_quota_eviction(&mut self, id: ChunkId, freed: bool) {
         self.stats.quota_disk_evictions += u64::from(freed);
         self.end_disk_eviction(id, freed);
     }
 
-    /// Takes a chunk off the disk; its slot is freed in time.
+    /// Evicts a chunk for its tenant's quota; its slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -1,7 +1,7 @@
-//! Disk threads: plain threads that take jobs under the lock and do their I/O outside it.
+//! Disk threads: take jobs under the lock and do their I/O without it.
 //!
-//! A panic inside the disk tier counts as a failed job. A panic in the books poisons the lock: the threads end and the
-//! store misses from then on.
+//! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the threads end, and the store
+//! answers with misses from then on.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,28 +20,28 @@ use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
 
-/// Times a write asks for a slot: another thread may take the one that was just freed.
+/// Attempts of a write to get a slot; another thread may take a slot that was just freed.
 const SLOT_TRIES: u32 = 4;
-/// Times a chunk is written: where the file system is full, the second time to the slot of an evicted chunk.
+/// Attempts to write a chunk; if the file system is full, the second one uses the slot of an evicted chunk.
 const WRITE_TRIES: u32 = 2;
-/// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
-/// Time until a tier that could not be opened is tried again; each time doubles it.
+/// Longest sleep of a thread. Work that becomes due with time (a probe, a tier to open) is not signaled.
+const POLL_EVERY: Duration = Duration::from_millis(200);
+/// Time until the first attempt to reopen a tier; each failed attempt doubles it.
 pub(crate) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
-/// What a thread does next, and with which tier.
+/// What a thread does next.
 enum Work {
-    /// The tier is not open.
+    /// Open the tier.
     Open,
-    /// It was removed, and its chunks are dropped.
+    /// Close a tier whose directory was removed and whose chunks are dropped.
     Close,
-    /// A check that its directory is still there is due.
-    Look(u64, Arc<dyn LocalTier>),
+    /// Check that the tier's directory still exists.
+    Check(u64, Arc<dyn LocalTier>),
     Job(u64, Job, Arc<dyn LocalTier>),
 }
 
-/// Starts a thread; `Io` if the system has none left.
+/// Starts a thread. `Io` if the system refuses.
 pub(crate) fn spawn(inner: &Arc<Locked>, nth: u32) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
@@ -49,7 +49,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: u32) -> Result<JoinHandle<()>> {
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
-/// Waits for threads that were told to stop. One that hangs inside the system is left behind at the timeout.
+/// Waits for threads that are stopping. Detaches a thread that hangs in the system at the timeout.
 pub(crate) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
     let deadline = Instant::now() + timeout;
     for thread in threads {
@@ -57,13 +57,13 @@ pub(crate) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
             thread::sleep(Duration::from_millis(1));
         }
         if has_ended(&thread) {
-            // A panic was counted where it mattered: as a poisoned lock.
+            // A panic has poisoned the lock, which is handled elsewhere.
             let _ = thread.join();
         }
     }
 }
 
-/// Waits until the tier may be opened, and tries; false when the store ends.
+/// Opens the tier, retrying until it is open. Returns false if the store closes.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -76,14 +76,14 @@ fn open(inner: &Locked) -> bool {
             return true;
         }
         if !state.must_open() {
-            if inner.work.wait_timeout(state, LOOK_AGAIN).is_err() {
+            if inner.work.wait_timeout(state, POLL_EVERY).is_err() {
                 return false;
             }
             continue;
         }
         drop(state);
-        let late = inner.late.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let tier = late.map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
+        let slow_opening = inner.slow_opening.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let tier = slow_opening.map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
         match tier {
             None => return false,
             Some(Ok((disk, found))) => {
@@ -102,23 +102,23 @@ fn open(inner: &Locked) -> bool {
     }
 }
 
-/// What comes of a first try that takes long; None where the store ends before.
+/// Waits for a slow first attempt to open the tier; None if the store closes.
 fn wait_for(opening: &Opening, inner: &Locked) -> Option<Result<Opened>> {
     loop {
-        let tier = opening.wait(LOOK_AGAIN);
+        let tier = opening.wait(POLL_EVERY);
         if tier.is_some() || inner.lock()?.disk.stopping {
             return tier;
         }
     }
 }
 
-/// Waits for something to do and does it; false when there will be nothing.
+/// Waits for work and does it. Returns false if the store closes.
 fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
         Some(Work::Open) => open(inner),
         Some(Work::Close) => close_removed(inner),
-        Some(Work::Look(ticket, disk)) => {
+        Some(Work::Check(ticket, disk)) => {
             let removed = guarded(|| Ok(disk.removed())).unwrap_or_default();
             inner.with_state(|state| state.end_check(ticket, removed.as_deref())).is_some()
         }
@@ -126,7 +126,7 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed. The space of its files is free before a new one claims any.
+/// Closes a tier whose directory was removed, so that its space is free before a new tier claims any.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
@@ -137,7 +137,7 @@ fn close_removed(inner: &Locked) -> bool {
     inner.with_state(State::reopen).is_some()
 }
 
-/// Does a job and enters what came of it; false after a failure.
+/// Runs a job and applies its outcome. Returns false after a panic under the lock.
 fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     let end = match job {
         Job::Read { id, slot, key, mut frame } => {
@@ -152,8 +152,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         Job::Clear(mut slots) => {
             let mut keep_stuck = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             keep_stuck();
-            let is_cleared = guarded(|| disk.clear()).is_ok(); // also where one slot refuses: the others need not stay for it
-            keep_stuck(); // the slots that the clear freed are still unused: no other job is under way
+            let is_cleared = guarded(|| disk.clear()).is_ok(); // even if a slot cannot be freed: the others need not stay
+            keep_stuck(); // the clear may have freed them; no other job is in flight that could use them
             End::Clear(slots, is_cleared)
         }
     };
@@ -162,8 +162,9 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     entered.is_some()
 }
 
+/// Waits until there is work; None if the store closes. Removes, indexes and drops chunks meanwhile.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
-    let mut looked = false;
+    let mut is_fresh = false;
     loop {
         let mut state = inner.lock()?;
         if state.disk.stopping {
@@ -176,7 +177,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         if emptying == Emptying::Done {
             return Some(Work::Close);
         }
-        // A slice a lock; then a thread that waits for it has a turn.
+        // One slice per lock, so that other threads get it in between.
         if emptying == Emptying::Working || state.recover_some() || state.is_removing() {
             state.remove_slice();
             drop(state);
@@ -188,26 +189,26 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         if disk.is_removable()
             && let Some(ticket) = state.begin_check()
         {
-            return Some(Work::Look(ticket, disk));
+            return Some(Work::Check(ticket, disk));
         }
         if let Some((ticket, job)) = state.next_job() {
             return Some(Work::Job(ticket, job, disk));
         }
-        if looked {
-            (state, _) = inner.work.wait_timeout(state, LOOK_AGAIN).ok()?;
-            looked = state.disk.has_jobs();
+        if is_fresh {
+            (state, _) = inner.work.wait_timeout(state, POLL_EVERY).ok()?;
+            is_fresh = state.disk.has_jobs();
         } else {
-            // Nothing to do: the time to ask how large the files are, outside the lock.
+            // Idle: refresh the sizes of the files, without the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
-            let books = &mut inner.lock()?.stats;
-            (books.disk_slots, books.disk_bytes) = (seen.slots, seen.bytes);
-            looked = true;
+            let gauges = &mut inner.lock()?.stats;
+            (gauges.disk_slots, gauges.disk_bytes) = (seen.slots, seen.bytes);
+            is_fresh = true;
         }
     }
 }
 
-/// Reads, and once more where the system refused; and how often it did.
+/// Reads a chunk, twice if the system refuses. Returns the outcome and the number of refusals.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let mut num_refused = 0;
     loop {
@@ -219,7 +220,7 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     }
 }
 
-/// Frees slots, the last first, up to one that cannot be; returns the rest.
+/// Frees slots from the last one on, until one fails; returns the rest.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
         slots.pop();
@@ -227,6 +228,7 @@ fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     slots
 }
 
+/// Writes a chunk to a free slot, evicting others if needed.
 fn write(inner: &Locked, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, bytes: &[u8]) -> Written {
     match keep_quota(inner, disk, id) {
         Ok(true) => {}
@@ -250,8 +252,9 @@ fn write(inner: &Locked, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, byt
     Written::NoRoom
 }
 
-/// Makes a chunk that is to be written fit its tenant's quota; false if nothing of its tenant's may go. Err if the tier refused to
-/// free a slot: its chunk is there as before.
+/// Makes room in the quota of a chunk's tenant. Returns false if none of its chunks may be evicted.
+///
+/// Err if the tier refused to free a slot; its chunk is stored as before.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
     for _ in 0..SLOT_TRIES {
         match inner.with_state(|state| state.slot_for(id)) {
@@ -267,7 +270,9 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// A slot to write to, made free if need be. Err if the tier refused to free one: its chunk is there as before.
+/// Returns a slot to write to, evicting a chunk if needed; None if no chunk may be evicted.
+///
+/// Err if the tier refused to free a slot; its chunk is stored as before.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
     for _ in 0..SLOT_TRIES {
         if let Some(slot) = guarded(|| Ok(disk.reserve()))? {

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-/// What a job is to the tier: its two directions fail on their own.
+/// Direction of a job. Each has a breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
@@ -19,9 +19,9 @@ impl Direction {
     }
 }
 
-/// Charge of a job before any was measured. Not zero: the first jobs alternate, too.
+/// Charge of a job before any was measured. Not zero, so that the first jobs alternate.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
-/// The estimate follows a new duration within about as many jobs.
+/// Number of jobs within which the estimate follows a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;
 
 /// Disk time used by reads and by writes.
@@ -38,27 +38,27 @@ impl Default for TimeShares {
 }
 
 impl TimeShares {
-    /// The direction that goes first if both have work.
+    /// Returns the direction that goes first if both have work.
     pub(crate) fn first(&self) -> Direction {
         let [read, write] = self.used;
         if write < read { Direction::Write } else { Direction::Read }
     }
 
-    /// `direction` has no work now: it keeps no claim to time that the other one uses meanwhile.
+    /// Takes the unused time of a direction without work.
     pub(crate) fn forfeit(&mut self, direction: Direction) {
         let other = self.used[direction.other() as usize];
         let used = &mut self.used[direction as usize];
         *used = other.max(*used);
     }
 
-    /// Charges a job that begins; returns the charge, which `end` needs.
+    /// Charges a job that begins; returns the charge, for `end`.
     pub(crate) fn begin(&mut self, direction: Direction) -> Duration {
         let charge = self.estimate[direction as usize];
         self.used[direction as usize] += charge;
         charge
     }
 
-    /// Replaces the charge of a job by the time that it took.
+    /// Replaces the charge of a job with the time that it took.
     pub(crate) fn end(&mut self, direction: Direction, charge: Duration, took: Duration) {
         let (used, estimate) = (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);
         *used = (*used + took).saturating_sub(charge);

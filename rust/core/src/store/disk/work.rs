@@ -1,6 +1,6 @@
-//! The disk tier's books: what should get to disk, what is being read, what is to be freed, and how well the tier is.
+//! Everything that the lock guards for the disk tier: queues, jobs in flight, breakers and whether the tier is open.
 //!
-//! Data and questions about it alone; `presence`, `load` and `jobs` change it.
+//! Data and predicates only.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -14,96 +14,98 @@ use crate::store::disk::queue::Queue;
 use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
-/// Where a wish to forget everything stands.
+/// Progress of a clear on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Clearing {
     #[default]
     No,
-    /// As soon as no other job is under way and everything is forgotten in host.
+    /// It runs once no other job is in flight and everything is removed from host memory.
     Wanted,
     Running,
 }
 
-/// Whether there is a tier behind the books.
+/// Whether the disk tier is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Attached {
-    /// The store has none.
+    /// The store has no disk tier.
     #[default]
     Never,
     Yes,
-    /// Its directory was removed. No job begins; once those under way end, its chunks are dropped, and it is opened again.
+    /// Its directory was removed. No job begins; once those in flight end, its chunks are dropped and it is reopened.
     Removed,
-    /// It could not be opened; a disk thread opens it then.
+    /// It could not be opened. A disk thread retries at this time.
     NotBefore(Duration),
     Opening,
 }
 
+/// A job that a disk thread is running.
 #[derive(Debug)]
 pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
-    /// None for a check that the directory is there: shares do not count it.
+    /// None for a check that the directory still exists, which takes no share of disk time.
     pub(crate) direction: Option<Direction>,
     pub(crate) started: Duration,
-    /// Of `time_shares`.
+    /// What `time_shares` charged for it.
     pub(crate) charge: Duration,
-    /// It opened the breakers already.
+    /// It has opened the breakers.
     pub(crate) hangs: bool,
 }
 
-/// What the lock guards of the disk tier; all empty where there is none.
+/// See the module. Empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) attached: Attached,
-    /// Cause it could not be opened, as a person was told last.
+    /// The last reported reason why it could not be opened.
     pub(crate) last_event: String,
-    /// Chunks to write.
+    /// Chunks in state `Queued`.
     pub(crate) write_queue: Queue,
-    /// Chunks that wait for their parent to be written.
+    /// Chunks in state `Blocked`, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Chunks that should get to disk.
+    /// Chunks in state `Queued`, `Blocked` or `Writing`.
     pub(crate) num_unwritten: u64,
-    /// Chunks to read.
+    /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,
-    /// Since when reads have been wanted without a read that ended; meaningless while none is wanted.
+    /// When reads were first wanted, or the last read ended; meaningless while none is wanted.
     pub(crate) reading_since: Duration,
-    /// Slots to free.
+    /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed; they are trash again at `unfreed_until`.
+    /// Slots that could not be freed; they are tried again at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
-    /// Threads that do jobs, one at a time each; 0 where that is not known.
+    /// Number of disk threads; 0 if unknown.
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
-    pub(crate) shares: TimeShares,
-    /// Of those, writes, and jobs that free slots.
+    pub(crate) time_shares: TimeShares,
+    /// Chunks in state `Writing`, and jobs that free slots.
     pub(crate) writing: u32,
     pub(crate) freeing: u32,
-    /// Forgotten chunks that are on disk until a job with them ends.
+    /// Detached chunks that stay in their slots until a job ends.
     pub(crate) num_detached_slots: u64,
-    /// No more jobs; leases that wait for reads end short.
+    /// The store closes: no job begins, and leases that wait for reads end early.
     pub(crate) stopping: bool,
-    /// What opening found and is not entered yet, first ones last; and keys that were discarded meanwhile.
+    /// Chunks that the tier held when it was opened and that are not indexed yet, in reverse order; and keys that were
+    /// discarded meanwhile.
     pub(crate) found: Vec<DiskEntry>,
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
-    /// When the directory is looked at next, and the earliest time for the next reopening after a removal.
+    /// When the directory is checked next, and the earliest time to reopen it after it was removed.
     pub(crate) check_at: Duration,
     pub(crate) reopen_at: Duration,
 }
 
 impl DiskWork {
-    /// Whether all that should be on disk is there, and nothing that should not.
+    /// Returns true if every wanted chunk is on disk and every removed one is off it.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free = self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
-        let nothing_to_enter = self.found.is_empty() && self.rejected.is_empty();
+        let nothing_to_index = self.found.is_empty() && self.rejected.is_empty();
         let nothing_to_forget = self.num_detached_slots == 0 && self.clearing == Clearing::No;
-        self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_enter
+        self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
     }
 
-    /// Whether it cannot settle before `deadline`: no tier, or one that is left alone for longer, or without an end.
+    /// Returns true if it cannot settle by `deadline`: the tier is closing, closed, paused for longer, or hangs.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         let is_stuck = !self.unfreed.is_empty() && self.unfreed_until > deadline && self.clearing == Clearing::No;
         let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
@@ -118,37 +120,37 @@ impl DiskWork {
         wants || self.clearing == Clearing::Wanted || self.stopping || self.attached == Attached::Removed
     }
 
-    /// Whether there is a tier that is not open.
+    /// Returns true if the store has a disk tier that is not open.
     pub(crate) fn is_closed(&self) -> bool {
         matches!(self.attached, Attached::NotBefore(_) | Attached::Opening)
     }
 
-    /// Whether there is a tier that takes no jobs because it is not open, or was removed.
+    /// Returns true if the tier takes no jobs because it is not open, or its directory was removed.
     fn is_away(&self) -> bool {
         self.is_closed() || self.attached == Attached::Removed
     }
 
-    /// Whether what the tier holds may not be known yet.
+    /// Returns true if chunks of the tier may not be indexed yet.
     pub(crate) fn is_recovering(&self) -> bool {
         self.is_away() || !self.found.is_empty()
     }
 
-    /// Whether reads may be asked for now.
+    /// Returns true if the tier accepts reads now.
     pub(crate) fn answers(&self, now: Duration) -> bool {
         self.attached == Attached::Yes && !self.stopping && self.read_breaker.accepts(now) && !self.all_hang()
     }
 
-    /// Whether chunks wait to be read or are being read.
+    /// Returns true if chunks wait to be read or are being read.
     pub(crate) fn wants_reads(&self) -> bool {
         self.num_queued_reads > 0 || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
-    /// Whether a chunk that waits to be written can expect to be: then it should not leave host memory before that.
+    /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host memory.
     pub(crate) fn takes_writes(&self, now: Duration) -> bool {
         self.attached == Attached::Yes && !self.stopping && self.write_breaker.accepts(now) && !self.all_hang()
     }
 
-    /// Whether no thread is left that could probe: what is asked for would wait for a job that may never end.
+    /// Returns true if every disk thread hangs, so that no thread can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0 && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
     }
@@ -166,7 +168,7 @@ impl DiskWork {
 
     pub(crate) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
-        let charge = self.shares.begin(direction);
+        let charge = self.time_shares.begin(direction);
         self.in_flight.push(JobInFlight { ticket, direction: Some(direction), started: now, charge, hangs: false });
     }
 
@@ -179,7 +181,7 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Opens both breakers for each operation that hangs, once; returns whether one was found.
+    /// Opens both breakers for each operation that newly hangs; returns true if there was one.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let hangs = |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
         let found = self.in_flight.iter_mut().filter(hangs).map(|job| job.hangs = true).count() > 0;

@@ -5,27 +5,27 @@ use rustc_hash::FxHashSet;
 use crate::evict::ChunkId;
 use crate::pool::SlabId;
 
-/// Slabs that are emptied. They are looked at in rounds, of many calls where they are large: whatever has to stay is found once.
+/// Slabs that are being emptied, in rounds of many calls. A chunk that must stay is visited once per round.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
-    /// Chunks that had to stay in this round, with something that hangs on them or by themselves.
+    /// Chunks that had to stay in this round because they, or chunks below them, are in use.
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
-/// A slab that is emptied.
+/// One slab that is being emptied.
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) slab: SlabId,
-    /// Frames before it were looked at in this round.
+    /// The next frame to visit in this round.
     pub(crate) next: u32,
-    /// A chunk of the slab, and the way down to what hangs on it.
-    pub(crate) way: Vec<Step>,
-    /// Nothing more can go in this round.
+    /// The path from a chunk of the slab down to the chunk to evict next.
+    pub(crate) path: Vec<Step>,
+    /// No more chunks can be evicted in this round.
     pub(crate) is_done: bool,
 }
 
-/// A chunk, and the child that is looked at next.
+/// A chunk on the path, and its child to visit next.
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) id: ChunkId,
@@ -33,6 +33,7 @@ pub(crate) struct Step {
     pub(crate) next: Next,
 }
 
+/// The child to visit next.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Next {
     First,

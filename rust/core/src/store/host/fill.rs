@@ -1,18 +1,18 @@
-//! What becomes of chunks that are coming to host memory: filled ones become visible behind their parents, others fail with all
-//! that waits for them, and what has no holder left need not come.
+//! Ends of a fill: a filled chunk becomes visible after its parent; a chunk that fails takes its waiting children along; a
+//! read without a holder is cancelled.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
-    /// Keeps the chunk, and so its whole prefix, in host.
+    /// Keeps a chunk, and so its whole prefix, in host memory.
     pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);
     }
 
-    /// Ends one hold. A read that has not begun and that nothing wants any more is cancelled.
+    /// Ends one hold. Cancels a read that has not begun and has no holder left.
     pub(crate) fn unhold(&mut self, id: ChunkId) {
         self.index[id].holds -= 1;
         self.sync_host(id);
@@ -26,7 +26,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
+    /// Ends a fill: the chunk becomes visible with its parent, or fails with it. Returns how many chunks became visible.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
@@ -37,7 +37,7 @@ impl State {
         self.show(id)
     }
 
-    /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
+    /// Makes a filled chunk visible if its parent is, and then the filled children that waited; returns how many.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());

@@ -1,4 +1,4 @@
-//! A frame for a chunk that has none: a free one, or one of a chunk that may go.
+//! Finds a frame for a chunk: a free one, or that of a chunk that is evicted for it.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
@@ -7,11 +7,11 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{Room, group};
 use crate::tier::host::FrameFor;
 
-/// Most chunks looked at for one frame whose own frames would not do.
+/// Most chunks skipped for one frame because their frames do not fit its purpose.
 const MAX_SPARED: usize = 64;
 
 impl State {
-    /// A frame from `room` for a child of `parent`, which does not leave meanwhile.
+    /// Takes a frame from `room` for a child of `parent`, which is not evicted meanwhile.
     pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
@@ -21,7 +21,7 @@ impl State {
         if room == Room::Any
             && let Some(frame) = self.host.take(what_for)
         {
-            return Some(frame); // nothing leaves for it
+            return Some(frame); // nothing is evicted for it
         }
         if let Some(parent) = parent {
             self.hold(parent);
@@ -37,7 +37,8 @@ impl State {
         frame
     }
 
-    /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
+    /// Takes a free frame, evicting a chunk if needed; None if every frame that fits is in use. The caller holds chunks
+    /// that must stay.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
         let mut spared = Vec::new();
@@ -48,7 +49,7 @@ impl State {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
             let its_frame = self.index[victim].host.frame();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
-                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
+                self.host_policy.set_evictable(victim, false); // its frame does not fit, so evicting it would not help
                 spared.push(victim);
                 continue;
             }
@@ -64,7 +65,7 @@ impl State {
         frame
     }
 
-    /// A frame of the next chunk that may go and is in one for saves: the policy would name many others before.
+    /// Takes a frame for saves from any chunk that may be evicted; the policy would propose many others first.
     fn take_frame_below_limit(&mut self) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit()
@@ -77,10 +78,10 @@ impl State {
         None
     }
 
-    /// A frame for a tenant that has as many as it may: one of its own chunks leaves, and no other's.
+    /// Takes a frame for a tenant at its quota, evicting one of its chunks.
     pub(crate) fn take_own_frame(&mut self, tenant: TenantId, what_for: FrameFor) -> Option<FrameId> {
         if self.tenants.num_frames(tenant) > self.tenants.ceiling(tenant).host {
-            return None; // its quota became smaller: `trim` comes first
+            return None; // its quota was lowered: `trim` comes first
         }
         let has_free = self.host.has_free(what_for);
         let (mut frame, mut spared) = (None, Vec::new());
@@ -93,7 +94,7 @@ impl State {
                 self.evict_for_quota(victim);
                 frame = self.host.take(what_for);
             } else {
-                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
+                self.host_policy.set_evictable(victim, false); // its frame does not fit, so evicting it would not help
                 spared.push(victim);
             }
         }
@@ -103,7 +104,7 @@ impl State {
         frame
     }
 
-    /// Takes a chunk that may go out of host.
+    /// Evicts a chunk from host memory.
     pub(crate) fn evict(&mut self, id: ChunkId) {
         self.stats.host_evictions += 1;
         let is_lost = self.cancel_write(id);
@@ -113,6 +114,7 @@ impl State {
         self.settle(id);
     }
 
+    /// Evicts a chunk from host memory because its tenant is at its quota.
     pub(crate) fn evict_for_quota(&mut self, id: ChunkId) {
         self.stats.quota_evictions += 1;
         self.evict(id);

@@ -1,7 +1,7 @@
-//! Giving memory up to another store of the same pool.
+//! Releases slabs to other stores of the same pool.
 //!
-//! A slab is emptied chunk by chunk, children before parents as always, a slice a call. What is pinned, reserved, read or written
-//! stays, and with it the slab until that ends: no new chunk comes to it, and meanwhile others are emptied too.
+//! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are pinned, reserved, read or
+//! written stay until that ends, and the slab with them. Meanwhile it takes no new chunks, and other slabs are emptied too.
 
 use std::sync::Arc;
 
@@ -16,27 +16,28 @@ use crate::store::host::drains::{Drain, Drains, Next, Step};
 use crate::store::open::Store;
 use crate::store::state::State;
 
-/// Chunks looked at by one call: some 0.2 ms.
+/// Chunks visited by one call: some 0.2 ms.
 const SLICE: usize = 256;
-/// Slabs that are emptied at once, where some of their frames must stay for now.
+/// Slabs that are emptied at the same time, if some of their frames must stay for now.
 const MAX_DRAINS: usize = 4;
 
-/// What came of [`Store::give_way`].
+/// Outcome of [`Store::give_way`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// No other store should have memory of this one's.
+    /// No other store needs memory of this store.
     Unasked,
-    /// A slab went.
+    /// A slab was released.
     Gave,
-    /// More calls will do more.
+    /// More calls are needed.
     Working,
-    /// Whatever is left has users now.
+    /// All remaining chunks are in use.
     Stuck,
 }
 
 impl Store {
-    /// As [`Self::open`], over memory that other stores have a part in: `config.host_bytes` is not looked at, and `percent` of it is
-    /// this store's share, or an equal part. `InvalidConfig` also if its frames are too large for the pool's slabs.
+    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an equal part.
+    ///
+    /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
         Self::build(config, Some((pool, percent)), Self::opener(config, &pool.disk)?, Self::clock())
@@ -48,19 +49,18 @@ impl Store {
         Self::build(config, Some((pool, None)), opener, Self::clock())
     }
 
-    /// Whether the store has a share of its pool. One without keeps what it has until others want it.
+    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other stores need them.
     pub fn set_active(&self, is_active: bool) {
         self.inner.with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
     }
 
-    /// Slabs of its pool that the store has, and how many of them are more than its share.
+    /// Returns the number of slabs it has, and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let of = |state: &mut State| state.host.grid().map(|grid| grid.member().num_slabs());
         self.inner.with_state(of).flatten().unwrap_or_default()
     }
 
-    /// Gives up some of what this store has beyond its share, if another one below its own wants it. Never waits; each call does
-    /// a little.
+    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits; each call does a slice.
     pub fn give_way(&self) -> Way {
         self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
     }
@@ -91,7 +91,7 @@ impl State {
             if nth == drains.all.len() {
                 let coldest = self.host_victim(None).and_then(|id| self.index[id].host.frame());
                 let Some(slab) = self.host.drain(end, coldest) else { break };
-                drains.all.push(Drain { slab, next: 0, way: Vec::new(), is_done: false });
+                drains.all.push(Drain { slab, next: 0, path: Vec::new(), is_done: false });
             }
             if drains.all[nth].is_done {
                 continue;
@@ -112,19 +112,19 @@ impl State {
         self.host.grid().is_some_and(|grid| grid.is_draining(slab))
     }
 
-    /// Evicts what is in a slab, and what hangs on that, as far as it may go now.
+    /// Evicts the unused chunks of a slab and the chunks below them.
     fn empty(&mut self, drain: &mut Drain, stuck: &mut FxHashSet<(ChunkId, u32)>, budget: &mut usize) -> Way {
         while self.is_draining(drain.slab) {
             if *budget == 0 {
                 return Way::Working;
             }
             *budget -= 1;
-            if !drain.way.is_empty() {
-                self.step(&mut drain.way, stuck);
+            if !drain.path.is_empty() {
+                self.step(&mut drain.path, stuck);
             } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
             {
                 drain.next = frame.0 + 1;
-                self.go_to(id, &mut drain.way, stuck);
+                self.go_to(id, &mut drain.path, stuck);
             } else {
                 drain.next = 0;
                 return Way::Stuck;
@@ -133,20 +133,20 @@ impl State {
         Way::Gave
     }
 
-    fn go_to(&self, id: ChunkId, way: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {
+    fn go_to(&self, id: ChunkId, path: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {
         let generation = self.index[id].generation;
         if !stuck.contains(&(id, generation)) {
-            way.push(Step { id, generation, next: Next::First });
+            path.push(Step { id, generation, next: Next::First });
         }
     }
 
-    /// Evicts the last chunk of the way, goes on to its next child in host, or leaves it.
-    fn step(&mut self, way: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
-        let Some(Step { id, generation, next }) = way.last_mut() else { return };
+    /// Evicts the last chunk of the path, or descends to its next child in host memory, or leaves the chunk.
+    fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
+        let Some(Step { id, generation, next }) = path.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);
         let is_gone = !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
         if !is_gone && entry.host_evictable == Some(true) {
-            way.pop();
+            path.pop();
             return self.evict(id);
         }
         let child = match *next {
@@ -155,18 +155,18 @@ impl State {
             {
                 Some(child)
             }
-            Next::First | Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place
+            Next::First | Next::Child(..) => entry.first_child, // that child left meanwhile: start over
             Next::None => None,
         };
         let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
             stuck.insert((id, *generation));
-            way.pop();
+            path.pop();
             return;
         };
         let behind = self.index[child].next_sibling;
         *next = behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
         if !self.index[child].host.is_absent() {
-            self.go_to(child, way, stuck);
+            self.go_to(child, path, stuck);
         }
     }
 }

@@ -1,9 +1,8 @@
-//! Expiries: a chunk is not found any more some time after it was saved, and is forgotten soon after.
+//! Expiry: lookups miss a chunk once its TTL has passed since it was saved, and the sweeper removes it soon after.
 //!
-//! Time counts from the reservation of a chunk, which is before its bytes are there, and goes on over restarts: the disk keeps
-//! when a chunk was saved. Using a chunk does not make it younger. No chunk outlives its parent, so `expires_s` never grows
-//! downwards: presence stays monotone while chunks expire. Time is seconds of Unix time: what it was when the store was opened, and
-//! what the store's clock counted since.
+//! The TTL starts when a chunk is reserved, and continues over restarts, because records on disk hold that time. Using a
+//! chunk does not extend it. `expires_s` never grows from parent to child, so presence stays monotone while chunks expire.
+//! Times are Unix time in seconds: the time when the store was opened, plus what its clock has counted since.
 
 use std::sync::Arc;
 
@@ -16,10 +15,10 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, Erased};
 
-/// What was saved later than now by more than this has an age that is not known: it counts as expired.
+/// A chunk saved further in the future than this has an unknown age and counts as expired.
 const MAX_SKEW_S: u32 = 60;
 
-/// When what was saved at `saved_s` expires, seen at `now_s`.
+/// Returns when a chunk saved at `saved_s` expires, as seen at `now_s`.
 fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     match ttl_s {
         Ceiling::NONE => NEVER,
@@ -28,8 +27,9 @@ fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     }
 }
 
-/// Erases what is older than `limits` allow in those namespaces of a disk directory that no store has open. `root` is that of the
-/// stores. `Io` if the directory cannot be listed.
+/// Erases expired chunks in the closed namespaces of a disk directory.
+///
+/// `root` is that of the open stores. `Io` if the directory cannot be listed.
 pub fn erase_expired(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
@@ -45,36 +45,37 @@ pub fn erase_expired(
 }
 
 impl State {
-    /// Seconds of Unix time after which the chunk, which was saved at `saved_s`, must not be found.
+    /// Returns when a chunk saved at `saved_s` expires: not after its parent.
     pub(crate) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
     }
 
-    /// Whether it was saved too long ago.
+    /// Returns true if the chunk has expired.
     pub(crate) fn is_expired(&self, entry: &Entry) -> bool {
         entry.expires_s <= self.unix_s
     }
 
+    /// Returns true if the chunk expires before its parent, or has none.
     fn expires_alone(&self, entry: &Entry) -> bool {
         entry.expires_s != NEVER && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
 
-    /// The chunk was entered.
+    /// Adds a new chunk to the expiry queue, if it expires before its parent.
     pub(crate) fn track_expiry(&mut self, id: ChunkId) {
         if self.expires_alone(&self.index[id]) {
             self.expiries.0.insert((self.index[id].expires_s, id));
         }
     }
 
-    /// The chunk's entry is about to be freed.
+    /// Removes a chunk from the expiry queue before its entry is freed.
     pub(crate) fn untrack_expiry(&mut self, id: ChunkId) {
         if self.index[id].expires_s != NEVER {
             self.expiries.0.remove(&(self.index[id].expires_s, id));
         }
     }
 
-    /// Whether every entry that expires by itself is noted, and nothing else; for checks.
+    /// Returns true if the expiry queue has exactly the chunks it should; for checks.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn check_expiry(&self) -> bool {
         let is_noted = |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));

@@ -1,39 +1,39 @@
-//! How much of each tier the chunks of one salt may take, and how old they may become: as it is set, and as a store counts it.
+//! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as configured and in frames.
 //!
-//! A *class* is a row of the table: what has no salt, what has one, and each salt with limits of its own. It must not know chunks.
+//! A *class* is a row of the table: requests without a salt, with a salt, and each salt with individual limits.
 
 use rustc_hash::FxHashMap;
 
 use crate::key::SaltTag;
 
-/// Most of a tier.
+/// Upper limit for a part of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
-    /// Bytes of frames; less than a frame's is nothing.
+    /// Bytes, rounded down to whole frames.
     Bytes(u64),
     /// Millionths of the tier; at least one frame, unless it is 0.
     Share(u32),
 }
 
-/// What the chunks of one salt may take.
+/// Limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Of host memory; in a pool, of the store's share of it.
+    /// Of host memory; in a pool, of the store's share.
     pub host: Option<Quota>,
     /// Of the disk.
     pub disk: Option<Quota>,
-    /// Seconds since it was saved after which a chunk is not found any more, and forgotten.
+    /// Time to live of a chunk, in seconds since it was saved.
     pub ttl_s: Option<u32>,
 }
 
-/// The limits of all salts of a store.
+/// The limits of all tenants of a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantLimits {
-    /// Of what has no salt, together.
+    /// Of all requests without a salt, together.
     pub unsalted: Limits,
-    /// Of each salt without limits of its own.
+    /// Of each salt without individual limits.
     pub salted: Limits,
-    /// Of single salts.
+    /// Of individual salts.
     pub by_salt: Vec<(SaltTag, Limits)>,
 }
 
@@ -42,12 +42,12 @@ impl TenantLimits {
         [&self.unsalted, &self.salted].into_iter().chain(self.by_salt.iter().map(|(_, limits)| limits))
     }
 
-    /// The shortest time after which something expires, in seconds.
+    /// Returns the shortest time to live, in seconds.
     pub fn shortest_ttl_s(&self) -> Option<u32> {
         self.all().filter_map(|limits| limits.ttl_s).min()
     }
 
-    /// Whether there is a limit at all.
+    /// Returns true if any limit is set.
     pub(crate) fn is_set(&self) -> bool {
         self.all().any(|limits| *limits != Limits::default())
     }
@@ -57,11 +57,11 @@ impl TenantLimits {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Class(u32);
 
-/// What has no salt.
+/// Requests without a salt.
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class in frames; the largest number where there is none.
+/// The limits of a class in frames and seconds; [`Ceiling::NONE`] for no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
     pub(crate) host: u32,
@@ -73,7 +73,7 @@ impl Ceiling {
     pub(crate) const NONE: u32 = u32::MAX;
 }
 
-/// What percentages are of, in frames.
+/// Sizes of the tiers that percentages refer to, in frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
@@ -92,7 +92,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Empty where nothing is limited.
+    /// Returns the table for `of`; empty if no limit is set.
     pub(crate) fn new(of: &TenantLimits, frame_bytes: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();
@@ -110,7 +110,7 @@ impl Table {
         table
     }
 
-    /// Percentages are of this from now on.
+    /// Changes the sizes that percentages refer to.
     pub(crate) fn set_bases(&mut self, bases: Bases) {
         if self.bases != bases {
             self.bases = bases;

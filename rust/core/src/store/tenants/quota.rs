@@ -1,7 +1,7 @@
-//! Quotas: who has as much of a tier as it may gets room from what is its own only, the coldest first, or none.
+//! Quotas: a tenant at its quota gets room only by evicting its coldest chunk.
 //!
-//! A frame counts from the moment it is taken, so a quota is kept at every instant. It is above what its tenant has only where it
-//! became smaller, or where the disk held more when it was opened: then `trim` takes what may go, a slice a call.
+//! A frame counts from the moment it is taken, so no tenant exceeds its quota, unless the quota was lowered or the disk
+//! held more when it was opened. Then the sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -10,24 +10,24 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling};
 use crate::tier::host::Grid;
 
-/// Where room for a chunk may come from.
+/// Where the frame or slot for a chunk may come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// From the whole tier.
+    /// From the whole tier: its tenant is below its quota.
     Any,
-    /// From this tenant's chunks: it has as much as it may.
+    /// From this tenant's chunks: it is at its quota.
     Own(TenantId),
-    /// It may have nothing.
+    /// Nowhere: its quota is 0.
     None,
 }
 
-/// The group of a policy that a tenant's chunks are.
+/// Returns the policy group of a tenant's chunks.
 pub(crate) fn group(tenant: TenantId) -> GroupId {
     GroupId(tenant.0)
 }
 
 impl State {
-    /// Where a frame for a new chunk may come from.
+    /// Returns where a frame for a new chunk may come from.
     pub(crate) fn room_for(&self, new: &Entry, parent: Option<ChunkId>) -> Room {
         if !self.tenants.limits.has_quotas {
             return Room::Any;
@@ -40,14 +40,14 @@ impl State {
         }
     }
 
-    /// Where another frame for a tenant may come from.
+    /// Returns where another frame for a tenant may come from.
     pub(crate) fn room_of(&self, tenant: TenantId) -> Room {
         let has_room =
             !self.tenants.limits.has_quotas || self.tenants.num_frames(tenant) < self.tenants.ceiling(tenant).host;
         if has_room { Room::Any } else { Room::Own(tenant) }
     }
 
-    /// The chunk has a frame, so the host policy knows it: it may be asked for its tenant's.
+    /// Groups a chunk by tenant in the host policy, if the tenant has a quota there.
     pub(crate) fn group_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
@@ -55,7 +55,7 @@ impl State {
         }
     }
 
-    /// The same of the disk.
+    /// Groups a chunk by tenant in the disk policy, if the tenant has a quota there.
     pub(crate) fn group_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
@@ -63,7 +63,7 @@ impl State {
         }
     }
 
-    /// Looks again what percentages are of. A store without engines has no share, and keeps what it has.
+    /// Updates the sizes that percentages refer to. A store without a share of the pool keeps its last one.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.grid().map_or_else(|| self.host.num_frames().0, Grid::share);
         let host = if host > 0 { host } else { self.tenants.limits.bases().host };

@@ -1,6 +1,6 @@
-//! What a store with limits does by itself: forgets what is too old, and trims what is beyond a quota that became smaller.
+//! Sweeper: removes expired chunks, and evicts what exceeds a quota that was lowered, once a second.
 //!
-//! A thread of its own looks once a second, so that neither a disk that hangs nor engines that rest hold it up.
+//! It has a separate thread, so that it depends neither on the disk nor on calls of engines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,16 +12,16 @@ use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
-/// How often it looks.
-const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Trees that one call begins to forget.
+/// Time between two rounds.
+const SWEEP_EVERY: Duration = Duration::from_secs(1);
+/// Trees whose removal one call starts.
 const MAX_EXPIRED: usize = 64;
-/// Chunks taken by one call of `trim`: some 0.2 ms.
+/// Chunks evicted by one call of `trim`: some 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {
-    /// Some of a round; `next` is where it is. True at its end.
-    fn tend(&mut self, next: &mut usize) -> bool {
+    /// Continues a round at the tenant `next`; returns true at its end.
+    fn sweep(&mut self, next: &mut usize) -> bool {
         if *next == 0 {
             self.update_bases();
         }
@@ -29,7 +29,7 @@ impl State {
         has_expired && !self.is_removing() && self.trim(next)
     }
 
-    /// Begins to forget some of what expired; true if that was all.
+    /// Starts the removal of some expired chunks; returns true if no more have expired.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
             match self.expiries.0.first().copied() {
@@ -43,7 +43,7 @@ impl State {
         false
     }
 
-    /// Looks at some tenants, from the `next`th on, and takes what they have beyond their quotas and may go; true at the end.
+    /// Evicts chunks of tenants above their quota, from the `next` tenant on; returns true at the end.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
         for _ in 0..TENANTS_PER_SLICE {
@@ -73,11 +73,11 @@ impl State {
 }
 
 impl Locked {
-    /// One round, a slice a lock; false once the store ends.
-    pub(crate) fn tend(&self) -> bool {
+    /// Runs one round, a slice per lock. Returns false if the store closes.
+    pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;
         loop {
-            let done = self.with_state(|state| (!state.disk.stopping).then(|| state.tend(&mut next))).flatten();
+            let done = self.with_state(|state| (!state.disk.stopping).then(|| state.sweep(&mut next))).flatten();
             match done {
                 Some(false) => thread::yield_now(),
                 done => return done.is_some(),
@@ -86,17 +86,17 @@ impl Locked {
     }
 }
 
-/// Starts the thread; `Io` if the system has none left.
+/// Starts the thread. `Io` if the system refuses.
 pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let work = move || {
-        while inner.tend() {
+        while inner.sweep() {
             let Some(state) = inner.lock().filter(|state| !state.disk.stopping) else { return };
-            if inner.tend.wait_timeout(state, CHECK_EVERY).is_err() {
+            if inner.sweep.wait_timeout(state, SWEEP_EVERY).is_err() {
                 return;
             }
         }
     };
-    let thread = thread::Builder::new().name("kvloft-tend".to_owned()).spawn(work);
-    thread.map_err(|error| Error::io("the thread that looks after limits cannot be started", error))
+    let thread = thread::Builder::new().name("kvloft-sweep".to_owned()).spawn(work);
+    thread.map_err(|error| Error::io("the thread that enforces tenant limits cannot be started", error))
 }

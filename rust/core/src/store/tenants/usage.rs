@@ -7,20 +7,20 @@ use crate::store::state::State;
 use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 
-/// One salt, or what has none, and what it has.
+/// Usage and limits of one tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tenant {
-    /// None: what has no salt.
+    /// None for requests without a salt.
     pub tag: Option<SaltTag>,
-    /// Frames of host memory that its chunks have.
+    /// Its frames in host memory.
     pub num_host: u32,
     /// Its chunks on disk.
     pub num_disk: u32,
-    /// The most frames that it may have, where there is a quota.
+    /// Its quota in host memory, in frames.
     pub max_host: Option<u32>,
-    /// The most chunks on disk.
+    /// Its quota on disk, in chunks.
     pub max_disk: Option<u32>,
-    /// Seconds since it was saved after which a chunk is forgotten, where it is.
+    /// Time to live of its chunks, in seconds.
     pub ttl_s: Option<u32>,
 }
 
@@ -46,7 +46,7 @@ impl State {
 }
 
 impl Store {
-    /// Those of its salts that have most, in host memory first, and how many salts have something.
+    /// Returns the `limit` tenants with the most frames, then slots, and the number of salts that have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next)) {

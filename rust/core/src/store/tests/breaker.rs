@@ -1,4 +1,4 @@
-//! The breaker alone, and the moments at which it opens, probes and closes.
+//! When the circuit breaker opens, probes and closes.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The invariants, counted again from the entries: what tests ask for after every step. Slow; nothing else uses it.
+//! Recounts the store's invariants from the entries. Slow; tests call it after every step.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ macro_rules! ensure {
 }
 
 impl Store {
-    /// Counts everything again and compares; for tests. The error is the first contradiction.
+    /// Recounts everything and compares; for tests. The error is the first contradiction.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
         check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
@@ -60,7 +60,7 @@ fn check_disk(state: &State) -> Result<(), String> {
     let counts = [
         ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.slot().is_some())),
         (
-            "forgotten ones there",
+            "detached chunks on disk",
             disk.num_detached_slots,
             count(&|entry| entry.disk.slot().is_some() && entry.detached),
         ),
@@ -92,17 +92,17 @@ fn check_links(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> 
 fn check_detached(entry: &Entry) -> Result<(), String> {
     ensure!(
         entry.host_evictable.is_none() && entry.disk_evictable.is_none(),
-        "a policy knows a forgotten chunk: {entry:?}"
+        "a policy has a detached chunk: {entry:?}"
     );
     let used = entry.holds > 0 || entry.has_children() || entry.host.is_filling() || entry.disk.takes_slot();
-    ensure!(used, "a forgotten chunk without a user was not freed: {entry:?}");
-    ensure!(!entry.disk.is_waiting(), "a forgotten chunk waits to be written: {entry:?}");
+    ensure!(used, "a detached chunk without a user was not freed: {entry:?}");
+    ensure!(!entry.disk.is_waiting(), "a detached chunk waits to be written: {entry:?}");
     Ok(())
 }
 
 fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) -> Result<(), String> {
     ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
-    ensure!(is_mapped || state.is_removing(), "{entry:?} is never forgotten");
+    ensure!(is_mapped || state.is_removing(), "{entry:?} is never removed");
     let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.frame().map(|_| may_go);
     ensure!(entry.host_evictable == known, "the host policy was not last_event about {entry:?}");

@@ -1,4 +1,4 @@
-//! What happens to a store whose books failed, or whose disk is opened late.
+//! A store after a panic under its lock, and a store whose disk is opened late.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,10 +7,11 @@ use super::super::disk::jobs::Job;
 use super::super::disk::time_shares::Direction;
 use super::super::disk::work::{Attached, Clearing, DiskWork};
 use super::super::state::State;
-use super::super::{Changes, DiskSettings, Lookup, Progress, Store, StoreConfig, Tiers};
+use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
+use crate::index::{DiskEvent, DiskState};
 use crate::key::{ChunkKey, KeyChain};
-use crate::tier::disk::{DiskEntry, DiskMeta};
+use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 
 fn host_only() -> StoreConfig {
@@ -26,7 +27,7 @@ fn host_only() -> StoreConfig {
     }
 }
 
-/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
+/// After a panic under the lock, everything is a miss and guards can still be dropped.
 #[test]
 fn a_store_that_failed_inside_misses() {
     let store = Store::open(&host_only()).unwrap();
@@ -43,7 +44,7 @@ fn a_store_that_failed_inside_misses() {
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
     let Changes { rows, lost } = listener.changes(&chain.keys()[..1], 9);
-    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was last_event of is gone");
+    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "every reported chunk is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
     assert_eq!(store.reserve(&chain, 0..3).unwrap().num_dropped, 3);
@@ -57,18 +58,18 @@ fn a_store_that_failed_inside_misses() {
 }
 
 #[test]
-fn keys_are_noted_only_while_somebody_listens() {
+fn changes_are_logged_only_for_a_listener() {
     let store = Store::open(&host_only()).unwrap();
-    let is_noting = || store.inner.with_state(|state| state.watch.is_some());
-    assert_eq!(is_noting(), Some(false));
+    let is_logging = || store.inner.with_state(|state| state.change_log.is_some());
+    assert_eq!(is_logging(), Some(false));
     let (one, other) = (store.watch(9), store.watch(9));
     drop(one);
-    assert_eq!(is_noting(), Some(true));
+    assert_eq!(is_logging(), Some(true));
     drop(other);
-    assert_eq!(is_noting(), Some(false));
+    assert_eq!(is_logging(), Some(false));
 }
 
-/// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
+/// Disk threads that wait for work end after a panic under the lock, and closing the store does not wait for them.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
@@ -97,7 +98,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
 }
 
-/// All threads see a tier that was opened late a moment before the books get what it holds.
+/// Threads see a late tier a moment before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4096, 4).unwrap();
@@ -106,7 +107,7 @@ fn a_discard_while_the_tier_is_opened_holds() {
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
     state.discard(&[key]);
     assert!(!state.recover_some(), "nothing was handed over yet");
-    let slot = crate::tier::disk::SlotId(0);
+    let slot = SlotId(0);
     assert!(state.attach(vec![DiskEntry { slot, meta: DiskMeta { key, parent, depth: 0, saved_s: 0 }, sequence: 0 }]));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
@@ -115,12 +116,12 @@ fn a_discard_while_the_tier_is_opened_holds() {
 fn found(number: u32) -> DiskEntry {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&number.to_le_bytes());
-    let slot = crate::tier::disk::SlotId(number);
+    let slot = SlotId(number);
     let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), depth: 0, saved_s: 0 };
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that stays away for weeks must not cost memory for each chunk that was discarded meanwhile.
+/// A disk that is not open for weeks must not cost memory for each chunk that is discarded meanwhile.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4096, 4).unwrap();
@@ -156,18 +157,18 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 #[test]
 fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
-    let mut books = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
-    books.begin(1, Direction::Read, Duration::ZERO);
-    books.begin(2, Direction::Write, Duration::ZERO);
-    assert!(!books.cannot_settle_by(2 * second) && books.find_hangs(5 * second));
-    assert!(books.cannot_settle_by(5 * second), "it is left alone");
-    assert!(books.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
-    books.in_flight.pop();
-    assert!(!books.cannot_settle_by(60 * second), "a thread came back");
+    let mut work = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
+    work.begin(1, Direction::Read, Duration::ZERO);
+    work.begin(2, Direction::Write, Duration::ZERO);
+    assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
+    assert!(work.cannot_settle_by(5 * second), "it is paused");
+    assert!(work.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
+    work.in_flight.pop();
+    assert!(!work.cannot_settle_by(60 * second), "a thread came back");
 }
 
 #[test]
-fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
+fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
     let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.num_threads = 1;
@@ -176,11 +177,34 @@ fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
     state.set_time(second);
     let look = state.begin_check().expect("one is due");
     state.set_time(4 * second);
-    assert_eq!(state.begin_check(), None, "one look at a time");
+    assert_eq!(state.begin_check(), None, "one check at a time");
     assert!(state.disk.answers(state.now));
     state.set_time(6 * second);
     assert!(!state.disk.answers(state.now) && state.disk.cannot_settle_by(60 * second));
     state.end_check(look, None);
     assert!(state.disk.answers(state.now) && !state.disk.is_broken());
     assert_eq!(state.disk.attached, Attached::Yes);
+}
+
+/// The tier's directory may come back with a chunk that was queued for writing again meanwhile.
+#[test]
+fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
+    let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut chain = KeyChain::new(ChunkKey([9; 32]), 1).unwrap();
+    chain.append_tokens(&[1, 2]).unwrap();
+    state.disk.attached = Attached::Opening;
+    let mut reserved = Vec::new();
+    state.reserve(&(Prefix::from(&chain), 0..2).into(), &mut reserved);
+    for (id, _) in &reserved {
+        assert_eq!(state.commit(*id), 1);
+    }
+    let (parent, child) = (reserved[0].0, reserved[1].0);
+    state.change_disk(child, DiskEvent::Block);
+    state.disk.blocked.insert(parent, vec![child]);
+    let meta = DiskMeta { key: chain.keys()[0], parent: chain.root(), depth: 0, saved_s: 0 };
+    assert!(state.attach(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }]));
+    while state.recover_some() {}
+    assert_eq!(state.index[parent].disk, DiskState::Stored(SlotId(0)));
+    assert!(matches!(state.next_job(), Some((_, Job::Write { id, .. })) if id == child));
+    super::check::check(&state).unwrap();
 }

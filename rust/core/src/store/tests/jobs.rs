@@ -1,9 +1,9 @@
-//! Disk jobs in every order, without threads: the test takes jobs, does their I/O in memory and enters the outcome, step by
-//! step, between the calls of schedulers and workers.
+//! Disk jobs in every order, without threads: the test takes jobs, does their I/O in memory and applies the outcome, step
+//! by step, between the calls of schedulers and workers.
 //!
-//! What threads do only now and then happens here by choice, and every case can be repeated. Checked at each step: the books
-//! (`check`), the disk's contract, that no frame holds another chunk's bytes, and that `flush` would tell the truth; at the
-//! end, that nothing waits permanently and nothing is left.
+//! Orders that threads reach rarely are chosen here, and every case is reproducible. Each step checks the invariants
+//! (`check`), the disk's contract, the bytes of every frame and the result of `flush`. The end checks that nothing waits
+//! without end and nothing is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -25,20 +25,20 @@ use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 use crate::{Error, ErrorKind};
 
-/// As the disk threads do.
+/// As in `threads`.
 const SLOT_TRIES: u32 = 4;
 
-/// A job under way, and how far it is.
+/// A job in flight and its progress.
 #[derive(Debug)]
 pub(super) enum Under {
     Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
-    Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: SlotFor },
+    Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: WriteStep },
     Free { slots: Vec<SlotId>, failed: bool },
     Clear { slots: Vec<SlotId>, is_cleared: Option<bool> },
 }
 
 #[derive(Debug)]
-pub(super) enum SlotFor {
+pub(super) enum WriteStep {
     None,
     Evicting(ChunkId, SlotId),
     Reserved(SlotId),
@@ -49,10 +49,10 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// What is on disk: slots in use, and the chunk in each that is written.
+    /// The disk: slots in use, and the chunk in each written one.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
-    /// Reserved chunks; those forgotten meanwhile have no key here.
+    /// Reserved chunks; None for the key of a chunk that was removed meanwhile.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
     committed: BTreeSet<ChunkKey>,
@@ -101,7 +101,7 @@ impl Run {
                 let held = self.state.acquire(&prefix);
                 self.reads.push(held);
             }
-            Step::Forget { budget } => {
+            Step::Remove { budget } => {
                 self.state.remove_some(budget);
             }
             Step::Wait { millis } => {
@@ -117,13 +117,13 @@ impl Run {
                 self.state.discard(&[key]);
                 let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
                 let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
-                self.forget(|key| gone.contains(key));
+                self.forget_keys(|key| gone.contains(key));
             }
             Step::Clear => {
                 self.state.clear();
-                self.forget(|_| true);
+                self.forget_keys(|_| true);
             }
-            Step::Remove => {
+            Step::RemoveDirectory => {
                 self.state.disk.check_at = Duration::ZERO;
                 if let Some(look) = self.state.begin_check() {
                     self.state.end_check(look, Some(Path::new("/memory")));
@@ -141,7 +141,7 @@ impl Run {
         self.state.commit(id);
     }
 
-    fn forget(&mut self, is_gone: impl Fn(&ChunkKey) -> bool) {
+    fn forget_keys(&mut self, is_gone: impl Fn(&ChunkKey) -> bool) {
         self.committed.retain(|key| !is_gone(key));
         for (_, key) in &mut self.writes {
             *key = key.filter(|key| !is_gone(key));
@@ -153,7 +153,7 @@ impl Run {
         let mut reserved = Vec::new();
         self.state.reserve(&(Prefix::from(&chain), start.min(stop)..stop).into(), &mut reserved);
         for (_, reservation) in &reserved {
-            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one tenant (I4)");
+            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
             self.state.host.give_back(frame);
         }
@@ -165,7 +165,7 @@ impl Run {
             Emptying::No => {}
             Emptying::Working => return,
             Emptying::Done => {
-                assert!(self.in_flight.is_empty(), "a job is under way with a tier that is closed");
+                assert!(self.in_flight.is_empty(), "a job is in flight with a tier that is closed");
                 self.slots.clear();
                 return self.state.reopen();
             }
@@ -179,7 +179,7 @@ impl Run {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
             Job::Write { id, meta, frame } => {
                 assert_eq!(frame.bytes()[..32], meta.key.0, "a frame is written as another chunk");
-                Under::Write { id, meta, frame, tries: 0, place: SlotFor::None }
+                Under::Write { id, meta, frame, tries: 0, place: WriteStep::None }
             }
             Job::Free(slots) => Under::Free { slots, failed: false },
             Job::Clear(slots) => {
@@ -190,7 +190,7 @@ impl Run {
         self.in_flight.push((ticket, under));
     }
 
-    /// One more piece of a job: each is what its thread does between two looks at the lock, or under it.
+    /// Runs one step of a job: what its thread does between two uses of the lock, or under it.
     pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.in_flight.swap_remove(nth);
         let next = match under {
@@ -202,7 +202,7 @@ impl Run {
                 let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io);
                 Err(End::Read { id, frame, outcome, num_refused: 2 * u64::from(is_refused) })
             }
-            Under::Write { id, frame, place: SlotFor::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
+            Under::Write { id, frame, place: WriteStep::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
             Under::Write { id, meta, frame, tries, place } => {
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
@@ -238,35 +238,35 @@ impl Run {
         }
     }
 
-    /// A write goes on: find a slot, make room, write.
-    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &SlotFor, io: Io) -> SlotFor {
+    /// Continues a write: find a slot, make room, write.
+    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &WriteStep, io: Io) -> WriteStep {
         match *place {
-            SlotFor::None => {
+            WriteStep::None => {
                 let free = (0..self.num_slots).find(|slot| !self.slots.contains_key(slot));
                 if let Some(free) = free {
                     self.slots.insert(free, None);
-                    return SlotFor::Reserved(SlotId(free));
+                    return WriteStep::Reserved(SlotId(free));
                 }
                 let victim = if tries < 2 * SLOT_TRIES { self.state.begin_disk_eviction() } else { None };
-                victim.map_or(SlotFor::Over(Written::NoRoom), |(id, slot)| SlotFor::Evicting(id, slot))
+                victim.map_or(WriteStep::Over(Written::NoRoom), |(id, slot)| WriteStep::Evicting(id, slot))
             }
-            SlotFor::Evicting(id, slot) => {
+            WriteStep::Evicting(id, slot) => {
                 let freed = self.free(slot, io);
                 self.state.end_disk_eviction(id, freed);
-                if freed { SlotFor::None } else { SlotFor::Over(Written::Failed(None)) }
+                if freed { WriteStep::None } else { WriteStep::Over(Written::Failed(None)) }
             }
-            SlotFor::Reserved(slot) if io == Io::Works => {
+            WriteStep::Reserved(slot) if io == Io::Works => {
                 self.write(slot, meta);
-                SlotFor::Over(Written::In(slot))
+                WriteStep::Over(Written::In(slot))
             }
-            SlotFor::Reserved(slot) => {
+            WriteStep::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
                 if !freed {
-                    self.slots.insert(slot.0, Some(meta)); // what is refused may have been done all the same
+                    self.slots.insert(slot.0, Some(meta)); // a refused write may have been done
                 }
-                SlotFor::Over(Written::Failed((!freed).then_some(slot)))
+                WriteStep::Over(Written::Failed((!freed).then_some(slot)))
             }
-            SlotFor::Over(_) => unreachable!("its outcome is entered"),
+            WriteStep::Over(_) => unreachable!("its outcome is applied"),
         }
     }
 
@@ -302,7 +302,10 @@ impl Run {
             let (host, any) = self.state.find(&Prefix::from(&chain));
             assert!(host <= any);
             for key in &chain.keys()[..any as usize] {
-                assert!(self.committed.contains(key), "found what was not committed, or was forgotten (I1, I3)");
+                assert!(
+                    self.committed.contains(key),
+                    "a chunk is found that was not committed, or was removed (I1, I3)"
+                );
             }
         }
         for held in 0..self.reads.len() {
@@ -321,7 +324,7 @@ impl Run {
         }
     }
 
-    /// A frame that somebody holds has its chunk's bytes (I4); one that is lent is being written, and was looked at then.
+    /// A leased frame has its chunk's bytes (I4). A lent one is being written, and was checked then.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
@@ -329,18 +332,18 @@ impl Run {
         }
     }
 
-    /// What `flush` promises when it returns.
+    /// Checks the guarantee of `flush`.
     fn check_flushed(&self) {
         let mut wanted = BTreeMap::new();
         for (_, entry) in self.state.index.iter() {
             match entry.disk {
                 DiskState::Stored(slot) => {
-                    assert!(!entry.detached, "a forgotten chunk is on disk");
+                    assert!(!entry.detached, "a removed chunk is on disk");
                     wanted.insert(slot.0, entry.key);
                 }
                 DiskState::Absent => {}
                 DiskState::Queued | DiskState::Blocked | DiskState::Writing | DiskState::Evicting(_) => {
-                    panic!("a chunk is on its way: {entry:?}")
+                    panic!("flush would return too early: {entry:?}")
                 }
             }
         }
@@ -350,7 +353,7 @@ impl Run {
         assert_eq!(self.slots.len(), there.len(), "a slot is reserved and unknown");
     }
 
-    /// Lets the threads work, and time go by, until there is nothing to do.
+    /// Runs jobs and advances the clock until there is nothing to do.
     pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
             self.state.remove_some(usize::MAX);
@@ -360,8 +363,8 @@ impl Run {
                 self.check();
                 continue;
             }
-            let books = &self.state.disk;
-            if books.is_settled() && books.num_queued_reads == 0 {
+            let work = &self.state.disk;
+            if work.is_settled() && work.num_queued_reads == 0 {
                 return;
             }
             let now = self.state.now + Duration::from_secs(61);
@@ -401,7 +404,7 @@ impl Run {
             self.state.index
         );
         self.state.clear();
-        self.forget(|_| true);
+        self.forget_keys(|_| true);
         self.finish_jobs();
         let gauges = self.state.stats();
         assert_eq!((gauges.pins, gauges.read_leases, gauges.write_leases, gauges.entries), (0, 0, 0, 0));
@@ -429,9 +432,9 @@ proptest! {
     }
 }
 
-/// A chain on disk is saved again, and its first chunk is aborted while others behind it are filled from the end.
+/// A chain on disk is saved again, and its first chunk is aborted while the others are filled from the end.
 #[test]
-fn what_is_filled_behind_a_failed_chunk_fails_with_it() {
+fn chunks_filled_below_a_failed_chunk_fail_with_it() {
     let mut run = Run::new(6, 12, Eviction::Lru, 1);
     run.take(&Step::Save { prompt: 0, stop: 6 });
     run.finish_jobs();

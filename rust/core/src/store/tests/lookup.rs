@@ -1,4 +1,4 @@
-//! The search for the end of what is present.
+//! The search for the end of the present units.
 
 use super::super::lookup::leading;
 

@@ -1,4 +1,4 @@
-//! What happens to a store in `jobs`: steps by chance, over prompts that share prefixes.
+//! Random steps for `jobs`, over prompts that share prefixes.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ pub(super) enum Step {
         start: u32,
         stop: u32,
     },
-    /// Reserve and commit.
+    /// Reserves and commits.
     Save {
         prompt: usize,
         stop: u32,
@@ -35,19 +35,19 @@ pub(super) enum Step {
         block: usize,
     },
     Clear,
-    /// A slice of what is to be forgotten.
-    Forget {
+    /// Removes a slice of the trees that are being removed.
+    Remove {
         budget: usize,
     },
-    /// Time goes by.
+    /// Advances the clock.
     Wait {
         millis: u64,
     },
-    /// A look finds that the disk's directory was removed.
-    Remove,
-    /// A disk thread asks for a job.
+    /// A check finds that the disk's directory was removed.
+    RemoveDirectory,
+    /// A disk thread takes a job.
     Take,
-    /// A job under way goes on: its next I/O, or its outcome is entered.
+    /// A job in flight does its next I/O, or its outcome is applied.
     Go {
         nth: usize,
         io: Io,
@@ -70,13 +70,13 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
         4 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS).prop_map(|(prompt, stop)| Step::Save { prompt, stop }),
         5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(PROMPT_BLOCKS as usize), 1 => 0..4usize])
             .prop_map(|(prompt, num_blocks)| Step::Acquire { prompt, num_blocks }),
-        3 => (0..4usize).prop_map(|budget| Step::Forget { budget }),
+        3 => (0..4usize).prop_map(|budget| Step::Remove { budget }),
         2 => prop_oneof![3 => 0..3_000u64, 1 => 0..70_000u64].prop_map(|millis| Step::Wait { millis }),
         4 => (0..64usize).prop_map(|nth| Step::Release { nth }),
         2 => (0..NUM_PROMPTS, 0..PROMPT_BLOCKS as usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => prop::bool::weighted(0.2).prop_map(|clear| if clear { Step::Clear } else { Step::Take }),
         10 => Just(Step::Take),
-        1 => prop::bool::weighted(0.3).prop_map(|remove| if remove { Step::Remove } else { Step::Take }),
+        1 => prop::bool::weighted(0.3).prop_map(|remove| if remove { Step::RemoveDirectory } else { Step::Take }),
         16 => (0..64usize, io).prop_map(|(nth, io)| Step::Go { nth, io }),
     ]
 }

@@ -1,4 +1,4 @@
-//! How reads and writes share the disk's threads, and which chunks leave host memory: jobs in order, without threads.
+//! How reads and writes share disk time, and which chunks leave host memory: jobs in order, without threads.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ impl Run {
         self.state.find(&Prefix::from(&chain)).0
     }
 
-    /// Does one job of `took` and returns its letter: R, W or F; None if there is none.
+    /// Runs one job of `took` and returns its letter: R, W or F; None if there is no job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
         let letter = match self.in_flight.last()?.1 {
