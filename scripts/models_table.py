@@ -26,8 +26,7 @@ HEAD = """\
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM {vllm} on
 {machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
 The tests replace vLLM's inexact or incomplete CPU kernels for states (`tests/e2e/zoo/kernels.py`; not for
-lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run
-`kvloft check MODEL -- FLAGS` for your model.
+lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run `kvloft check MODEL -- FLAGS` for your model.
 
 | column | meaning |
 | --- | --- |
