@@ -25,34 +25,32 @@ HEAD = """\
 
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM {vllm} on
 {machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
-vLLM's CPU kernels for Mamba and gated delta net states are inexact or incomplete, so the tests replace
-them (`tests/e2e/zoo/kernels.py`; not for lfm2). With `kv_groups: one`, vLLM does not start models with
-states; these runs are omitted. Run `kvloft check MODEL -- FLAGS` for your model.
+The tests replace vLLM's inexact or incomplete CPU kernels for states (`tests/e2e/zoo/kernels.py`; not for
+lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run `kvloft check MODEL -- FLAGS` for your model.
 
 | column | meaning |
 | --- | --- |
-| model | the models of `tests/e2e/zoo/README.md`; (one): with `kv_groups: one` |
-| groups | KV cache groups; a hit needs all blocks (full), the last n tokens (window n), the last n-token chunk \
-(local n) or one state |
+| model | see `tests/e2e/zoo/README.md`; (one): with `kv_groups: one` |
+| groups | KV cache groups: full attention, sliding window or local chunk of n tokens, state |
 | supported | every answer equals plain vLLM's: cold, from host memory, from disk after a restart, \
 with other endings, after a reset |
 | tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
-| KiB | KV memory for a request of {max_model_len} tokens, without and with kvloft |
 | accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one figure if equal |
 
 """
+MEMORY = "Without it, a request takes as much KV\nmemory as in plain vLLM. "
 FOOT = """
 ## Unsupported settings
 
-An engine with one of these settings stops at start, with the reason.
+An engine with one of these settings does not start; the error gives the reason.
 
 """
 REFUSED = (
     ("setting or model", "reason", "use"),
     ("---", "---", "---"),
     ("several MTP layers", "vLLM rewrites the last positions of later layers in the next step", "`num_speculative_tokens` 1"),
-    ("`--decode-context-parallel-size`, `--prefill-context-parallel-size`", "not tested: vLLM for CPUs does not support it", "1"),
+    ("`--decode-context-parallel-size`, `--prefill-context-parallel-size`", "not supported by vLLM for CPUs, so not tested", "1"),
     (
         "pipeline parallelism with speculative decoding",
         "vLLM for CPUs fails",
@@ -77,7 +75,7 @@ REFUSED = (
     ),
 )
 """Settings that `vllm/support.py` refuses; no report contains them."""
-COLUMNS = ("model", "groups", "supported", "tokens", "blocks", "KiB", "accepted")
+COLUMNS = ("model", "groups", "supported", "tokens", "blocks", "accepted")
 
 
 def main() -> int:
@@ -88,9 +86,9 @@ def main() -> int:
         return 1
     first, dates = reports[0], sorted({report["date"] for report in reports})
     versions = {name: ", ".join(sorted({report["versions"][name] for report in reports})) for name in first["versions"]}
-    lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
-    head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
+    memory = MEMORY if all(map(_is_memory_equal, reports)) else ""
+    head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], memory=memory, **versions)
     lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports if is_shown(report))]
     PAGE.write_text(head + _table(lines) + FOOT + _table(REFUSED))
     return 0
@@ -109,7 +107,6 @@ def row(report: dict[str, Any]) -> list[str]:
     """The table cells of one report."""
     passes = {one["name"]: one for one in report["passes"]}
     alone = report["engines"]["alone"]
-    ours = report["engines"].get("with kvloft", {})
     served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
     found = blocks = accepted = ""
     if "disk" in passes:
@@ -118,9 +115,14 @@ def row(report: dict[str, Any]) -> list[str]:
         if passes["own"]["drafted"]:
             shares = (f"{passes[name]['accepted']}/{passes[name]['drafted']}" for name in ("cold", "host", "disk"))
             accepted = ", ".join(dict.fromkeys(shares))
-    memory = "/".join(f"{facts['request_bytes'] / 1024:.0f}" for facts in (alone, ours) if facts)
     name = f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
-    return [name, _groups(alone["groups"]), served, found, blocks, memory, accepted]
+    return [name, _groups(alone["groups"]), served, found, blocks, accepted]
+
+
+def _is_memory_equal(report: dict[str, Any]) -> bool:
+    """Return True if a request takes as much KV memory with kvloft as without it, or if all layers are in one group."""
+    engines = report["engines"]
+    return report["extra"].get("kv_groups") == "one" or len({facts["request_bytes"] for facts in engines.values()}) == 1
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:
