@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from announced import BLOCK, NUM_STEPS, PACE, SharedWorld, World, describe, hash_of
 
-from kvloft.plan import PlanSettings, SchedulerCore, announce
-from kvloft.plan.announce import DISK, HOST, Announcer, Stored
+from kvloft.plan import PlanSettings, SchedulerCore
+from kvloft.plan import announcer as announcing
+from kvloft.plan.announcer import Announcer
+from kvloft.plan.kv_events import DISK, HOST, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
 
@@ -21,7 +23,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 def test_the_replayed_index_is_what_the_store_answers(
     kind: type[World], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announce, "SLICE", 5)
+    monkeypatch.setattr(announcing, "SLICE", 5)
     world = kind(10 + capacity, tmp_path, capacity=capacity, slots=40)
     for nth in range(1, NUM_STEPS // 4 + 1):
         world.step()
@@ -110,7 +112,7 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
 
 
 def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "SLICE", 1)
+    monkeypatch.setattr(announcing, "SLICE", 1)
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
     world.save(longest, whole=True)

@@ -13,7 +13,8 @@ import pytest
 from announced import FRAME, NAMESPACE, PACE, Prompt, describe, hash_of
 
 from kvloft import _core
-from kvloft.plan.announce import DISK, HOST, Announcer, Stored
+from kvloft.plan.announcer import Announcer
+from kvloft.plan.kv_events import DISK, HOST, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import groups_of
 

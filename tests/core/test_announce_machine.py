@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from kvloft.plan import announce
-from kvloft.plan.announce import DISK, HOST, TIERS, Announcer, Removed, Stored
+from kvloft.plan import announcer as announcing
+from kvloft.plan.announcer import Announcer
+from kvloft.plan.kv_events import DISK, HOST, TIERS, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
 SLICE, COMING = 3, 4
@@ -230,7 +231,7 @@ class Machine(RuleBasedStateMachine):
             assert must <= self.subscribers[0].known[tier] <= may
             assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
         if not self.is_shared:
-            asked = self.announcer._known.keys() - self.announcer._to_ask.keys()
+            asked = self.announcer._known.keys() - self.announcer._to_look_up.keys()
             assert all(map(self.store.say, asked)), "what is not to come is not waited for"
 
     @rule()
@@ -242,14 +243,14 @@ class Machine(RuleBasedStateMachine):
     def is_bounded(self) -> None:
         if hasattr(self, "announcer"):
             known, recent = self.announcer._known.keys(), self.announcer._recent.keys()
-            assert self.announcer._to_ask.keys() <= known and recent <= known
+            assert self.announcer._to_look_up.keys() <= known and recent <= known
             inner = {parent(key) for key in known} - {None}
             assert known - inner <= recent and self.announcer._children.keys() == inner
             assert len(known) <= self.most and (not self.is_shared or self.is_over or known == self.book.keys())
 
 
 def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "SLICE", SLICE)
+    monkeypatch.setattr(announcing, "SLICE", SLICE)
     run_state_machine_as_test(Machine, settings=settings(max_examples=4 * settings().max_examples))  # each takes little time
 
 

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvloft import _core
-from kvloft.plan.announce import DISK, HOST, Announcer, Block, Stored
+from kvloft.plan.announcer import Announcer
+from kvloft.plan.kv_events import DISK, HOST, Block, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
 FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7

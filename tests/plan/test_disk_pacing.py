@@ -32,8 +32,10 @@ def pacing(*, read_s: float | None = None, tokens_per_s: float | None = None) ->
     return made
 
 
-def waits(made: DiskPacing, *, ahead: int = 0, chunks: int = 10, tokens: int = 1000, line_s: float = 0.0, now: float = 0.0) -> bool:
-    return made.pays(now, num_ahead=ahead, num_chunks=chunks, num_tokens=tokens, line_s=line_s)
+def waits(
+    made: DiskPacing, *, ahead: int = 0, chunks: int = 10, tokens: int = 1000, backlog_s: float = 0.0, now: float = 0.0
+) -> bool:
+    return made.pays(now, num_ahead=ahead, num_chunks=chunks, num_tokens=tokens, backlog_s=backlog_s)
 
 
 def test_a_disk_faster_than_the_engine_is_waited_for_and_a_slower_one_is_not() -> None:
@@ -47,9 +49,9 @@ def test_chunks_of_others_ahead_count() -> None:
 
 def test_a_line_of_prompts_leaves_a_slow_disk_time_for_all_chunks_or_the_first() -> None:
     made = pacing(read_s=0.03, tokens_per_s=5000)
-    assert waits(made, line_s=0.2)
-    assert waits(made, line_s=0.04), "the first chunk is there before the engine would begin"
-    assert not waits(made, line_s=0.02)
+    assert waits(made, backlog_s=0.2)
+    assert waits(made, backlog_s=0.04), "the first chunk is there before the engine would begin"
+    assert not waits(made, backlog_s=0.02)
 
 
 def test_an_engine_of_unknown_speed_waits_for_half_a_second_at_most() -> None:
@@ -94,20 +96,20 @@ def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
 
 @given(
     read_s=st.floats(1e-5, 1.0), rate=st.floats(1e3, 1e6), ahead=st.integers(0, 100), chunks=st.integers(1, 100),
-    line_s=st.floats(0, 10),
+    backlog_s=st.floats(0, 10),
 )  # fmt: skip
 def test_waiting_is_never_expected_to_end_later_than_computing(
-    read_s: float, rate: float, ahead: int, chunks: int, line_s: float
+    read_s: float, rate: float, ahead: int, chunks: int, backlog_s: float
 ) -> None:
     made = pacing(read_s=read_s, tokens_per_s=rate)
     tokens = min(16 * chunks, int(rate))
     compute_s = tokens / int(rate)
-    if waits(made, ahead=ahead, chunks=chunks, tokens=tokens, line_s=line_s):
+    if waits(made, ahead=ahead, chunks=chunks, tokens=tokens, backlog_s=backlog_s):
         by_disk = read_s * (ahead + chunks) * 1000 / 1001
         first = read_s * (ahead + 1) * 1000 / 1001
-        assert by_disk <= line_s + compute_s + GRACE_S + 1e-3 or first <= line_s + 1e-3
+        assert by_disk <= backlog_s + compute_s + GRACE_S + 1e-3 or first <= backlog_s + 1e-3
     elif ahead == 0:
-        assert read_s * chunks >= line_s + compute_s - 1e-3
+        assert read_s * chunks >= backlog_s + compute_s - 1e-3
 
 
 def test_the_line_has_what_admitted_prompts_have_left() -> None:

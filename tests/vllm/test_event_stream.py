@@ -29,8 +29,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvloft import _core
 from kvloft.errors import StoreError
-from kvloft.plan import announce
-from kvloft.plan.announce import DISK, HOST, Block, Event, Removed, Stored
+from kvloft.plan import announcer as announcing
+from kvloft.plan.kv_events import DISK, HOST, Block, Event, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.vllm.events import EventWriter
 
@@ -214,7 +214,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.timeout((300 + NUM_STEPS // 10) * PACE)
 @pytest.mark.parametrize("kind", ["its own", "a server's"])
 def test_a_routers_index_is_what_the_store_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "SLICE", 5)
+    monkeypatch.setattr(announcing, "SLICE", 5)
     Totals.begin()
     subscribe = partial(Stream, folder, count(), random.Random(7))
     sizes: dict[str, Any] = {"capacity": 3, "slots": 40, "subscribe": subscribe}

@@ -10,7 +10,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvloft.plan.announce import DISK, HOST, Announcer, Block, Removed, Stored
+from kvloft.plan.announcer import Announcer
+from kvloft.plan.kv_events import DISK, HOST, Block, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.vllm import events
 from kvloft.vllm.events import EventWriter, announcer_of, describe

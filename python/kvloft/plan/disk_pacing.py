@@ -17,7 +17,7 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Seconds of reading, or of steps, after which older ones count for half, too."""
+"""Seconds of reading, or of steps, after which older measurements count for half."""
 PRIOR_READS = 4
 """The disk's rate is measured as if this many more chunks had arrived, in no time."""
 PROBE_S = 0.5
@@ -32,7 +32,7 @@ SAMPLE_S = 0.01
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount and the seconds that it took; older measurements count for less."""
+    """An amount and the seconds that it took. Older measurements count for less."""
 
     half_life_s: float
     amount: float = 0.0
@@ -54,7 +54,7 @@ class FadingRate:
 
 @dataclass(slots=True)
 class DiskPacing:
-    """Measured rates of the disk and the engine, and the two waiting lines."""
+    """Measured rates of the disk and the engine, and what both have yet to do."""
 
     num_done: int = 0
     """Chunks that the disk has read since the store was opened."""
@@ -68,7 +68,7 @@ class DiskPacing:
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
     _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4))
-    """Steps under way: when each was planned, and its prompt tokens."""
+    """Steps in flight: when each was planned, and its prompt tokens."""
     _step_ended_s: float = float("-inf")
 
     # -- measurements ---------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class DiskPacing:
         return now - self._sampled_s >= SAMPLE_S
 
     def observe_disk(self, now: float, stats: Mapping[str, int]) -> None:
-        """Take in the store's counters: chunks read, the time in which any was wanted, and chunks that wait."""
+        """Record the store's counters: chunks read, the time in which any was wanted, and chunks that wait."""
         self._sampled_s = now
         num_done, busy_us = stats.get("disk_reads", 0), stats.get("disk_read_busy_us")
         if busy_us is None:
@@ -96,7 +96,7 @@ class DiskPacing:
         self._steps.append((now, num_prompt_tokens))
 
     def observe_step_end(self, now: float) -> None:
-        """The oldest step under way ended. It ran since it was planned, or since the step before it ended."""
+        """Record the end of the oldest step in flight. It ran since it was planned, or since the step before it ended."""
         if not self._steps:
             return
         begin, num_tokens = self._steps.popleft()
@@ -107,25 +107,25 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """No chunk waits to be read: a read that is not waited for delays none, and measures the disk."""
+        """True if no chunk waits to be read: then a read for which no request waits delays none, and measures the disk."""
         return self.num_pending == 0
 
     # -- estimates ------------------------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
-        """Seconds until the disk has read this many more chunks."""
+        """Return the seconds until the disk has read this many more chunks."""
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Seconds that the engine needs for this many prompt tokens; None if its rate is unknown."""
+        """Return the seconds that the engine needs for this many prompt tokens; None if its rate is unknown."""
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
             return None
         return num_tokens * self._engine.seconds / self._engine.amount
 
-    def pays(self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, line_s: float) -> bool:
+    def pays(self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float) -> bool:
         """Return whether to wait for ``num_chunks``, which hold ``num_tokens``, behind ``num_ahead`` chunks of others.
 
-        ``line_s``: time until the engine would begin to compute them. It pays to wait for all if they arrive before they
+        ``backlog_s``: time until the engine would begin to compute them. It pays to wait for all if they arrive before they
         would be computed, and for the first of them if it arrives before the engine would begin.
         """
         if not self._is_measured or num_chunks <= 0:
@@ -133,30 +133,30 @@ class DiskPacing:
         self._disk.fade(now)
         read_s, compute_s = self.expected_read_s(num_ahead + num_chunks), self.expected_compute_s(num_tokens)
         if compute_s is None:
-            return read_s < line_s + PROBE_S
-        return read_s < line_s + compute_s + GRACE_S or self.expected_read_s(num_ahead + 1) < line_s
+            return read_s < backlog_s + PROBE_S
+        return read_s < backlog_s + compute_s + GRACE_S or self.expected_read_s(num_ahead + 1) < backlog_s
 
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Prompt tokens of admitted requests that the engine has yet to compute. Costs nothing for requests that generate."""
+    """Prompt tokens of admitted requests that the engine has yet to compute. Requests that generate cost nothing here."""
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)
 
     def enter(self, req_id: ReqId, num_tokens: int) -> None:
-        """A request was admitted and has this many prompt tokens to compute."""
+        """Record that a request was admitted and has this many prompt tokens to compute."""
         self.leave(req_id)
         if num_tokens > 0:
             self._left[req_id] = num_tokens
             self.num_tokens += num_tokens
 
     def leave(self, req_id: ReqId) -> None:
-        """It was preempted, or it finished."""
+        """Remove a request that was preempted or finished."""
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:
-        """Take off the tokens of a step; returns how many there are."""
+        """Subtract the prompt tokens of a step, and return their number."""
         total = 0
         for req_id, left in list(self._left.items()):
             num_tokens = min(scheduled.get(req_id, 0), left)

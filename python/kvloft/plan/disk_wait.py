@@ -56,4 +56,4 @@ class DiskWait:
             request.turn_at_s = now + (compute_s or 0.0)
         num_tokens = num_chunks // len(self.shape.groups) * self.shape.unit_tokens
         backlog_s = max(0.0, request.turn_at_s - now)
-        return pacing.pays(now, num_ahead=num_ahead, num_chunks=num_chunks, num_tokens=num_tokens, line_s=backlog_s)
+        return pacing.pays(now, num_ahead=num_ahead, num_chunks=num_chunks, num_tokens=num_tokens, backlog_s=backlog_s)

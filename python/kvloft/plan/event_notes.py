@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvloft.plan.announce import Announcer
+from kvloft.plan.announcer import Announcer
 from kvloft.plan.request_state import RequestState
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvloft.plan.admission import Admission
-from kvloft.plan.announce import Announcer
+from kvloft.plan.announcer import Announcer
 from kvloft.plan.answers import Answer, Miss, Wait, WaitReason
 from kvloft.plan.block_writers import BlockWriters
 from kvloft.plan.breaker import CircuitBreaker

@@ -1,4 +1,4 @@
-"""Converts the events of `kvloft.plan.announce` to vLLM's KV events, which vLLM publishes to routers.
+"""Converts the events of `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to routers.
 
 Hashes, parents and extra keys equal those of vLLM's events for the same blocks, so a router can join both. Blocks with
 embeddings or multimodal items are not published, because token ids do not identify them.
@@ -17,7 +17,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from kvloft.plan.announce import DISK, HOST, MAX_WAITING, Announcer, Block, Event, Stored
+from kvloft.plan.announcer import MAX_WAITING, Announcer
+from kvloft.plan.kv_events import DISK, HOST, Block, Event, Stored
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import LiveRequest

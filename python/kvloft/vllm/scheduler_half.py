@@ -23,8 +23,8 @@ from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
-from kvloft.plan.announce import Event
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
+from kvloft.plan.kv_events import Event
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape

@@ -1,0 +1,108 @@
+"""Events about blocks that enter or leave the store's tiers, so that routers can send a prompt to the engine with its KV.
+
+Values only. Must not depend on vLLM: `kvloft.vllm.events` converts them to vLLM's KV events.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+HOST, DISK = TIERS = (1, 2)
+"""Tiers as `Session.changes` adds them up, plus another number for chunks that are being read into host memory."""
+
+
+class Block(NamedTuple):
+    """One block of a prefix, in the engine's hashes."""
+
+    hash: bytes
+    parent: bytes | None
+    token_ids: array[int]
+    adapter: Any = None
+    """What the hashes of the whole prefix depend on besides its tokens."""
+    extra: Any = None
+    """What this block's hash depends on besides."""
+
+
+class Stored(NamedTuple):
+    """These blocks, each the parent of the next, of KV cache group ``group`` are in ``tier`` now."""
+
+    tier: int
+    blocks: list[Block]
+    group: int = 0
+
+
+class Removed(NamedTuple):
+    """The blocks with these hashes, of KV cache group ``group``, have left ``tier``."""
+
+    tier: int
+    hashes: list[bytes]
+    group: int = 0
+
+
+Event = Stored | Removed
+
+
+@dataclass(slots=True, eq=False)
+class EventLog:
+    """Counts the chunks that contain each block, and logs an event when the first one enters a tier or the last one leaves it."""
+
+    _holders: dict[int, Counter[tuple[int, bytes]]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
+    """Chunks by tier, group and block."""
+    _events: list[Event] = field(default_factory=list)
+
+    def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
+        """Count a chunk with ``blocks`` that entered ``tier``."""
+        holders = self._holders[tier]
+        for block in blocks:
+            holders[group, block.hash] += 1
+            if holders[group, block.hash] == 1:
+                self._add_stored(tier, group, block)
+
+    def leave(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
+        """Count off a chunk with ``blocks`` that left ``tier``."""
+        holders = self._holders[tier]
+        for block in blocks:
+            holders[group, block.hash] -= 1
+            if not holders[group, block.hash]:
+                del holders[group, block.hash]
+                self._add_removed(tier, group, block.hash)
+
+    def leave_all(self) -> None:
+        """Log that every block has left every tier."""
+        for tier, holders in self._holders.items():
+            for group, block_hash in holders:
+                self._add_removed(tier, group, block_hash)
+            holders.clear()
+
+    def _add_stored(self, tier: int, group: int, block: Block) -> None:
+        match self._events[-1:]:
+            case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == (tier, group, block.parent):
+                run.append(block)
+            case _:
+                self._events.append(Stored(tier, [block], group))
+
+    def _add_removed(self, tier: int, group: int, block_hash: bytes) -> None:
+        match self._events[-1:]:
+            case [Removed(of, hashes, whose)] if (of, whose) == (tier, group):
+                hashes.append(block_hash)
+            case _:
+                self._events.append(Removed(tier, [block_hash], group))
+
+    def add_again(self, events: Sequence[Event]) -> None:
+        """Log removals again that were taken and may not have been published."""
+        self._events += [event for event in events if isinstance(event, Removed)]
+
+    def restart(self) -> None:
+        """Drop all events and counts."""
+        self._events.clear()
+        for holders in self._holders.values():
+            holders.clear()
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
