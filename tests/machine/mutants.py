@@ -80,7 +80,7 @@ def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]
 
 @mutant(
     "LMCache: the table of a request resumed after preemption is appended to its old one",
-    "out of order|not all of|ended, and of|one key, two prefixes",
+    "out of order|not all of|ended, and of|one key, two prefixes|another prefix's chunk",
 )
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any, *more: Any) -> Any:

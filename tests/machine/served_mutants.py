@@ -397,8 +397,8 @@ def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
     "keys know the next token only where vLLM marks a drafter's group, as it does of MTP", "one key, two prefixes|known", *DRAFTERS
 )
 def lookahead_only_where_vllm_marks_a_group(mp: pytest.MonkeyPatch) -> None:
-    def cache_shape(original: Any, vllm_config: Any, ranks: Any) -> Any:
-        found, groups = original(vllm_config, ranks), ranks[0].kv_cache_groups
+    def cache_shape(original: Any, vllm_config: Any, ranks: Any, *more: Any) -> Any:
+        found, groups = original(vllm_config, ranks, *more), ranks[0].kv_cache_groups
         return found if any(group.is_eagle_group for group in groups) else replace(found, lookahead=0)
 
     swap(mp, connector, "cache_shape", cache_shape)

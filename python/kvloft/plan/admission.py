@@ -269,7 +269,8 @@ class Admission:
             self._drop_leases(lambda request: now - request.asked_s > LEASE_S)
 
     def _drop_leases(self, is_outdated: Callable[[RequestState], bool]) -> None:
-        requests = [self._requests[lease.req_id] for lease in self.turns.waiting.leases]
+        req_ids = [lease.req_id for lease in self.turns.waiting.leases]
+        requests = filter(None, map(self._requests.get, req_ids))
         for request in filter(is_outdated, requests):
             request.drop_lease()
             self.waiting.pop(request.req_id, None)  # it is looked up again; its waiting time counts
