@@ -7,38 +7,19 @@
 
 mod group;
 mod hit;
+mod save;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::group::{Cut, Group, GroupKind};
+pub use self::save::{SaveRow, StateRow};
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
 use crate::in_flight::InFlight;
-use crate::key::{ChunkKey, KeyChain};
+use crate::key::KeyChain;
 use crate::session::{LeaseId, Session};
-use crate::store::{Got, Lookup, Prefix, ToSave};
+use crate::store::{Lookup, Prefix};
 use crate::{Error, ErrorKind, Result};
-
-/// Units of one request to save, in every group that keeps KV of them.
-#[derive(Debug)]
-pub struct SaveRow<'a> {
-    /// The request's prefix.
-    pub chain: &'a mut KeyChain,
-    /// Which units.
-    pub units: Range<u32>,
-    /// The blocks of those units, group after group, in the order of [`EngineSession::saved_groups`]. 0 is the null block.
-    pub blocks: &'a [i32],
-}
-
-/// The state of a Mamba group at the end of a unit, to be saved.
-#[derive(Debug)]
-pub struct StateRow {
-    group: u32,
-    root: ChunkKey,
-    /// The state's, and that of the prefix that ends there.
-    keys: Vec<ChunkKey>,
-    block: i32,
-}
 
 /// Pins on the chunks that a prefix of `num_units` needs.
 #[derive(Debug, Clone, Copy)]
@@ -57,21 +38,6 @@ pub struct EngineSession {
     /// Places in `groups`: those of full attention first, whose chunks are the prefixes that a server knows.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
-}
-
-/// Part of a save: one group's chunks of one request.
-struct Part {
-    group: usize,
-    root: ChunkKey,
-    keys: Keys,
-    units: Range<u32>,
-    blocks: Vec<i32>,
-}
-
-enum Keys {
-    /// Those of the chain, as this group number has them.
-    Chain(Option<u32>),
-    Own(Vec<ChunkKey>),
 }
 
 impl EngineSession {
@@ -219,107 +185,6 @@ impl EngineSession {
 
     // -- saves --------------------------------------------------------------------------------------------------
 
-    /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers one by one.
-    pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
-        let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
-        groups.filter(|(_, group)| group.kind != GroupKind::State)
-    }
-
-    /// Reserves frames for the chunks of each row that are not stored yet, and puts them in flight. Returns for each row its
-    /// chunks and how many units got no frame, of full-attention groups if there are any. On an error nothing is reserved.
-    ///
-    /// A chunk of another group is left out if vLLM has freed one of its blocks.
-    pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        let parts = rows.iter_mut().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
-        let chains = rows.iter().map(|row| &*row.chain);
-        self.reserve_parts(chains.zip(&parts).map(|(chain, parts)| (Some(chain), parts.as_slice())))
-    }
-
-    fn parts(&self, row: &mut SaveRow<'_>) -> Result<Vec<Part>> {
-        let (mut parts, mut rest) = (Vec::with_capacity(self.groups.len()), row.blocks);
-        for (nth, group) in self.saved_groups() {
-            let each = group.blocks_per_unit as usize;
-            let (own, behind) = rest.split_at((row.units.len() * each).min(rest.len()));
-            rest = behind;
-            if group.is_full() {
-                group.number.into_iter().for_each(|number| row.chain.extend_group(number));
-                let (root, keys) = (row.chain.kept_by(group.number).0, Keys::Chain(group.number));
-                parts.push(Part { group: nth, root, keys, units: row.units.clone(), blocks: own.to_vec() });
-            } else {
-                parts.push(attached_part(nth, group, row, own)?);
-            }
-        }
-        Ok(parts)
-    }
-
-    /// Reserves frames for states; on an error for none.
-    pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
-        let part = |row: StateRow| Part {
-            group: row.group as usize,
-            root: row.root,
-            keys: Keys::Own(row.keys),
-            units: 0..1,
-            blocks: vec![row.block],
-        };
-        let parts: Vec<_> = rows.into_iter().map(|row| [part(row)]).collect();
-        let reserved = self.reserve_parts(parts.iter().map(|part| (None, part.as_slice())))?;
-        Ok(reserved.into_iter().map(|(batch, _)| batch).collect())
-    }
-
-    /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the chain has no such unit.
-    pub fn state_row(&self, chain: &KeyChain, group: usize, unit: u32, block: i32) -> Result<StateRow> {
-        let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
-        let (root, mut keys) = chain.attached(number, [unit])?;
-        keys.extend(chain.keys().get(unit as usize));
-        Ok(StateRow { group: u32::try_from(group).unwrap_or(u32::MAX), root, keys, block })
-    }
-
-    fn reserve_parts<'a>(
-        &self,
-        rows: impl Iterator<Item = (Option<&'a KeyChain>, &'a [Part])> + Clone,
-    ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Before the store is asked, so that its numbers come in their order.
-        let mut in_flight = self.in_flight();
-        let asked: Vec<_> =
-            rows.clone().flat_map(|(chain, parts)| parts.iter().map(move |part| part.to_save(chain))).collect();
-        let (reserved, got) = self.session.reserve_many(&asked)?;
-        let mut batches = Vec::new();
-        let (mut rest, mut got) = (reserved.as_slice(), got.iter());
-        for (_, parts) in rows {
-            let joined = self.join(parts, &mut rest, &mut got);
-            batches.push(joined.inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?);
-        }
-        let mut added = Vec::with_capacity(batches.len());
-        for (batch, without_kv, num_dropped) in batches {
-            self.give_back(without_kv);
-            added.push((in_flight.add(batch, self.num_ranks), num_dropped));
-        }
-        Ok(added)
-    }
-
-    /// One request's reservations as a batch, tickets of chunks that have no KV, and units without a frame.
-    fn join(
-        &self,
-        parts: &[Part],
-        reserved: &mut &[crate::store::Reservation],
-        got: &mut std::slice::Iter<'_, Got>,
-    ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
-        let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
-        let has_full = self.full_groups().next().is_some();
-        for (part, got) in parts.iter().zip(got) {
-            let (own, behind) = reserved.split_at(got.num_reserved.min(reserved.len()));
-            *reserved = behind;
-            let group = &self.groups[part.group];
-            let number = u32::try_from(part.group).unwrap_or(u32::MAX);
-            let kept = if matches!(part.keys, Keys::Chain(_)) { group.blocks_per_unit } else { group.cut().kept };
-            without_kv.extend(batch.add_saves(number, own, &part.blocks, part.units.start, kept)?);
-            if group.is_full() || !has_full {
-                num_dropped = num_dropped.max(got.num_dropped);
-            }
-        }
-        Ok((batch, without_kv, num_dropped))
-    }
-
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that
     /// are not in flight mean nothing.
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
@@ -374,32 +239,4 @@ impl EngineSession {
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }
-}
-
-impl Part {
-    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> ToSave<'a> {
-        let keys = match (&self.keys, chain) {
-            (Keys::Own(keys), _) => keys,
-            (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
-            (Keys::Chain(_), None) => &[],
-        };
-        let is_attached = matches!(self.keys, Keys::Own(_));
-        ToSave { prefix: Prefix::new(self.root, keys), units: self.units.clone(), is_attached }
-    }
-}
-
-/// The chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are those of the row's units.
-fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -> Result<Part> {
-    let Cut { each, kept } = group.cut();
-    let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());
-    for (unit, own) in row.units.clone().zip(blocks.chunks_exact(each as usize)) {
-        let own = &own[(each - kept) as usize..];
-        if !own.contains(&NULL_BLOCK) {
-            units.push(unit);
-            kept_blocks.extend_from_slice(own);
-        }
-    }
-    let num_units = u32::try_from(units.len()).unwrap_or(u32::MAX);
-    let (root, keys) = row.chain.attached(group.number.unwrap_or_default(), units)?;
-    Ok(Part { group: nth, root, keys: Keys::Own(keys), units: 0..num_units, blocks: kept_blocks })
 }

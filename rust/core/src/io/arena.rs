@@ -4,7 +4,8 @@
 //! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
 //! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
 //! it. Stores that share an arena lay grids of their own sizes over it; between them the pool's slabs uphold it, as each
-//! touches only frames that lie in slabs of its own. This is the one file of the core with unsafe code. It must not know keys
+//! touches only frames that lie in slabs of its own. Only this file, its tests and `numa`
+//! contain unsafe code. It must not know keys
 //! or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
@@ -19,15 +20,13 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 pub use super::frame::{FRAME_ALIGN, FrameId};
+use super::numa::bind;
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
-use super::placement::{MAX_NODES, Place, bit};
+use super::placement::Place;
 use crate::{Error, ErrorKind, Result};
 
 /// Ranges that are mapped together to be placed: each splits that mapping, and a process may have 65,530.
 const PLACED_AT_ONCE: usize = 1024;
-
-/// Asks `get_mempolicy` for the policy of an address; not in libc.
-const MPOL_F_ADDR: u64 = 2;
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]
@@ -268,37 +267,6 @@ impl HostArena {
     }
 }
 
-/// Sets the policy of whole pages at `address` in this process.
-fn bind(address: usize, num_bytes: usize, place: &Place) -> std::io::Result<()> {
-    let num_bits = u64::from(MAX_NODES) + 1;
-    // SAFETY: the call changes no byte and the system refuses addresses that are not mapped; the mask is one word, of which the
-    // system reads one bit less than `num_bits`.
-    match unsafe {
-        libc::syscall(libc::SYS_mbind, address, num_bytes, place.mode(), &raw const place.nodes, num_bits, 0)
-    } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
-}
-
-/// Returns the policy of the page at `address`, which is 0 if none was set; None if the system does not report it.
-fn policy_at(address: usize) -> Option<i32> {
-    let mut mode = -1_i32;
-    let no_mask: *const u64 = ptr::null();
-    // SAFETY: the mode is ours, no mask is returned, and the address is only looked up.
-    let done = unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, no_mask, 0_u64, address, MPOL_F_ADDR) };
-    (done == 0).then_some(mode)
-}
-
-/// Places whole pages at `address` that are not in memory yet on one NUMA node, for every process that maps them.
-///
-/// Returns false, and changes nothing, if they were placed before: by the server, or by the first of its engines. Also false
-/// if the system refuses, in which case it chooses the node.
-pub fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
-    let place = Place { start: 0, end: num_bytes as u64, nodes: bit(node) };
-    place.nodes != 0 && policy_at(address) == Some(libc::MPOL_DEFAULT) && bind(address, num_bytes, &place).is_ok()
-}
-
 /// A worker's view of the frames, maybe in another process: bounds are checked here, leases are kept by the plans it obeys.
 #[derive(Debug)]
 pub struct Arena {
@@ -401,98 +369,4 @@ impl Arena {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// What the system says of pages of another mapping than the one that was placed; None where it says nothing.
-    fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
-        let num_frames = u32::try_from(arena.size_bytes / FRAME_ALIGN).unwrap();
-        let other = Arena::open(&arena.path(), FRAME_ALIGN, num_frames).unwrap();
-        let policy = |page: usize| {
-            let (mut mode, mut mask) = (-1_i32, 0_u64);
-            let at = other.address() + page * 4096;
-            // SAFETY: the mode and one word of a mask are ours; the address is only looked up.
-            let done = unsafe {
-                libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, &raw mut mask, 65_u64, at, MPOL_F_ADDR)
-            };
-            (done == 0).then_some((mode, mask))
-        };
-        pages.map(policy).collect()
-    }
-
-    /// Whether it takes a policy from anyone: asked of the system itself, so that a fault of `place` is no reason to skip.
-    fn system_places_memory() -> bool {
-        let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
-        let page = Arena::open(&arena.path(), FRAME_ALIGN, 1).unwrap();
-        let (preferred, mask) = (1, 1_u64);
-        // SAFETY: one whole page of a mapping that lives on; the mask is one word, of which 64 bits are looked at.
-        let done = unsafe {
-            libc::syscall(libc::SYS_mbind, page.address(), 4096_usize, preferred, &raw const mask, 65_u64, 0)
-        };
-        done == 0
-    }
-
-    /// On this machine's first node, which is the only one that there surely is: every other page of more than one call's ranges.
-    #[test]
-    fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
-        let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
-        let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
-        let place = |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };
-        let places: Vec<_> = (0..num_pages).step_by(2).map(place).collect();
-        if !system_places_memory() {
-            eprintln!("skipped: this system refuses to place memory");
-            return;
-        }
-        arena.place(&places).unwrap();
-        let found = policies(&arena, 0..usize::try_from(num_pages).unwrap()).unwrap();
-        let wanted = |page| if page % 2 == 0 { (1, 1) } else { (0, 0) };
-        assert_eq!((0..).zip(found).find(|(page, found)| *found != wanted(*page)), None);
-    }
-
-    #[test]
-    fn pages_that_were_placed_stay_where_they_are() {
-        if !system_places_memory() {
-            eprintln!("skipped: this system refuses to place memory");
-            return;
-        }
-        let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
-        let worker = Arena::open(&arena.path(), FRAME_ALIGN, 4).unwrap();
-        let prefer = |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
-        assert!(!prefer(0, 63) && !prefer(0, 64), "there are no such nodes");
-        assert!(prefer(0, 0));
-        assert_eq!(policies(&arena, 0..4), Some(vec![(1, 1), (1, 1), (0, 0), (0, 0)]));
-        assert!(!prefer(0, 0), "placed before");
-        arena.place(&[Place { start: 2 * FRAME_ALIGN, end: 4 * FRAME_ALIGN, nodes: 1 }]).unwrap();
-        assert!(!prefer(2, 0), "placed by the owner");
-    }
-
-    #[test]
-    fn a_frame_is_lent_to_one_at_a_time_and_no_other_grid_gives_it_back() {
-        let (arena, mut frames) = HostArena::create(FRAME_ALIGN, 130).unwrap();
-        let mut held: Vec<_> = (0..130).filter_map(|id| frames.lend(FrameId(id))).collect();
-        assert_eq!(held.len(), 130);
-        assert!([0, 63, 64, 129, 130, u32::MAX].iter().all(|id| frames.lend(FrameId(*id)).is_none()));
-        let frame = held.remove(64);
-        frames.give_back(frame);
-        assert!(!frames.is_lent(FrameId(64)) && [63, 65, 128].iter().all(|id| frames.is_lent(FrameId(*id))));
-        let mut again = frames.lend(FrameId(64)).unwrap();
-        assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
-        drop(again);
-        assert!(frames.lend(FrameId(64)).is_none(), "who drops it does not say that it is done");
-        let mut others = arena.frames(FRAME_ALIGN, 130).unwrap();
-        let foreign = others.lend(FrameId(3)).unwrap();
-        let _debug = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
-        assert!(frames.lend(FrameId(3)).is_none());
-    }
-
-    #[test]
-    fn a_node_that_is_not_there_is_an_error_and_what_lies_behind_the_end_is_left_out() {
-        let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
-        let place = |nodes| [Place { start: 0, end: 100 * FRAME_ALIGN, nodes }];
-        let error = arena.place(&place(1 << 63)).unwrap_err();
-        assert!(error.kind() == ErrorKind::Io && error.to_string().contains("NUMA nodes"), "{error}");
-        let _as_it_may_be = arena.place(&place(1));
-        assert!(arena.place(&[]).is_ok());
-        assert!(Arena::open(&arena.path(), FRAME_ALIGN, 4).is_ok());
-    }
-}
+mod tests;
