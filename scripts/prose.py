@@ -20,10 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLEAN = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs",
     ".github/pull_request_template.md", "benches/results/README.md", "tests/e2e/zoo/README.md", "examples/deploy",
-    "python/kvloft/cli", "python/kvloft/bench", "python/kvloft/vllm", "python/kvloft/config", "python/kvloft/seam",
-    "python/kvloft/transfer", "python/kvloft/auto.py", "python/kvloft/counters.py", "python/kvloft/errors.py",
-    "python/kvloft/limits.py", "python/kvloft/machine.py", "python/kvloft/store.py", "python/kvloft/version.py",
-    "csrc", "scripts/models_table.py",
+    "python/kvloft", "csrc", "rust/py", "rust/wire/src", "scripts/models_table.py",
 )  # fmt: skip
 """Files and folders without a hit. Add a folder once it is clean."""
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")

@@ -239,19 +239,19 @@ class Session:
         """Forget chunks (and what hangs on them) in every tier: failed verification. Pinned
         ones vanish from lookup at once and are freed with their last pin. Returns how many were dropped."""
     def clear(self) -> None:
-        """Forget everything in every tier, also what is in flight; pinned or reserved frames are freed when their owner ends."""
+        """Remove all chunks from every tier, also saves in flight; pinned or reserved frames are freed when their owner ends."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
     def limit_frames(self, num_frames: int) -> None:
         """Saves take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
     def take_events(self) -> list[str]:
-        """What a person should see of the disk tier, once each."""
+        """Return the disk tier's new log lines."""
     def watch(self, capacity: int) -> None:
-        """Note from now on which chunks come and go, for one caller of `changes`; ``capacity`` keys wait for it at most."""
+        """Record added and removed chunks from now on, at most ``capacity`` keys, for one caller of `changes`."""
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """([(key, where it is now)], lost): the chunks ``asked`` for, then up to ``limit`` that came or went, oldest first.
 
-        Where: 1 in host + 2 on disk + 4 coming to host; a save or read that brings nothing is told, too, unless the chunk is on
+        Where: 1 in host + 2 on disk + 4 coming to host; a save or read without a result is reported, too, unless the chunk is on
         disk. ``lost``: keys were dropped before, so whatever is not among the rows may have changed. A server that does not
         answer says nothing; after a second, or when it is gone, nothing is anywhere, and ``lost`` is said once: then, and with
         its next answer.
@@ -264,10 +264,10 @@ class Session:
 class Server:
     """A store that engines of this user share; it listens at ``socket`` from its making on, and only they are let in.
 
-    Memory is taken for the first engine, and the disk directory at once, or later if it cannot be had: see ``disk_trouble``.
+    Memory is taken for the first engine, and the disk directory at once, or later if it is not available: see ``disk_trouble``.
     Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with engines share the memory equally,
     but for ``shares``: percent by how a namespace's name in hex begins. ``numa``: the NUMA node of each shard's part of a
-    chunk, or one for all. ``settings``: what `server_status` says of it, for people. Raises BusyError where another server
+    chunk, or one for all. ``settings``: text for operators, returned by `server_status`. Raises BusyError where another server
     has the socket, ConfigError where its directory is not private, the shares are wrong or ``disk_path`` can never be used.
     """
 
@@ -291,7 +291,7 @@ class Server:
     def disk_trouble(self) -> str | None:
         """Why the disk directory is not this server's for now, such as another owner; None where it is, or there is none."""
     def take_events(self) -> list[str]:
-        """What a person should see in the log, once each."""
+        """Return new log lines."""
     def close(self, timeout_s: float = 30.0) -> None:
         """End every connection, write to disk what should be there until the timeout, give the disk directory up."""
 
@@ -315,7 +315,7 @@ def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) 
 def server_evict(
     socket: str, *, namespace: str = "", salt: str | None = None, host_only: bool = False, timeout_s: float = 60.0
 ) -> dict[str, Any]:
-    """Have the server at ``socket`` give up what has this cache salt, or everything, for all its engines: in every tier, or in host
+    """Evict the chunks of this cache salt, or all chunks, from the server at ``socket``: from every tier, or in host
     memory only.
 
     In the namespaces whose names in hex begin with ``namespace``; those that are on disk without an engine are among them, where

@@ -1,4 +1,4 @@
-"""The scheduler side: decides what is loaded and saved, and never touches bytes.
+"""The scheduler side: decides which chunks are loaded and saved, and never touches bytes.
 
 Pure Python over the seams in ``kvloft.seam``: no torch, vLLM or Rust extension, so that tests can
 drive it with any engine, real or symbolic. Equal events lead to equal plans.

@@ -127,7 +127,7 @@ class Admission:
         """Return what can be loaded after ``local_tokens``.
 
         The call can be repeated and its answer dropped (I9). A request that may not wait is offered
-        what is in host memory now.
+        the chunks in host memory now.
         """
         self.waiting.pop(request.req_id, None)
         request.awaited = None
@@ -276,7 +276,7 @@ class Admission:
             self.waiting.pop(request.req_id, None)  # it is looked up again; its waiting time counts
 
     def forget(self, req_id: ReqId) -> None:
-        """Drop what is known of a request that was admitted or finished."""
+        """Drop the state of a request that was admitted or finished."""
         self.disk.backlog.leave(req_id)
         self.waiting.pop(req_id, None)
         self.loads.end(req_id)

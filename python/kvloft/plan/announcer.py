@@ -52,7 +52,7 @@ class _Chunk:
 
 
 class Announcer:
-    """What was announced of ``store``, whose changes must be watched. Chunks are announced as blocks of their group's size.
+    """The announced chunks of ``store``, whose changes must be watched. Chunks are announced as blocks of their group's size.
 
     ``is_shared``: other engines save to the store, or it can be unavailable, so a chunk that left can return without a request.
     """

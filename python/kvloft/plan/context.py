@@ -16,7 +16,7 @@ from kvloft.seam.store import Session
 
 @dataclass(slots=True, eq=False)
 class PlanContext:
-    """The store, the requests, and what is counted."""
+    """The store, the requests and the counters."""
 
     store: Session
     settings: PlanSettings

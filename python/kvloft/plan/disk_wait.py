@@ -1,6 +1,6 @@
 """Decides whether a request should wait for its chunks on disk, or be computed instead.
 
-Connects `DiskPacing`, which only estimates, with the store's counters and with what is known of a
+Connects `DiskPacing`, which only estimates, with the store's counters and with the state of a
 request.
 """
 

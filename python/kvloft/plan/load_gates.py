@@ -1,6 +1,6 @@
 """Reasons why a load must not start now: the same load is in progress, or slots or blocks are short.
 
-Counts loads from a request's admission until vLLM admits the request again with what was loaded.
+Counts loads from a request's admission until vLLM admits the request again with the loaded tokens.
 """
 
 from __future__ import annotations

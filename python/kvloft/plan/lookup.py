@@ -32,7 +32,7 @@ class PrefixLookup:
         return request.extend_chain(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState) -> Hit:
-        """Return the deepest hits of the request, all of whose tokens are looked up if need be."""
+        """Return the deepest hits of the request, with a lookup of all its tokens if necessary."""
         limit = FIRST_LOOKUP_TOKENS
         while True:
             num_tokens = request.extend_chain(limit)

@@ -66,13 +66,13 @@ class SchedulerCore:
     def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
         """Return what can be loaded after ``local_tokens`` (I9).
 
-        A request that may not wait is offered what is in host memory now.
+        A request that may not wait is offered the chunks in host memory now.
         """
         request = self._request(live)
         request.local_tokens = local_tokens
         if not self._loads_allowed or live.skip_load:
             return Miss()
-        if request.load_failed:  # the same load could fail again, and vLLM would ask forever
+        if request.load_failed:  # the same load could fail again, and vLLM would retry without end
             yields = not self._shape.is_divisible and request.take_yield()
             return Wait(WaitReason.FAILED_LOAD) if yields else Miss()
         if self._breaker.has_tripped and not self._may_retry_load():

@@ -109,7 +109,7 @@ fn check_table(table: &[i32]) -> Result<()> {
     is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
 }
 
-/// Where the run of wanted blocks is among those of one chunk; None if there is none, or something else beside it.
+/// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other blocks are wanted, too.
 fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum ErrorKind {
     /// A setting is out of range or contradicts another; the message names it and the fix.
     InvalidConfig,
-    /// Somebody else owns the resource (a second opener of a disk directory).
+    /// Another owner has the resource (a second opener of a disk directory).
     Busy,
     /// Bytes on disk or in a frame are not what their key says.
     Corrupt,
@@ -18,7 +18,7 @@ pub enum ErrorKind {
     Closed,
 }
 
-/// A kind to match on, one sentence for people, and named context for logs.
+/// A kind to match on, one sentence for users, and named context for logs.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -33,7 +33,7 @@ impl Error {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
 
-    /// An I/O error with what was being done to what.
+    /// An I/O error with the operation that failed.
     pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
         Self { kind: ErrorKind::Io, message: message.into(), context: Vec::new(), source: Some(source) }
     }

@@ -1,6 +1,6 @@
 //! Saves in flight: which ranks have yet to report each, which blocks they read, and what becomes of them.
 //!
-//! What is reserved for one prefix has tickets in a row, so it is kept as one; a prompt of several KV cache groups has thousands of
+//! The reservations of one prefix have consecutive tickets, so they are one entry; a prompt of several KV cache groups has thousands of
 //! saves in few rows. It must not know a store: it hands out the numbers that the store gave.
 
 use std::collections::hash_map::Entry;
@@ -70,7 +70,7 @@ impl InFlight {
         let reservations = batch.number(first);
         let (Some(lowest), Some(highest)) = (reservations.first(), reservations.last()) else { return Arc::new(batch) };
         if *lowest <= self.last_reservation {
-            // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
+            // The store restarted without the reservations in flight: it must not see their old numbers.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;

@@ -1,7 +1,7 @@
-//! Values by numbers that count up, most of which leave in the order in which they came: what is reserved and in flight.
+//! Values by ascending numbers, removed mostly in the order of insertion: reservations and saves in flight.
 //!
 //! A prompt of several KV cache groups has thousands of them at once. So they stand in a row, where the next that is asked for is
-//! beside the last one; a hash map has each in another place. It must not know what the values are.
+//! next to the last one; a hash map has each in another place. Must not depend on the type of the values.
 
 use std::collections::VecDeque;
 

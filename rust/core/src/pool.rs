@@ -34,7 +34,7 @@ struct Owner {
     /// Those that it has not collected yet among them.
     num_slabs: u32,
     arrived: Vec<SlabId>,
-    /// Percent of the arena; None for an equal part of what is left.
+    /// Percent of the arena; None for an equal part of the rest.
     percent: Option<u32>,
     /// Whether it has a share at all.
     is_active: bool,
@@ -111,7 +111,7 @@ impl Pool {
         self.arena.size_bytes()
     }
 
-    /// Bytes of a slab; the last one has what is left over, too.
+    /// Bytes of a slab; the last one includes the remainder.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }

@@ -40,13 +40,13 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
         self.lookup_many(&[prefix]).pop().unwrap_or_default()
     }
-    /// The same of many, in one question.
+    /// Looks up many prefixes in one call.
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins what is in host of the stored part of a prefix and starts to read the rest, as far as frames can be had.
+    /// Pins the stored chunks of a prefix in host memory and starts to read the rest, as far as frames are available.
     fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
         self.acquire_all(&[prefix])
     }
-    /// The same of many, as one lease.
+    /// Acquires many prefixes as one lease.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
     /// How much is ready and how much is still being read, of all its prefixes together. Nothing for a lease that ended.
     fn poll(&self, lease: LeaseId) -> Progress;
@@ -54,7 +54,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Unpins; again does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
+    /// Reserves the missing chunks of a range; also returns how many got no frame. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
         let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
@@ -75,12 +75,12 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
     /// Saves take no frames from this one on from now on: workers cannot copy to them yet.
     fn limit_frames(&self, num_frames: u32);
-    /// What a person should see in the log since the last call, each once.
+    /// Returns the log lines since the last call.
     fn take_events(&self) -> Vec<String>;
-    /// Tells from now on which chunks come and go, as [`Store::watch`]; again does nothing.
+    /// Records added and removed chunks from now on, as [`Store::watch`]; a second call does nothing.
     fn watch(&self, capacity: usize);
     /// As [`Listener::changes`]. While there is no store, or none that answers for a second, nothing that is asked for is there;
-    /// until then there are no rows. Once nothing is there, and with the next answer, whatever was told may be wrong (`lost`).
+    /// until then there are no rows. Once nothing is there, and with the next answer, every earlier report may be wrong (`lost`).
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;
@@ -104,7 +104,7 @@ struct Leases {
 /// The store of this process, or one's share in it.
 #[derive(Debug)]
 pub struct Local {
-    // Before the store, so that what is left ends first.
+    // Before the store, so that open leases end first.
     leases: Mutex<Leases>,
     /// Frames that this engine's workers can copy to; others of the store may have other limits.
     limit: AtomicU32,
@@ -118,7 +118,7 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// One of several sessions of `store`. To close it closes the store; to drop it ends only what is its own.
+    /// One of several sessions of `store`. Closing it closes the store; dropping it ends only its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self { leases: Mutex::default(), limit: AtomicU32::new(u32::MAX), listener: OnceLock::new(), store }
     }
@@ -142,7 +142,7 @@ impl Local {
         self.leases().reads.get(&lease).cloned()
     }
 
-    /// The reservations of `tickets` that are still open. What is dropped of them aborts, so not under the lock.
+    /// The reservations of `tickets` that are still open. Dropping one aborts it, so drop them without the lock.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

@@ -32,14 +32,14 @@ impl KeyChain {
         self.inner.try_lock().map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
     }
 
-    /// The same; an error too where it has not `num_tokens` any more.
+    /// Returns the chain like above; also an error if it no longer has `num_tokens`.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.try_lock()?;
         let is_same = chain.num_tokens() == num_tokens;
         is_same.then_some(chain).ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Append what is missing of `token_ids[:stop]`.
+    /// Append the missing tokens of `token_ids[:stop]`.
     pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
         let start = self.num_tokens()?;
         if start < stop { self.append_tokens(token_ids, start.into(), Some(stop.into())) } else { Ok(()) }

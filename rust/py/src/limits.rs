@@ -12,7 +12,7 @@ pub(crate) enum PyQuota {
     Share(f64),
 }
 
-/// Of host memory, of the disk, and the seconds after which what was saved is forgotten; None: no limit.
+/// Of host memory, of the disk, and the seconds after which chunks are removed; None: no limit.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
 /// Of each salt, of what has none, and of single salts.

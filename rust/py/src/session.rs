@@ -198,21 +198,21 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// The deepest hits of at most so many units, in host memory and in any tier.
+    /// Return the deepest hits of at most these numbers of units, in host memory and in any tier.
     fn deepest_hit(&self, chain: &KeyChain, host_units: u32, stored_units: u32) -> PyResult<(u32, u32)> {
         let most = Lookup { host_units, stored_units };
         let found = self.inner.deepest_hit(&*chain.lock()?, most).map_err(raise)?;
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin what a prefix of `num_units` needs, and start reading from disk what is not in host memory.
+    /// Pin the chunks that a prefix of `num_units` needs, and start reading the others from disk.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Reserve frames for units of many requests, each of whose chains is extended first; all or nothing. Of each request
+    /// Reserve frames for units of many requests, after extending their chains; all or nothing. Of each request
     /// (chunks, or None where there is nothing to save; units without a frame).
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
@@ -295,12 +295,12 @@ impl Session {
         self.inner.session().limit_frames(num_frames);
     }
 
-    /// What a person should see of the disk tier, once each.
+    /// Return new log lines of the disk tier.
     fn take_events(&self) -> Vec<String> {
         self.inner.session().take_events()
     }
 
-    /// Note from now on which chunks come and go: `capacity` of them wait to be taken.
+    /// Record added and removed chunks from now on; at most `capacity` wait to be taken.
     fn watch(&self, capacity: usize) {
         self.inner.session().watch(capacity);
     }

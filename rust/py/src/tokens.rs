@@ -29,7 +29,7 @@ pub(crate) fn append_token_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: u3
     append_ids("token_ids", sequence, start.into(), Some(stop.into()), ids)
 }
 
-/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or what is not an int in 0..2^31.
+/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or an item that is not an int in 0..2^31.
 pub(crate) fn block_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: Option<u32>) -> PyResult<Vec<i32>> {
     let mut ids = Vec::new();
     append_block_ids(sequence, start, stop, &mut ids)?;
@@ -131,7 +131,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 
 /// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one length.
 ///
-/// For a scheduler's columns of hundreds of requests, of which few have a value.
+/// For a scheduler's columns of hundreds of requests; few of them have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,

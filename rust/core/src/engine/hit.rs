@@ -1,6 +1,6 @@
 //! The deepest hit: the last boundary between units at which every group has the chunks that it needs.
 //!
-//! Chunks of full-attention groups depend on those before them, so lookups find the end of what is stored. Chunks of other
+//! Chunks of full-attention groups depend on those before them, so lookups find the end of the stored prefix. Chunks of other
 //! groups are added and removed one by one: they are looked up backwards from that end.
 
 use super::group::{Group, GroupKind};

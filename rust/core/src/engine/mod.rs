@@ -70,7 +70,7 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// True if a hit may be any part of what is stored: with one group of full attention.
+    /// True if a hit may be any part of the stored prefix: with one group of full attention.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
@@ -224,7 +224,7 @@ impl EngineSession {
         }
     }
 
-    /// Forgets everything, also what is being saved.
+    /// Removes every chunk, including saves in flight.
     pub fn clear(&self) {
         self.in_flight().fail_all();
         self.session.clear();

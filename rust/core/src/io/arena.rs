@@ -1,6 +1,6 @@
 //! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
 //!
-//! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is at most one, so the borrow
+//! In the owner's process a frame's bytes are reached through its only [`Frame`], so the borrow
 //! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
 //! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
 //! it. Stores that share an arena lay grids of their own sizes over it; between them the pool's slabs uphold it, as each
@@ -151,13 +151,13 @@ impl Frames {
         (id.0 as usize / 64, 1 << (id.0 % 64))
     }
 
-    /// Whether the frame's right is with somebody.
+    /// Returns true if the frame is lent.
     pub fn is_lent(&self, id: FrameId) -> bool {
         let (word, bit) = Self::bit(id);
         self.lent.get(word).is_some_and(|word| word & bit != 0)
     }
 
-    /// The right to a frame's bytes; None while somebody has it, or if there is no such frame. One that is dropped is lent permanently.
+    /// Lends the right to a frame's bytes; None while it is lent, or if there is no such frame. A dropped right stays lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         if id.0 >= self.num() || self.is_lent(id) {
             return None;
@@ -199,7 +199,7 @@ impl HostArena {
     /// As [`Self::create`], without frames yet. `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         let fail = |error: rustix::io::Errno| {
-            Error::io("shared memory cannot be had", error.into()).with_context("bytes", size_bytes)
+            Error::io("shared memory is not available", error.into()).with_context("bytes", size_bytes)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
@@ -277,7 +277,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly so many, and less than one more.
+    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly `num_frames`.
     pub fn open(path: &str, frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let size_bytes = checked_size(frame_bytes, num_frames)?;
         let fail = |message: &str, error: std::io::Error| Error::io(message, error).with_context("path", path);

@@ -28,7 +28,7 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Extends the file from `from` to `to` with zeros whose blocks are there; `Unsupported` where that cannot be had.
+    /// Extends the file from `from` to `to` with allocated zeros; `Unsupported` if the file system cannot allocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
     /// Whether aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;

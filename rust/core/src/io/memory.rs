@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::Path;
 
-/// Bytes that can still be had: the least of what the machine and each enclosing memory control group have left.
+/// Returns the available bytes: the least of the machine and each enclosing memory control group.
 ///
 /// None where nothing can be read (no /proc).
 pub fn available_bytes() -> Option<u64> {
@@ -37,7 +37,7 @@ fn groups_available(cgroup: &str) -> Option<u64> {
     cgroup.lines().filter_map(left_of).min()
 }
 
-/// Limit less use; pages of files that were not touched lately can be had back, so they do not count as used.
+/// Returns the limit less use; inactive pages of files can be reclaimed, so they do not count as used.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);

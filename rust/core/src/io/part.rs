@@ -13,7 +13,7 @@ pub const TRAILER_BYTES: usize = 128;
 /// How a trailer begins. The number covers the tag's definition too: a part of another format reads as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
-/// What a part is said to hold: whose KV, in which layout, of which shape.
+/// Expected content of a part: key, layout and shape.
 #[derive(Debug, Clone, Copy)]
 pub struct PartSpec<'a> {
     /// Key of the chunk.

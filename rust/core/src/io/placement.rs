@@ -1,6 +1,6 @@
 //! Which NUMA node each range of an arena's pages should lie on, where frames are made of one part per shard.
 //!
-//! Advice only: where it cannot be followed, memory lies where the system puts it. It must not know how the system is told.
+//! Advice only: the system may place memory elsewhere. Must not depend on system calls.
 
 use super::frame::FRAME_ALIGN;
 

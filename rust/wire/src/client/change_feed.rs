@@ -1,4 +1,4 @@
-//! The client's view of which chunks are stored, across connections.
+//! The client's view of the stored chunks, across connections.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Listens on a private socket, with a lock file that tells a stale socket from another server's.
+//! Listens on a private socket, with a lock file that distinguishes a stale socket from another server's.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;

@@ -23,7 +23,7 @@ fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN, 1).unwrap();
     let (preferred, mask) = (1, 1_u64);
-    // SAFETY: one whole page of a mapping that lives on; the mask is one word, of which 64 bits are looked at.
+    // SAFETY: one whole page of a mapping that outlives the call; the system writes 64 bits of the mask.
     let done =
         unsafe { libc::syscall(libc::SYS_mbind, page.address(), 4096_usize, preferred, &raw const mask, 65_u64, 0) };
     done == 0

@@ -99,7 +99,7 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// The expiry thread may be blocked by a disk forever.
+/// The expiry thread may never return from a blocked disk.
 #[test]
 fn close_detaches_a_thread_that_a_disk_blocks() {
     let dir = tempfile::tempdir().expect("a directory");
