@@ -1,7 +1,8 @@
 """Keys from Python against their targets: `python benches/bench_keys.py [--json]`.
 
-Each figure is the best of many turns; plain BLAKE3 (the `blake3` package) of the same bytes is timed in the same turns, so
-that ratios hold on a busy machine. It must know nothing but kvloft._core.
+Each figure is the best of many turns; plain BLAKE3 (the `blake3` package) of the same bytes is
+timed in the same turns, so that ratios hold on a busy machine. It must know nothing but
+kvloft._core.
 """
 
 import argparse
@@ -24,7 +25,9 @@ ROOT = _core.root_key(bytes(32), None, None)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table; ``measured`` and ``target`` in ``unit``, ``plain_ms`` is plain BLAKE3 of the same bytes."""
+    """One row of the table; ``measured`` and ``target`` in ``unit``, ``plain_ms`` is plain BLAKE3
+    of the same bytes.
+    """
 
     name: str
     measured: float
@@ -35,7 +38,9 @@ class Result:
 
 
 def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """Shortest milliseconds of each call, all taken in turns: what it costs when nothing else runs."""
+    """Shortest milliseconds of each call, all taken in turns: what it costs when nothing else
+    runs.
+    """
     best = [float("inf")] * len(calls)
     for _ in range(turns):
         for index, call in enumerate(calls):
@@ -45,10 +50,14 @@ def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
     return best
 
 
-def percent_of_plain(name: str, turns: int, ours: Callable[[], object], plain: Callable[[], object]) -> Result:
+def percent_of_plain(
+    name: str, turns: int, ours: Callable[[], object], plain: Callable[[], object]
+) -> Result:
     """Plain BLAKE3's time by ours."""
     ours_ms, plain_ms = best_ms(turns, ours, plain)
-    return Result(name, plain_ms / ours_ms * 100, 90, "% of plain", plain_ms, plain_ms / ours_ms >= 0.9)
+    return Result(
+        name, plain_ms / ours_ms * 100, 90, "% of plain", plain_ms, plain_ms / ours_ms >= 0.9
+    )
 
 
 def append_tokens(ids: Sequence[int], block_tokens: int) -> _core.KeyChain:
@@ -58,7 +67,9 @@ def append_tokens(ids: Sequence[int], block_tokens: int) -> _core.KeyChain:
 
 
 def append_embeds(rows: bytes, block_tokens: int) -> None:
-    _core.KeyChain(ROOT, block_tokens=block_tokens).append_embeds(rows, dtype="bfloat16", width=WIDTH)
+    _core.KeyChain(ROOT, block_tokens=block_tokens).append_embeds(
+        rows, dtype="bfloat16", width=WIDTH
+    )
 
 
 def token_results(turns: int) -> list[Result]:
@@ -67,7 +78,9 @@ def token_results(turns: int) -> list[Result]:
     raw = array.array("I", ids).tobytes()
     results = []
     for block_tokens, target in ((256, 1.5), (16, 2.3)):
-        ours, plain = best_ms(turns, lambda size=block_tokens: append_tokens(ids, size), lambda: blake3(raw).digest())
+        ours, plain = best_ms(
+            turns, lambda size=block_tokens: append_tokens(ids, size), lambda: blake3(raw).digest()
+        )
         name = f"{NUM_IDS} ids from a list, blocks of {block_tokens}"
         results.append(Result(name, ours, target, "ms", plain, ours <= target))
     chain = append_tokens(ids, 16)
@@ -77,7 +90,9 @@ def token_results(turns: int) -> list[Result]:
 
 
 def embed_results(turns: int) -> list[Result]:
-    """One thread's share: rows of a block at a time, below the size from which threads take part."""
+    """One thread's share: rows of a block at a time, below the size from which threads take
+    part.
+    """
     rows = random.Random(1).randbytes(NUM_ROWS * WIDTH * 2)
     part = 32 * WIDTH * 2
     parts = [rows[at : at + part] for at in range(0, len(rows), part)]
@@ -97,7 +112,11 @@ def embed_results(turns: int) -> list[Result]:
 
     for block_tokens in (16, 256):
         name = f"{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, all threads"
-        results.append(percent_of_plain(name, turns, lambda size=block_tokens: append_embeds(rows, size), plain))
+        results.append(
+            percent_of_plain(
+                name, turns, lambda size=block_tokens: append_embeds(rows, size), plain
+            )
+        )
     return results
 
 
@@ -108,17 +127,26 @@ def table(results: Sequence[Result]) -> str:
         target = "" if result.target is None else f"{sign} {result.target:g}"
         verdict = "" if result.met is None else ("met" if result.met else "MISSED")
         plain = "" if result.plain_ms is None else f"{result.plain_ms:.3f} ms"
-        lines.append(f"{result.name:<52} {result.measured:>7.2f} {result.unit:<10} {target:>9} {verdict:>7}  {plain}")
+        lines.append(
+            f"{result.name:<52} {result.measured:>7.2f} {result.unit:<10} {target:>9} {verdict:>7} "
+            f" {plain}"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--turns", type=int, default=100, help="how often each thing is timed (default 100)")
+    parser.add_argument(
+        "--turns", type=int, default=100, help="how often each thing is timed (default 100)"
+    )
     options = parser.parse_args(argv)
     results = token_results(options.turns) + embed_results(options.turns * 4)
-    print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
+    print(
+        json.dumps([asdict(result) for result in results], indent=1)
+        if options.json
+        else table(results)
+    )
     return 0
 
 

@@ -1,9 +1,9 @@
 """What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
 
-Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), the admission of one
-long prompt, missed and found, with one KV cache group and with several, and of many found ones at once. The store and the keys
-are the real ones; no byte of KV is moved.
-Needs an environment with vLLM.
+Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers'
+report), the admission of one long prompt, missed and found, with one KV cache group and with
+several, and of many found ones at once. The store and the keys are the real ones; no byte of KV is
+moved. Needs an environment with vLLM.
 """
 
 import argparse
@@ -37,7 +37,10 @@ NUM_RUNNING = 256
 PROMPT_TOKENS = 131_072
 NUM_CROWD, CROWD_TOKENS = 40, 32_768
 ONE_GROUP = (GroupShape(BLOCK_TOKENS),)
-GROUPS = (GroupShape(BLOCK_TOKENS), *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)))
+GROUPS = (
+    GroupShape(BLOCK_TOKENS),
+    *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)),
+)
 """As vLLM keeps Gemma 3."""
 GROUPS_TOKENS = 32_768
 TARGET_US = 100.0
@@ -59,7 +62,9 @@ class Result:
 
 
 class Engine:
-    """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token a step."""
+    """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token
+    a step.
+    """
 
     def __init__(
         self,
@@ -73,7 +78,10 @@ class Engine:
         self.groups = groups
         self.tables: dict[str, Tables] = {}
         self.session = _core.Session(
-            frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), groups=groups_of(CacheShape(groups))
+            frame_bytes=frame_bytes,
+            host_bytes=num_frames * frame_bytes,
+            namespace=bytes(32),
+            groups=groups_of(CacheShape(groups)),
         )
         self.store = wrap_store(self.session)
         root = _core.root_key(bytes(32), None, None)
@@ -91,9 +99,17 @@ class Engine:
     def request(self, name: str, token_ids: list[int]) -> Any:
         """What of vLLM's Request kvloft reads."""
         return SimpleNamespace(
-            request_id=name, _all_token_ids=token_ids, num_prompt_tokens=len(token_ids), num_computed_tokens=0, lora_request=None,
-            cache_salt=None, prompt_embeds=None, mm_features=[], skip_reading_prefix_cache=False, prompt_is_token_ids=None,
-        )  # fmt: skip
+            request_id=name,
+            _all_token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            num_computed_tokens=0,
+            lora_request=None,
+            cache_salt=None,
+            prompt_embeds=None,
+            mm_features=[],
+            skip_reading_prefix_cache=False,
+            prompt_is_token_ids=None,
+        )
 
     def blocks(self, count: int) -> list[int]:
         self.next_block += count
@@ -106,7 +122,9 @@ class Engine:
         request.block_ids = self.blocks(num_tokens // BLOCK_TOKENS + 1)
         self.core.admit(live, 0, self.table(request))  # type: ignore[arg-type]
         self.requests.append(request)
-        new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0, block_ids=(request.block_ids,))
+        new = SimpleNamespace(
+            req_id=request.request_id, num_computed_tokens=0, block_ids=(request.block_ids,)
+        )
         return self.output([new], [], {request.request_id: num_tokens})
 
     def table(self, request: Any) -> Any:
@@ -114,11 +132,17 @@ class Engine:
         if len(self.groups) == 1:
             return Tables([request.block_ids])
         self.tables[request.request_id] = Tables(
-            [[block + (nth << 24) for block in request.block_ids] for nth in range(len(self.groups))], 0
+            [
+                [block + (nth << 24) for block in request.block_ids]
+                for nth in range(len(self.groups))
+            ],
+            0,
         )  # type: ignore[misc]
         return self.tables[request.request_id]
 
-    def output(self, new: list[Any], running: list[Any], scheduled: dict[str, int]) -> SchedulerOutput:
+    def output(
+        self, new: list[Any], running: list[Any], scheduled: dict[str, int]
+    ) -> SchedulerOutput:
         columns = [self.grown(request) for request in running]
         cached = CachedRequestData(
             req_ids=[request.request_id for request in running],
@@ -153,18 +177,24 @@ class Engine:
         return (fresh,)
 
     def decode(self) -> SchedulerOutput:
-        """The next step of all requests; the token of the step before is known by now, or one later if it runs ahead."""
+        """The next step of all requests; the token of the step before is known by now, or one later
+        if it runs ahead.
+        """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
             while len(request._all_token_ids) <= request.num_computed_tokens - lag:
                 request._all_token_ids.append(request.num_computed_tokens % 50_000)
-        output = self.output([], self.requests, {request.request_id: 1 for request in self.requests})
+        output = self.output(
+            [], self.requests, {request.request_id: 1 for request in self.requests}
+        )
         return output
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         view = view_step(output)
         if len(self.groups) > 1:
-            view = view._replace(new=[replace(new, block_ids=()) for new in view.new], tables=self.tables.get)  # type: ignore[arg-type]
+            view = view._replace(
+                new=[replace(new, block_ids=()) for new in view.new], tables=self.tables.get
+            )  # type: ignore[arg-type]
         return self.core.plan_step(view)
 
     def after(self, output: SchedulerOutput) -> None:
@@ -182,15 +212,21 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - start) * 1e6, answer
 
 
-def row(name: str, times_us: Sequence[float], unit: str = "us", target: float | None = None) -> Result:
+def row(
+    name: str, times_us: Sequence[float], unit: str = "us", target: float | None = None
+) -> Result:
     scale = 1e-3 if unit == "ms" else 1.0
     median = statistics.median(times_us) * scale
     p99 = statistics.quantiles(times_us, n=100)[98] * scale if len(times_us) > 1 else median
     return Result(name, median, p99, unit, target, None if target is None else median <= target)
 
 
-def decode_results(num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP) -> list[Result]:
-    """Requests out of step with each other, so that each step completes a sixteenth of their blocks."""
+def decode_results(
+    num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP
+) -> list[Result]:
+    """Requests out of step with each other, so that each step completes a sixteenth of their
+    blocks.
+    """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
     engine = Engine(num_chunks, run_ahead, groups)
     random = Random(0)
@@ -216,11 +252,16 @@ def decode_results(num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ..
     how += f", {len(groups)} groups" if len(groups) > 1 else ""
     engine.store.close()
     target = None if len(groups) > 1 else TARGET_US
-    return [row(f"step of {how}: plan", plans), row(f"step of {how}: plan and report", wholes, target=target)]
+    return [
+        row(f"step of {how}: plan", plans),
+        row(f"step of {how}: plan and report", wholes, target=target),
+    ]
 
 
 def prompt_results(turns: int) -> list[Result]:
-    """One prompt of 131,072 tokens: lookup that misses, plan that saves all of it, its report, lookup and load that find it."""
+    """One prompt of 131,072 tokens: lookup that misses, plan that saves all of it, its report,
+    lookup and load that find it.
+    """
     num_chunks = PROMPT_TOKENS // BLOCK_TOKENS
     missed: list[float] = []
     saved: list[float] = []
@@ -232,7 +273,11 @@ def prompt_results(turns: int) -> list[Result]:
     for _ in range(turns):
         engine = Engine(num_chunks + 8)
         request = engine.request("first", list(ids))
-        us, answer = timed(lambda engine=engine, request=request: engine.core.match(VllmRequest(request, ADAPTERS), 0))
+        us, answer = timed(
+            lambda engine=engine, request=request: engine.core.match(
+                VllmRequest(request, ADAPTERS), 0
+            )
+        )
         assert answer == Miss()
         missed.append(us)
         output = engine.admit(request)
@@ -246,7 +291,11 @@ def prompt_results(turns: int) -> list[Result]:
         assert answer == Offer(PROMPT_TOKENS)
         found.append(us)
         table = Tables([engine.blocks(PROMPT_TOKENS // BLOCK_TOKENS)])
-        us, _ = timed(lambda engine=engine, live=live, table=table: engine.core.admit(live, PROMPT_TOKENS, table))
+        us, _ = timed(
+            lambda engine=engine, live=live, table=table: engine.core.admit(
+                live, PROMPT_TOKENS, table
+            )
+        )
         loaded.append(us)
         engine.core.close()
         engine.store.close()
@@ -261,7 +310,9 @@ def prompt_results(turns: int) -> list[Result]:
 
 
 def groups_results(turns: int) -> list[Result]:
-    """A prompt of a model with several KV cache groups, saved in one step and found by the next request."""
+    """A prompt of a model with several KV cache groups, saved in one step and found by the next
+    request.
+    """
     num_chunks = GROUPS_TOKENS // BLOCK_TOKENS
     times: dict[str, list[float]] = {}
     random = Random(3)
@@ -275,11 +326,19 @@ def groups_results(turns: int) -> list[Result]:
     for _ in range(turns):
         engine = Engine(num_chunks * len(GROUPS) + 8, groups=GROUPS)
         output = engine.admit(engine.request("first", list(ids)))
-        plan = note("keys, plan that saves all", lambda engine=engine, output=output: engine.plan(output))
+        plan = note(
+            "keys, plan that saves all", lambda engine=engine, output=output: engine.plan(output)
+        )
         report = report_of(plan)
-        note("report that all is saved", lambda engine=engine, report=report: engine.core.absorb(report))
+        note(
+            "report that all is saved",
+            lambda engine=engine, report=report: engine.core.absorb(report),
+        )
         live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
-        found = note("keys, lookup that finds all", lambda engine=engine, live=live: engine.core.match(live, 0))
+        found = note(
+            "keys, lookup that finds all",
+            lambda engine=engine, live=live: engine.core.match(live, 0),
+        )
         assert found == Offer(GROUPS_TOKENS - BLOCK_TOKENS)  # a token is left to compute
         live.request.block_ids = engine.blocks(num_chunks)
         table = engine.table(live.request)
@@ -289,21 +348,32 @@ def groups_results(turns: int) -> list[Result]:
         assert len(load.chunks) == num_tokens // BLOCK_TOKENS + 6 * 64
         engine.core.close()
         engine.store.close()
-    return [row(f"{GROUPS_TOKENS} tokens, 7 groups: {what}", us, "ms") for what, us in times.items()]
+    return [
+        row(f"{GROUPS_TOKENS} tokens, 7 groups: {what}", us, "ms") for what, us in times.items()
+    ]
 
 
 def admitted_crowd_results(turns: int) -> list[Result]:
-    """Many cached prompts admitted in one schedule: lookups, the plan that has their loads, and its way to a worker."""
+    """Many cached prompts admitted in one schedule: lookups, the plan that has their loads, and its
+    way to a worker.
+    """
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
     engine = Engine(NUM_CROWD * num_chunks)
-    prompts = [[(nth * 7919 + i * 31) % 50_000 for i in range(CROWD_TOKENS)] for nth in range(NUM_CROWD)]
+    prompts = [
+        [(nth * 7919 + i * 31) % 50_000 for i in range(CROWD_TOKENS)] for nth in range(NUM_CROWD)
+    ]
     for nth, ids in enumerate(prompts):
-        engine.core.absorb(report_of(engine.plan(engine.admit(engine.request(f"first-{nth}", list(ids))))))
+        engine.core.absorb(
+            report_of(engine.plan(engine.admit(engine.request(f"first-{nth}", list(ids)))))
+        )
     found: list[float] = []
     admitted: list[float] = []
     sent: list[float] = []
     for turn in range(turns):
-        lives = [VllmRequest(engine.request(f"{turn}-{nth}", list(ids)), ADAPTERS) for nth, ids in enumerate(prompts)]
+        lives = [
+            VllmRequest(engine.request(f"{turn}-{nth}", list(ids)), ADAPTERS)
+            for nth, ids in enumerate(prompts)
+        ]
         tables = [Tables([engine.blocks(num_chunks)]) for _ in lives]
         idle = engine.output([], [], {})
         gc.collect()
@@ -311,7 +381,9 @@ def admitted_crowd_results(turns: int) -> list[Result]:
         def match(lives: list[VllmRequest] = lives) -> None:
             assert all(engine.core.match(live, 0) == Offer(CROWD_TOKENS) for live in lives)
 
-        def admit(lives: list[VllmRequest] = lives, tables: list[Tables] = tables, idle: Any = idle) -> StepPlan:
+        def admit(
+            lives: list[VllmRequest] = lives, tables: list[Tables] = tables, idle: Any = idle
+        ) -> StepPlan:
             for live, own in zip(lives, tables, strict=True):
                 engine.core.admit(live, CROWD_TOKENS, own)
             return engine.plan(idle)
@@ -321,7 +393,9 @@ def admitted_crowd_results(turns: int) -> list[Result]:
         admitted.append(us)
         sent.append(timed(lambda plan=plan: pickle.loads(pickle.dumps(plan)))[0])
         assert sum(len(load.chunks) for load in plan.loads) == NUM_CROWD * num_chunks
-        engine.core.absorb(StepReport(loads=tuple(LoadResult(load.req_id, load.load_id) for load in plan.loads)))
+        engine.core.absorb(
+            StepReport(loads=tuple(LoadResult(load.req_id, load.load_id) for load in plan.loads))
+        )
         for live in lives:
             engine.core.finish(live.req_id)
     engine.store.close()
@@ -334,16 +408,23 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
-    """10,000 waiting requests whose prompts are being read from disk: what asking about all of them costs, for each request."""
+    """10,000 waiting requests whose prompts are being read from disk: what asking about all of them
+    costs, for each request.
+    """
     engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)
-    crowd = [engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)]) for i in range(NUM_WAITING)]
+    crowd = [
+        engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)])
+        for i in range(NUM_WAITING)
+    ]
     still_waits = engine.core.still_waits
 
     def ask() -> None:
         for request in crowd:
             if not still_waits(request.request_id, 0):
-                assert isinstance(engine.core.match(VllmRequest(request, ADAPTERS), 0), Wait), "its chunks are not there"
+                assert isinstance(engine.core.match(VllmRequest(request, ADAPTERS), 0), Wait), (
+                    "its chunks are not there"
+                )
 
     gc.collect()
     gc.freeze()  # as vLLM does when it starts
@@ -356,7 +437,10 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
     engine.core.close()
     engine.session.close()
     how = f"{NUM_WAITING} waiting for the disk"
-    return [row(f"{how}: first ask of each", first), row(f"{how}: each told to ask again", again, target=TARGET_ASK_US)]
+    return [
+        row(f"{how}: first ask of each", first),
+        row(f"{how}: each told to ask again", again, target=TARGET_ASK_US),
+    ]
 
 
 class DiskThatHangs:
@@ -364,7 +448,9 @@ class DiskThatHangs:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.lease = store.acquire(_core.KeyChain(_core.root_key(bytes(32), None, None), block_tokens=BLOCK_TOKENS))
+        self.lease = store.acquire(
+            _core.KeyChain(_core.root_key(bytes(32), None, None), block_tokens=BLOCK_TOKENS)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -374,7 +460,11 @@ class DiskThatHangs:
 
     def acquire(self, chain: Any, num_units: int) -> Any:
         lease = self.lease
-        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), batch=lease.batch, release=lambda: None)
+        return SimpleNamespace(
+            poll=lambda: (lease.poll()[0], chain.num_blocks),
+            batch=lease.batch,
+            release=lambda: None,
+        )
 
 
 def table(results: Sequence[Result]) -> str:
@@ -390,7 +480,9 @@ def table(results: Sequence[Result]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--steps", type=int, default=1000, help="decoding steps timed (default 1000)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="decoding steps timed (default 1000)"
+    )
     options = parser.parse_args(argv)
     results: list[Result] = []
     for run_ahead in (False, True):
@@ -400,7 +492,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results += groups_results(21)
     results += admitted_crowd_results(7)
     results += waiting_crowd_results(20)
-    print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
+    print(
+        json.dumps([asdict(result) for result in results], indent=1)
+        if options.json
+        else table(results)
+    )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""What a `kvloft serve` costs beside the arena, against the targets of the issue it was built for. Needs no GPU and no model.
+"""What a `kvloft serve` costs beside the arena, against the targets of the issue it was built for.
+Needs no GPU and no model.
 
-How soon it accepts, what it takes idle and under lookups of 8 engines, memory a chunk, and what 10,000 connections do to it. The
-server is a process of its own, and its CPU time and memory are the system's numbers.
+How soon it accepts, what it takes idle and under lookups of 8 engines, memory a chunk, and what
+10,000 connections do to it. The server is a process of its own, and its CPU time and memory are the
+system's numbers.
 """
 
 import os
@@ -30,7 +32,15 @@ def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
     """The socket and the process of a server, which is killed in the end."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
-        argv = [sys.executable, "-m", "kvloft.cli", "serve", f"--socket={path}", f"--host-size={host_size}", *more]
+        argv = [
+            sys.executable,
+            "-m",
+            "kvloft.cli",
+            "serve",
+            f"--socket={path}",
+            f"--host-size={host_size}",
+            *more,
+        ]
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
         try:
             yield path, process.pid
@@ -40,7 +50,9 @@ def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
 
 
 def connect(path: str) -> _core.Session:
-    session = _core.Session.connect(path, frame_bytes=FRAME_BYTES, namespace=NAMESPACE, timeout_s=5.0)
+    session = _core.Session.connect(
+        path, frame_bytes=FRAME_BYTES, namespace=NAMESPACE, timeout_s=5.0
+    )
     deadline = time.monotonic() + 60
     while not session.num_frames:  # misses until the server is there
         assert time.monotonic() < deadline, "no server"
@@ -76,12 +88,16 @@ def prompt(seed: int, num_chunks: int) -> _core.KeyChain:
 
 
 def save(session: _core.Session, chain: _core.KeyChain, num_chunks: int) -> None:
-    (chunks,), _ = session.reserve([(chain, (), 0, 0, num_chunks, [list(range(1, num_chunks + 1))])])
+    (chunks,), _ = session.reserve(
+        [(chain, (), 0, 0, num_chunks, [list(range(1, num_chunks + 1))])]
+    )
     session.settle(chunks.tickets())
 
 
 def told(what: str, value: float, unit: str, target: float | None = None) -> None:
-    verdict = "" if target is None else f"target {target:g}: {'met' if value <= target else 'NOT met'}"
+    verdict = (
+        "" if target is None else f"target {target:g}: {'met' if value <= target else 'NOT met'}"
+    )
     print(f"{what:>72} {value:>10,.1f} {unit:<8} {verdict}", flush=True)
 
 
@@ -94,14 +110,28 @@ def starts() -> None:
             own = time.monotonic()
             connect(path).close()
             hello_s = time.monotonic() - own
-        told(f"process started until it accepts, with Python's start {' '.join(more)}", 1000 * listens_s, "ms")
+        told(
+            f"process started until it accepts, with Python's start {' '.join(more)}",
+            1000 * listens_s,
+            "ms",
+        )
         told("hello of the first engine, which makes the arena of 16 GiB", 1000 * hello_s, "ms")
-        told("both: process started until its first engine has the arena", 1000 * (listens_s + hello_s), "ms", 300)
+        told(
+            "both: process started until its first engine has the arena",
+            1000 * (listens_s + hello_s),
+            "ms",
+            300,
+        )
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         begin = time.monotonic()
         server = _core.Server(f"{folder}/run/kv.sock", host_bytes=16 << 30)
         connect(f"{folder}/run/kv.sock").close()
-        told("server made until its first engine has the arena of 16 GiB", 1000 * (time.monotonic() - begin), "ms", 300)
+        told(
+            "server made until its first engine has the arena of 16 GiB",
+            1000 * (time.monotonic() - begin),
+            "ms",
+            300,
+        )
         server.close(0.0)
 
 
@@ -117,13 +147,22 @@ def idle_and_busy() -> None:
             for chain in prompts:
                 save(engines[0], chain, num_chunks)
             before, begin = cpu_s(pid), time.monotonic()
-            threads = [threading.Thread(target=ask, args=(engine, prompts, nth)) for nth, engine in enumerate(engines)]
+            threads = [
+                threading.Thread(target=ask, args=(engine, prompts, nth))
+                for nth, engine in enumerate(engines)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
             share = 100 * (cpu_s(pid) - before) / (time.monotonic() - begin)
-            told(f"{NUM_ENGINES} engines x {LOOKUPS_PER_S} lookups/s, prompts of {num_chunks} chunks in turn", share, "% core", 50)
+            told(
+                f"{NUM_ENGINES} engines x {LOOKUPS_PER_S} lookups/s, prompts of {num_chunks} "
+                "chunks in turn",
+                share,
+                "% core",
+                50,
+            )
         for engine in engines:
             engine.close()
 
@@ -147,7 +186,12 @@ def memory() -> None:
             num = _core.server_status(path)["namespaces"][0]["stats"]["frames_visible"]
             after = anonymous_bytes(pid)
             frames = f"{num:,} in {times * NUM_CHUNKS:,} frames"
-            told(f"memory beyond the arena a chunk, of {frames}, and 50 MiB", (after - (50 << 20)) / num, "bytes", 300)
+            told(
+                f"memory beyond the arena a chunk, of {frames}, and 50 MiB",
+                (after - (50 << 20)) / num,
+                "bytes",
+                300,
+            )
             told("of it before the first chunk", before / 2**20, "MiB")
             engine.close()
 
@@ -159,7 +203,12 @@ def crowd() -> None:
         until_it_listens(path)
         engine, chain = connect(path), prompt(1, 100)
         save(engine, chain, 100)
-        before, clients, begin, slowest = anonymous_bytes(pid), list[socket.socket](), time.monotonic(), 0.0
+        before, clients, begin, slowest = (
+            anonymous_bytes(pid),
+            list[socket.socket](),
+            time.monotonic(),
+            0.0,
+        )
         for nth in range(NUM_CONNECTIONS):
             client = socket.socket(socket.AF_UNIX)
             client.connect(path)
@@ -172,9 +221,15 @@ def crowd() -> None:
                 for old in clients:
                     old.close()
                 clients.clear()
-        told(f"{NUM_CONNECTIONS:,} connections, up to 500 at once, one after another", time.monotonic() - begin, "s")
+        told(
+            f"{NUM_CONNECTIONS:,} connections, up to 500 at once, one after another",
+            time.monotonic() - begin,
+            "s",
+        )
         told("slowest of 100 lookups of an engine meanwhile", 1000 * slowest, "ms")
-        told("memory beyond the arena that they left", (anonymous_bytes(pid) - before) / 2**20, "MiB")
+        told(
+            "memory beyond the arena that they left", (anonymous_bytes(pid) - before) / 2**20, "MiB"
+        )
         stats = _core.server_status(path)["stats"]
         told("of them refused", stats["server_refused"], "")
         engine.close()

@@ -1,8 +1,9 @@
-"""What requests that wait for a disk cost a step of vLLM's own scheduler: `python benches/bench_waiting.py [--waiting N]`.
+"""What requests that wait for a disk cost a step of vLLM's own scheduler: `python
+benches/bench_waiting.py [--waiting N]`.
 
-Many requests, whose 40 prefixes of 128 tokens are on a disk that hangs, wait while 8 others run. The same
-scheduler without a connector is timed alongside, with the same requests.
-Needs an environment with vLLM. Nothing is computed.
+Many requests, whose 40 prefixes of 128 tokens are on a disk that hangs, wait while 8 others run.
+The same scheduler without a connector is timed alongside, with the same requests. Needs an
+environment with vLLM. Nothing is computed.
 """
 
 import argparse
@@ -32,10 +33,18 @@ from vllm import SamplingParams
 
 BLOCK_TOKENS, NUM_PREFIXES, PREFIX_TOKENS, NUM_RUNNING, NUM_BLOCKS = 16, 40, 128, 8, 4000
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512,
-    "max_position_embeddings": 4096, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
 
 
 class DiskThatHangs:
@@ -58,46 +67,74 @@ def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
     """A scheduler for a CPU, with kvloft's connector over a store that hangs."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     transfer = KVTransferConfig(
-        kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
+        kv_connector="KVLoftConnector",
+        kv_connector_module_path="kvloft.vllm",
+        kv_role="kv_both",
         kv_connector_extra_config={"host_size": "64MiB", "load_timeout": 600},
-    )  # fmt: skip
+    )
     config = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=BLOCK_TOKENS,
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
         max_model_len=1024,
-        max_num_seqs=max_seqs, max_num_batched_tokens=2048, enable_prefix_caching=True, async_scheduling=False,
-        kv_transfer_config=transfer if has_cache else None, prefix_caching_hash_algo="sha256",
-    ).create_engine_config()  # fmt: skip
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        kv_transfer_config=transfer if has_cache else None,
+        prefix_caching_hash_algo="sha256",
+    ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
     groups = [KVCacheGroupSpec(["layer"], spec)]
     kv_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
     open_store = scheduler_half.open_store
     scheduler_half.open_store = lambda *args, **kwargs: DiskThatHangs(open_store(*args, **kwargs))  # type: ignore[assignment]
     scheduler = Scheduler(
-        vllm_config=config, kv_cache_config=kv_config, block_size=BLOCK_TOKENS, hash_block_size=BLOCK_TOKENS,
-        structured_output_manager=StructuredOutputManager(config), log_stats=False,
-    )  # fmt: skip
+        vllm_config=config,
+        kv_cache_config=kv_config,
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        structured_output_manager=StructuredOutputManager(config),
+        log_stats=False,
+    )
     scheduler_half.open_store = open_store
     return scheduler
 
 
 def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
-    scheduler.add_request(Request(
-        request_id=name, prompt_token_ids=ids, sampling_params=sampling, pooling_params=None, block_hasher=hasher,
-    ))  # fmt: skip
+    scheduler.add_request(
+        Request(
+            request_id=name,
+            prompt_token_ids=ids,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+    )
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """One schedule and its results; returns the time both took in milliseconds, and how many requests ran."""
+    """One schedule and its results; returns the time both took in milliseconds, and how many
+    requests ran.
+    """
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)
     took = time.perf_counter() - start
     result = ModelRunnerOutput(
-        req_ids=ids, req_id_to_index={req_id: i for i, req_id in enumerate(ids)}, sampled_token_ids=[[1] for _ in ids],
-        logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
-    )  # fmt: skip
+        req_ids=ids,
+        req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+        sampled_token_ids=[[1] for _ in ids],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
     scheduler.update_from_output(output, result)
     return took * 1e3, len(ids)
 
@@ -117,7 +154,12 @@ def times(num_waiting: int, num_steps: int, *, has_cache: bool, max_seqs: int) -
             half.core._loads_allowed = half.may_wait = True
         for nth in range(num_waiting):
             prefix = nth % NUM_PREFIXES
-            add(scheduler, f"waits-{nth}", [prefix] * PREFIX_TOKENS + [nth % 400, nth // 400, 7, 8], hasher)
+            add(
+                scheduler,
+                f"waits-{nth}",
+                [prefix] * PREFIX_TOKENS + [nth % 400, nth // 400, 7, 8],
+                hasher,
+            )
         gc.collect()
         gc.freeze()
         found = [step(scheduler) for _ in range(num_steps)]
@@ -135,7 +177,10 @@ def main() -> int:
         "vLLM alone, free seats": {"has_cache": False, "max_seqs": 256},
         "kvloft, free seats": {"has_cache": True, "max_seqs": 256},
     }
-    print(f"{options.waiting} waiting: milliseconds a schedule{'':<12} {'median':>9} {'longest':>9} {'first':>9}")
+    print(
+        f"{options.waiting} waiting: milliseconds a schedule{'':<12} {'median':>9} {'longest':>9} "
+        f"{'first':>9}"
+    )
     for name, how in rows.items():
         first, *rest = times(options.waiting, options.steps, **how)  # type: ignore[arg-type]
         print(f"{name:<48} {statistics.median(rest):>9.2f} {max(rest):>9.2f} {first:>9.2f}")

@@ -1,11 +1,14 @@
-// gather_chunks, scatter_chunks: paged KV <-> contiguous chunk payload, as bytes, and the chunk's tag.
+// gather_chunks, scatter_chunks: paged KV <-> contiguous chunk payload, as bytes, and the chunk's
+// tag.
 //
-// In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and tags_out[s], the sum of segment s.
-// The tag of a chunk is the sum over its segments. Every address and length of a piece is a multiple of kVecBytes
-// (16, 8, 4 or 1), which the host checks. Any grid is correct: its warps divide the tiles evenly.
-// Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs): 1.2 TB/s of payload for any
-// page size, 22 times PCIe's rate, so half of the SMs are busy for a few percent of the copy's time (benches/results). The
-// tag takes two 64-bit multiplications per 8 bytes, which memory accesses hide. Must not depend on dtypes.
+// In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and
+// tags_out[s], the sum of segment s. The tag of a chunk is the sum over its segments. Every address
+// and length of a piece is a multiple of kVecBytes (16, 8, 4 or 1), which the host checks. Any grid
+// is correct: its warps divide the tiles evenly. Expected: 2 bytes of HBM traffic per payload byte.
+// Measured with 66 CTAs on an H200 (132 SMs): 1.2 TB/s of payload for any page size, 22 times
+// PCIe's rate, so half of the SMs are busy for a few percent of the copy's time (benches/results).
+// The tag takes two 64-bit multiplications per 8 bytes, which memory accesses hide. Must not depend
+// on dtypes.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -19,7 +22,8 @@ struct Item {  // bytes that one thread moves at a time: 16 if the alignment all
   u64 words[kWords];
 };
 
-// Streaming accesses, because neither side is read again soon. `num_bytes` < kBytes only if a page ends inside a word.
+// Streaming accesses, because neither side is read again soon. `num_bytes` < kBytes only if a page
+// ends inside a word.
 template <int kVecBytes>
 __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from, const u32 num_bytes) {
   Item<kVecBytes> item{};
@@ -59,7 +63,8 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
-// Moves one tile with one warp; returns this lane's part of the sum. Writes nothing if `to` is null.
+// Moves one tile with one warp; returns this lane's part of the sum. Writes nothing if `to` is
+// null.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
@@ -103,8 +108,8 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 
 }  // namespace kvloft
 
-// One vector width per compilation (KVLOFT_VEC_BYTES), so that an engine compiles only the kernels that it uses.
-// 64 registers per thread, so that two CTAs fit on an SM.
+// One vector width per compilation (KVLOFT_VEC_BYTES), so that an engine compiles only the kernels
+// that it uses. 64 registers per thread, so that two CTAs fit on an SM.
 static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 || KVLOFT_VEC_BYTES == 1, "no such width");
 #define KVLOFT_KERNEL(NAME, VERB)                                                                                       \
   extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                                  \

@@ -1,15 +1,18 @@
-// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, without loss, and the tag of the raw pages.
+// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, without loss, and the
+// tag of the raw pages.
 //
-// In: PieceParams (kv_layout.cuh). Every address and length of a piece is a multiple of 16. Out: as chunks.cu, and used_out[s],
-// the size of segment s's records in 16 bytes. A segment is a whole chunk. docs/design/compression.md describes the format
-// "e348": a table with an entry of 8 bytes per tile, then the tiles' records in any order.
+// In: PieceParams (kv_layout.cuh). Every address and length of a piece is a multiple of 16. Out: as
+// chunks.cu, and used_out[s], the size of segment s's records in 16 bytes. A segment is a whole
+// chunk. docs/design/compression.md describes the format "e348": a table with an entry of 8 bytes
+// per tile, then the tiles' records in any order.
 //
-// Width: the copy engine moves the first `width` bytes of a part. encode_chunks also writes a record that ends after them to
-// the part in host memory, and decode_chunks reads it from there, so the host needs no sizes.
-// Damaged parts: every offset is bounded before it is used, so that reads stay in the slot or the part. A tile that cannot be
-// decoded is not in the sum, so the tag differs.
-// Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per tile. Measured with 66 CTAs on an H100:
-// 550 (encode) and 650 (decode) GB/s of payload, eight times PCIe's rate.
+// Width: the copy engine moves the first `width` bytes of a part. encode_chunks also writes a
+// record that ends after them to the part in host memory, and decode_chunks reads it from there, so
+// the host needs no sizes. Damaged parts: every offset is bounded before it is used, so that reads
+// stay in the slot or the part. A tile that cannot be decoded is not in the sum, so the tag
+// differs. Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per
+// tile. Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight
+// times PCIe's rate.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -27,7 +30,8 @@ struct WarpMemory {
   u32 nibbles[kMaxNibbles / 8];
 };
 
-// A table entry. `offset` is from the table's end, in 16 bytes; `top` is the largest exponent of the window of 3-bit codes.
+// A table entry. `offset` is from the table's end, in 16 bytes; `top` is the largest exponent of
+// the window of 3-bit codes.
 struct Entry {
   u32 offset, top, num_nibbles, num_bytes;
   bool is_raw;
@@ -80,7 +84,8 @@ __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// Returns a mask of the code bits of words of pair `pair` in the tile: 2 bits per word, 8 words per row.
+// Returns a mask of the code bits of words of pair `pair` in the tile: 2 bits per word, 8 words per
+// row.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
@@ -90,7 +95,8 @@ __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
   return term(static_cast<u64>(words.y) << 32 | words.x, position) + term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Copies a page's bytes unchanged and returns their terms of the tag. Copies nothing if `to` is null.
+// Copies a page's bytes unchanged and returns their terms of the tag. Copies nothing if `to` is
+// null.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to, const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
   u64 sum = 0;
@@ -105,7 +111,8 @@ __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restr
   return sum;
 }
 
-// Rotates two words left by one bit each: the high byte is then the exponent, the low byte mantissa and sign.
+// Rotates two words left by one bit each: the high byte is then the exponent, the low byte mantissa
+// and sign.
 __device__ __forceinline__ u32 rotated(const u32 words) { return (words << 1 & 0xfffefffeu) | (words >> 15 & 0x00010001u); }
 __device__ __forceinline__ u32 rotated_back(const u32 words) { return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u); }
 
@@ -120,7 +127,8 @@ __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent, bit) for each bit of `escapes`, in order. The bit is 2 * word + the pair's number modulo 2.
+// Calls visit(exponent, bit) for each bit of `escapes`, in order. The bit is 2 * word + the pair's
+// number modulo 2.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {
@@ -137,8 +145,8 @@ struct LaneCodes {
   u32 high_codes[kPairs / 2];
   u32 escapes[kPairs / 2];  // after encode_nibbles, only those with a byte
 
-  // Splits words into low bytes, and exponents in shared memory. Returns the tag's terms; `stats` packs the sum and the
-  // number of nonzero exponents.
+  // Splits words into low bytes, and exponents in shared memory. Returns the tag's terms; `stats`
+  // packs the sum and the number of nonzero exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position, u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
     u64 sum = 0;
@@ -196,7 +204,8 @@ struct LaneCodes {
     return num_escapes;
   }
 
-  // Writes the nibbles of this lane's escapes to shared memory, from number `at` on; returns the number of bytes that follow.
+  // Writes the nibbles of this lane's escapes to shared memory, from number `at` on; returns the
+  // number of bytes that follow.
   __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top, u32 at) {
     u32 num_bytes = 0;
 #pragma unroll
@@ -235,7 +244,8 @@ struct LaneCodes {
   }
 };
 
-// Encodes one tile with one warp, to the slot, to the part in host memory, or, across the width, to both.
+// Encodes one tile with one warp, to the slot, to the part in host memory, or, across the width, to
+// both.
 __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
   if (at.page == nullptr) return 0;
   const u32 lane = threadIdx.x % kWarpSize;
@@ -341,7 +351,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // Reads at most one word or byte after those in the entry, which is still in the slot or the part.
+  // Reads at most one word or byte after those in the entry, which is still in the slot or the
+  // part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;

@@ -1,9 +1,11 @@
-// Addresses of a piece: tiles of pages in paged KV, and segments of chunk payload in a staging slot or a frame.
+// Addresses of a piece: tiles of pages in paged KV, and segments of chunk payload in a staging slot
+// or a frame.
 //
-// A tile is up to kTileBytes of one page, and a warp moves one tile at a time. The tile table has the tiles of one block in
-// payload order, for all planes; other blocks are at multiples of the stride. A segment is a run of tiles of one chunk.
-// All 64-bit address arithmetic of the kernels is here. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
-// compares their sizes. Must not depend on layers or streams, or on dtypes other than bf16.
+// A tile is up to kTileBytes of one page, and a warp moves one tile at a time. The tile table has
+// the tiles of one block in payload order, for all planes; other blocks are at multiples of the
+// stride. A segment is a run of tiles of one chunk. All 64-bit address arithmetic of the kernels is
+// here. python/kvloft/transfer/cuda/kernels.py mirrors the structs and compares their sizes. Must
+// not depend on layers or streams, or on dtypes other than bf16.
 #pragma once
 #include "tag.cuh"
 
@@ -15,7 +17,8 @@ constexpr u32 kTileBytes = 4096;
 constexpr int kMaxSegments = 128;
 constexpr int kMaxBlocks = 1024;
 
-// One tile of a block: `num_bytes` at `base + block_id * block_stride` and at `payload_offset` of the block's payload.
+// One tile of a block: `num_bytes` at `base + block_id * block_stride` and at `payload_offset` of
+// the block's payload.
 struct Tile {
   u64 base;
   u64 block_stride;
@@ -27,7 +30,8 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
-// Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile begins.
+// Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile
+// begins.
 struct Segment {
   u64 base;         // offset of byte 0 of the chunk's payload from PieceParams' base, even if the segment starts later
   u32 first_tile;   // number of its first tile in the piece

@@ -1,7 +1,8 @@
-// The loop over the tiles of a piece, for all kernel families: each warp moves neighboring tiles and adds their terms to the sums.
+// The loop over the tiles of a piece, for all kernel families: each warp moves neighboring tiles
+// and adds their terms to the sums.
 //
-// A family passes a function of `TileAt` that moves one tile with one warp and returns the lane's part of the tile's sum.
-// Must not depend on how a tile is moved.
+// A family passes a function of `TileAt` that moves one tile with one warp and returns the lane's
+// part of the tile's sum. Must not depend on how a tile is moved.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -47,7 +48,8 @@ __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segmen
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
-// The last CTA writes the final sums and zeroes the state for the next launch, which saves a memset and a second kernel.
+// The last CTA writes the final sums and zeroes the state for the next launch, which saves a memset
+// and a second kernel.
 __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();
@@ -67,8 +69,8 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // Each warp has neighboring tiles and so adds to one or two segments. With interleaved tiles, all warps wait for each
-  // other's atomics (H200, 4 KiB pages: 118 us per piece instead of 26).
+  // Each warp has neighboring tiles and so adds to one or two segments. With interleaved tiles, all
+  // warps wait for each other's atomics (H200, 4 KiB pages: 118 us per piece instead of 26).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
   const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
   const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;

@@ -1,8 +1,10 @@
-// The tag of a chunk in device code; docs/design/frames.md defines it, and rust/core/src/tag.rs computes it on the CPU.
+// The tag of a chunk in device code; docs/design/frames.md defines it, and rust/core/src/tag.rs
+// computes it on the CPU.
 //
-// tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th little-endian 64-bit word
-// of page p. Pages are zero-padded to whole words. Threads can add words in any order. tests/gpu/test_tag.py compares the
-// constants with tag.rs. Must not depend on the source of words.
+// tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th
+// little-endian 64-bit word of page p. Pages are zero-padded to whole words. Threads can add words
+// in any order. tests/gpu/test_tag.py compares the constants with tag.rs. Must not depend on the
+// source of words.
 #pragma once
 
 namespace kvloft {

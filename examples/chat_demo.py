@@ -1,9 +1,11 @@
-"""`make demo`: one chat served five times by real vLLM on the CPU, and where each prompt's KV came from.
+"""`make demo`: one chat served five times by real vLLM on the CPU, and where each prompt's KV came
+from.
 
-1. without any cache (the truth), 2. cold with kvloft, 3. again on the same engine after its own prefix cache was cleared
-(host memory), 4. again on a new engine process (disk), 5. on a new process whose predecessor was killed, with `kvloft serve`
-beside them (the server's host memory). The model is random and made on the spot. Output is greedy and
-compared token by token; a turn in which rounding alone could decide a token is drawn again before anything is measured.
+1. without any cache (the truth), 2. cold with kvloft, 3. again on the same engine after its own
+   prefix cache was cleared (host memory), 4. again on a new engine process (disk), 5. on a new
+   process whose predecessor was killed, with `kvloft serve` beside them (the server's host memory).
+   The model is random and made on the spot. Output is greedy and compared token by token; a turn in
+   which rounding alone could decide a token is drawn again before anything is measured.
 """
 
 import json
@@ -39,10 +41,14 @@ PASSES = {
     "server": "with a server",
 }
 LEGEND = (
-    "no cache: vLLM alone, the truth. cold: with kvloft, still empty. vLLM cleared: the same engine after vLLM's own prefix "
-    "cache was cleared, so from host memory. restarted: a new engine process, which finds the chunks on disk. with a server: a new "
-    "process too, after one that was killed; the KV stayed in the memory of `kvloft serve`, which has no disk here. "
-    "The column vLLM is its own prefix cache, filled by the turns before. Times of so small a model on a busy machine are noise; "
+    "no cache: vLLM alone, the truth. cold: with kvloft, still empty. vLLM cleared: the same "
+    "engine after vLLM's own prefix "
+    "cache was cleared, so from host memory. restarted: a new engine process, which finds the "
+    "chunks on disk. with a server: a new "
+    "process too, after one that was killed; the KV stayed in the memory of `kvloft serve`, which "
+    "has no disk here. "
+    "The column vLLM is its own prefix cache, filled by the turns before. Times of so small a "
+    "model on a busy machine are noise; "
     "on a GPU they are the point."
 )
 ENVIRONMENT = {
@@ -56,7 +62,9 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Result of one turn. Token counts are of the prompt, ``dropped`` counts unsaved chunks, ``late`` unanswered calls."""
+    """Result of one turn. Token counts are of the prompt, ``dropped`` counts unsaved chunks,
+    ``late`` unanswered calls.
+    """
 
     tokens: list[int]
     margin: float
@@ -88,7 +96,14 @@ class EngineProcess:
         }
         to_child, from_child = os.pipe(), os.pipe()
         program = f'exec "$0" "$1" "$2" 3<&{to_child[0]} 4>&{from_child[1]}'
-        command = ["bash", "-c", program, sys.executable, str(Path(__file__).with_name("chat_engine.py")), json.dumps(arguments)]
+        command = [
+            "bash",
+            "-c",
+            program,
+            sys.executable,
+            str(Path(__file__).with_name("chat_engine.py")),
+            json.dumps(arguments),
+        ]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -100,7 +115,10 @@ class EngineProcess:
             )
         os.close(to_child[0])
         os.close(from_child[1])
-        self._requests, self._answers = os.fdopen(to_child[1], "w", buffering=1), os.fdopen(from_child[0])
+        self._requests, self._answers = (
+            os.fdopen(to_child[1], "w", buffering=1),
+            os.fdopen(from_child[0]),
+        )
 
     def wait(self) -> "EngineProcess":
         """Until it can serve."""
@@ -144,12 +162,23 @@ def kv_server() -> Iterator[str]:
     log = FOLDER / "server.log"
     with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
         socket = Path(folder) / "kvloft.sock"
-        command = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", str(socket), "--host-size", "256MiB"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvloft.cli",
+            "serve",
+            "--socket",
+            str(socket),
+            "--host-size",
+            "256MiB",
+        ]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             while not socket.exists():
                 if process.poll() is not None:
-                    raise SystemExit(f"{log.read_text(errors='replace')}\nkvloft: the server ended early")
+                    raise SystemExit(
+                        f"{log.read_text(errors='replace')}\nkvloft: the server ended early"
+                    )
                 time.sleep(0.05)
             yield f"unix:{socket}"
         finally:
@@ -176,7 +205,9 @@ def settle_chat(engine: EngineProcess, console: Console) -> tuple[list[list[int]
     return prompts, truth
 
 
-def replay(engine: EngineProcess, name: str, prompts: list[list[int]], truth: list[Turn], console: Console) -> list[Turn]:
+def replay(
+    engine: EngineProcess, name: str, prompts: list[list[int]], truth: list[Turn], console: Console
+) -> list[Turn]:
     """Serve the same chat again."""
     turns = []
     for i, prompt in enumerate(prompts):
@@ -188,7 +219,11 @@ def replay(engine: EngineProcess, name: str, prompts: list[list[int]], truth: li
 def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> None:
     """One line while the demo runs."""
     same = "" if turn.tokens == truth.tokens else "  [red]OUTPUT DIFFERS[/]"
-    console.print(f"  {PASSES[name]:<12} turn {index + 1}: first token after {turn.ttft_s * 1e3:5.0f} ms{same}", highlight=False)
+    console.print(
+        f"  {PASSES[name]:<12} turn {index + 1}: first token after {turn.ttft_s * 1e3:5.0f} "
+        f"ms{same}",
+        highlight=False,
+    )
 
 
 @contextmanager
@@ -207,7 +242,10 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
     with stage(console, "making a small random Llama"):
         model = write_model(FOLDER / "model")
     settings = {"host_size": "256MiB", "disk_path": str(FOLDER / "disk"), "disk_size": "1GiB"}
-    with stage(console, "starting two vLLM engines, without any cache and with kvloft (their imports take a while)"):
+    with stage(
+        console,
+        "starting two vLLM engines, without any cache and with kvloft (their imports take a while)",
+    ):
         plain = EngineProcess("none", model, enable_prefix_caching=False)
         engine = with_kvloft("cold", model, settings)
         plain.wait()
@@ -239,10 +277,16 @@ def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProce
     return EngineProcess(name, model, enable_prefix_caching=True, kv_transfer_config=transfer)
 
 
-def after_a_kill(model: Path, prompts: list[list[int]], truth: list[Turn], console: Console) -> tuple[list[Turn], list[Turn]]:
-    """Return the turns of an engine that uses a server and is killed, and those of the next engine."""
+def after_a_kill(
+    model: Path, prompts: list[list[int]], truth: list[Turn], console: Console
+) -> tuple[list[Turn], list[Turn]]:
+    """Return the turns of an engine that uses a server and is killed, and those of the next
+    engine.
+    """
     with kv_server() as server:
-        with stage(console, "`kvloft serve`, and an engine that keeps its KV there, until it is killed"):
+        with stage(
+            console, "`kvloft serve`, and an engine that keeps its KV there, until it is killed"
+        ):
             engine = with_kvloft("killed", model, {"server": server}).wait()
             first = [engine.serve(f"killed-{i}", prompt) for i, prompt in enumerate(prompts)]
             engine.kill()
@@ -265,17 +309,38 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
         for name, turns in passes.items():
             turn, last = turns[i], name == "server"
             counts = [str(n) if n else "." for n in (turn.gpu, turn.host, turn.disk, turn.computed)]
-            same = "(the truth)" if name == "none" else "equal" if turn.tokens == passes["none"][i].tokens else "[red]DIFFERS[/]"
-            table.add_row(str(i + 1), PASSES[name], f"{turn.ttft_s * 1e3:.0f}", *counts, same, end_section=last)
+            same = (
+                "(the truth)"
+                if name == "none"
+                else "equal"
+                if turn.tokens == passes["none"][i].tokens
+                else "[red]DIFFERS[/]"
+            )
+            table.add_row(
+                str(i + 1),
+                PASSES[name],
+                f"{turn.ttft_s * 1e3:.0f}",
+                *counts,
+                same,
+                end_section=last,
+            )
     return table
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     """(did all go well, one sentence for a person)."""
     truth, disk = passes["none"], passes["disk"]
-    wrong = [(n, i) for n, turns in passes.items() for i, t in enumerate(turns) if t.tokens != truth[i].tokens]
+    wrong = [
+        (n, i)
+        for n, turns in passes.items()
+        for i, t in enumerate(turns)
+        if t.tokens != truth[i].tokens
+    ]
     if wrong:
-        return False, f"FAILED: {len(wrong)} answers differ from the run without a cache, first {wrong[0]}."
+        return (
+            False,
+            f"FAILED: {len(wrong)} answers differ from the run without a cache, first {wrong[0]}.",
+        )
     found, total = disk[0].disk, disk[0].disk + disk[0].computed
     kept = sum(t.host for t in passes["server"])
     if not found or not kept or not any(t.host for t in passes["host"]):
@@ -283,9 +348,11 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     none_ms, disk_ms = truth[0].ttft_s * 1e3, disk[0].ttft_s * 1e3
     whole = sum(t.disk for t in disk)
     return True, (
-        f"After the restart the first turn found {found} of its {total} prompt tokens on disk (all turns: {whole}), its "
+        f"After the restart the first turn found {found} of its {total} prompt tokens on disk (all "
+        f"turns: {whole}), its "
         f"first token came after {disk_ms:.0f} ms (vLLM alone: {none_ms:.0f} ms). After a kill, "
-        f"{kept} tokens came from the server's memory. Every answer is the one given without a cache."
+        f"{kept} tokens came from the server's memory. Every answer is the one given without a "
+        "cache."
     )
 
 
@@ -295,7 +362,8 @@ def explain_misses(turns: list[Turn]) -> str:
     if not dropped and not late:
         return ""
     return (
-        f"kvloft did not save {dropped} chunks, and its server answered {late} calls too late, as happens on a busy machine: "
+        f"kvloft did not save {dropped} chunks, and its server answered {late} calls too late, as "
+        "happens on a busy machine: "
         "vLLM computed those tokens instead."
     )
 

@@ -1,7 +1,9 @@
-"""One real vLLM engine in a process of its own: serves the turns it is sent, one JSON line each, and times them.
+"""One real vLLM engine in a process of its own: serves the turns it is sent, one JSON line each,
+and times them.
 
-Run by chat_demo.py as ``python chat_engine.py ARGUMENTS_JSON`` with requests on file descriptor 3 and answers on 4.
-Knows vLLM; knows kvloft only as a name in the arguments and by its metrics' names.
+Run by chat_demo.py as ``python chat_engine.py ARGUMENTS_JSON`` with requests on file descriptor 3
+and answers on 4. Knows vLLM; knows kvloft only as a name in the arguments and by its metrics'
+names.
 """
 
 import json
@@ -26,20 +28,29 @@ def counters() -> dict[str, float]:
 
 
 def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Serve one prompt greedily; tokens, seconds to the first of them, and where the prompt's KV came from."""
+    """Serve one prompt greedily; tokens, seconds to the first of them, and where the prompt's KV
+    came from.
+    """
     from vllm import SamplingParams
 
     before, begin, ttft_s = counters(), time.perf_counter(), 0.0
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2
+    )
     engine.add_request(turn_id, {"prompt_token_ids": prompt}, params)
     output: Any = None
     while engine.has_unfinished_requests():
         if outputs := engine.step():
             ttft_s, output = ttft_s or time.perf_counter() - begin, outputs[-1]
     after = counters()
-    from_host, from_disk, dropped, late = (int(after.get(name, 0) - before.get(name, 0)) for name in (HOST, DISK, DROPPED, LATE))
+    from_host, from_disk, dropped, late = (
+        int(after.get(name, 0) - before.get(name, 0)) for name in (HOST, DISK, DROPPED, LATE)
+    )
     cached = output.num_cached_tokens or 0
-    tops = [sorted((p.logprob for p in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
+    tops = [
+        sorted((p.logprob for p in entry.values()), reverse=True)
+        for entry in output.outputs[0].logprobs
+    ]
     return {
         "tokens": list(output.outputs[0].token_ids),
         "margin": min(top[0] - top[1] for top in tops),
@@ -64,7 +75,9 @@ def main() -> None:
     if transfer := arguments.pop("kv_transfer_config", None):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    serve_turn(engine, "warm-up", [3, 4, 5], 2)  # the first step pays for lazy set-up that belongs to no user's TTFT
+    serve_turn(
+        engine, "warm-up", [3, 4, 5], 2
+    )  # the first step pays for lazy set-up that belongs to no user's TTFT
     print(json.dumps({"ready": True}), file=answers)
     for line in requests:
         message = json.loads(line)

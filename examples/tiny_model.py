@@ -1,7 +1,9 @@
-"""A small random Llama, made on the spot, so that a real engine has something to run without a download.
+"""A small random Llama, made on the spot, so that a real engine has something to run without a
+download.
 
-Random weights at the usual scales copy their last token permanently and would hide a wrong page of KV; these are scaled
-so that greedy output depends on the whole prompt through attention. Must know neither vLLM nor kvloft.
+Random weights at the usual scales copy their last token permanently and would hide a wrong page of
+KV; these are scaled so that greedy output depends on the whole prompt through attention. Must know
+neither vLLM nor kvloft.
 """
 
 import json
@@ -14,7 +16,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model; the defaults cost about 0.1 GFLOP a token, enough to feel a prefill on a CPU."""
+    """Sizes of the model; the defaults cost about 0.1 GFLOP a token, enough to feel a prefill on a
+    CPU.
+    """
 
     hidden: int = 512
     num_layers: int = 8
@@ -27,7 +31,9 @@ class Shape:
 
 
 def write_model(folder: Path, shape: Shape = Shape(), seed: int = 1) -> Path:
-    """Write config.json and float32 weights as Hugging Face names them to ``folder``; returns it."""
+    """Write config.json and float32 weights as Hugging Face names them to ``folder``; returns
+    it.
+    """
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +72,18 @@ def weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(seed)
 
     def dense(rows: int, cols: int, gain: float = 1.0) -> NDArray[np.float32]:
-        return rng.standard_normal((rows, cols), dtype=np.float32) * np.float32(gain / np.sqrt(cols))
+        return rng.standard_normal((rows, cols), dtype=np.float32) * np.float32(
+            gain / np.sqrt(cols)
+        )
 
     ones = np.ones(shape.hidden, dtype=np.float32)
     num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    tensors = {"model.embed_tokens.weight": rng.standard_normal((shape.vocab, shape.hidden), dtype=np.float32) / 2}
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal(
+            (shape.vocab, shape.hidden), dtype=np.float32
+        )
+        / 2
+    }
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}."
         tensors |= {
@@ -84,4 +97,7 @@ def weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
             at + "mlp.up_proj.weight": dense(shape.ffn, shape.hidden),
             at + "mlp.down_proj.weight": dense(shape.hidden, shape.ffn),
         }
-    return tensors | {"model.norm.weight": ones, "lm_head.weight": dense(shape.vocab, shape.hidden, 3.0)}
+    return tensors | {
+        "model.norm.weight": ones,
+        "lm_head.weight": dense(shape.vocab, shape.hidden, 3.0),
+    }

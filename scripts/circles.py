@@ -1,9 +1,11 @@
-"""Circles of modules in a Rust crate: modules that cannot be read, tested or moved without each other.
+"""Circles of modules in a Rust crate: modules that cannot be read, tested or moved without each
+other.
 
-A module depends on the one that *defines* a name which it uses: re-exports are followed, so they neither make a circle nor hide
-one. Where a type has `impl` blocks in several files, it depends on the file with a method that it calls, too. Tests do not
-count. This reads text as rustfmt leaves it, and knows no more of Rust: a value is of the type `SomeType` if it is called
-`some_type`, or `self` in an `impl` of that. `scripts/house_rules.py` says which crates have none.
+A module depends on the one that *defines* a name which it uses: re-exports are followed, so they
+neither make a circle nor hide one. Where a type has `impl` blocks in several files, it depends on
+the file with a method that it calls, too. Tests do not count. This reads text as rustfmt leaves it,
+and knows no more of Rust: a value is of the type `SomeType` if it is called `some_type`, or `self`
+in an `impl` of that. `scripts/house_rules.py` says which crates have none.
 """
 
 import re
@@ -14,17 +16,25 @@ from pathlib import Path
 
 Name = tuple[str, ...]  # of a module, from the crate's root; or a path in its text
 
-TEST = re.compile(r"^( *)#\[cfg\((?:test|any\(test\b.*)\)\]\n(?:\1#.*\n)*(?:\1\S.*;\n|\1\S[\s\S]*?^\1\}.*\n)", re.MULTILINE)
+TEST = re.compile(
+    r"^( *)#\[cfg\((?:test|any\(test\b.*)\)\]\n(?:\1#.*\n)*(?:\1\S.*;\n|\1\S[\s\S]*?^\1\}.*\n)",
+    re.MULTILINE,
+)
 NOISE = re.compile(r"//.*|\"(?:\\[\s\S]|[^\"\\])*\"")
 CHILD = re.compile(r"^(?:pub(?:\(.*?\))? )?mod (\w+);", re.MULTILINE)
 USE = re.compile(r"^ *(pub(?:\(.*?\))? )?use ([^;]+);", re.MULTILINE)
-IMPL = re.compile(r"^impl\b(?:[^{]* for)?[^{]*?(\w+)(?:<[^{]*>)?(?:\s+where[^{]*)?\s\{(\n.*?^)?\}", re.MULTILINE | re.DOTALL)
+IMPL = re.compile(
+    r"^impl\b(?:[^{]* for)?[^{]*?(\w+)(?:<[^{]*>)?(?:\s+where[^{]*)?\s\{(\n.*?^)?\}",
+    re.MULTILINE | re.DOTALL,
+)
 METHOD = re.compile(r"^    (?:pub(?:\(.*?\))? )?(?:const )?fn (\w+)", re.MULTILINE)
 
 
 @dataclass
 class Module:
-    """One file: its text without comments, strings, tests and `use`; what names stand for here, and for others."""
+    """One file: its text without comments, strings, tests and `use`; what names stand for here, and
+    for others.
+    """
 
     code: str
     uses: dict[str, Name] = field(default_factory=dict)
@@ -37,7 +47,9 @@ class Crate:
     def __init__(self, folder: Path) -> None:
         self.modules: dict[Name, Module] = {}
         self._read(folder / "src" / "lib.rs", folder / "src", ())
-        self.edges: dict[Name, set[Name]] = {name: set(self._used(name)) - {name} for name in self.modules}
+        self.edges: dict[Name, set[Name]] = {
+            name: set(self._used(name)) - {name} for name in self.modules
+        }
         for name, other in self._calls():
             self.edges[name] |= {other} - {name}
 
@@ -52,11 +64,17 @@ class Crate:
             self._read(path if path.exists() else folder / f"{child}.rs", below, (*name, child))
 
     def _find(self, at: Name, path: Name) -> tuple[Name, Name] | None:
-        """The module that defines what ``path`` means in the module ``at``, and the rest of it; None of another crate's."""
+        """The module that defines what ``path`` means in the module ``at``, and the rest of it;
+        None of another crate's.
+        """
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.modules:
             module = self.modules[at]
             known = {**module.uses, **module.exports}.get(path[0], path)
-            return self._find(at, (*known, *path[1:])) if known != path and known[0] != path[0] else None
+            return (
+                self._find(at, (*known, *path[1:]))
+                if known != path and known[0] != path[0]
+                else None
+            )
         for nth, part in enumerate(path):
             if part in ("crate", "super", "self"):
                 at = {"crate": (), "super": at[:-1], "self": at}[part]
@@ -69,18 +87,24 @@ class Crate:
         return at, ()
 
     def _used(self, name: Name) -> Iterator[Name]:
-        """Modules that define what one names. The name of a module alone is none: what it is for comes behind it."""
+        """Modules that define what one names. The name of a module alone is none: what it is for
+        comes behind it.
+        """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))
         paths = {(word,) for word in module.uses.keys() | module.exports.keys() & words}
-        paths |= {tuple(path.split("::")) for path in re.findall(r"(?<![\w:])\w+(?:::\w+)+", module.code)}
+        paths |= {
+            tuple(path.split("::")) for path in re.findall(r"(?<![\w:])\w+(?:::\w+)+", module.code)
+        }
         for path in paths:
             found = self._find(name, path)
             if found is not None and found[1]:
                 yield found[0]
 
     def _calls(self) -> Iterator[tuple[Name, Name]]:
-        """(module, module with a method that it calls) for types with `impl` blocks in several files."""
+        """(module, module with a method that it calls) for types with `impl` blocks in several
+        files.
+        """
         bodies: dict[tuple[Name, str], list[tuple[Name, str]]] = defaultdict(list)
         for name, module in self.modules.items():
             for of, body in IMPL.findall(module.code):
@@ -93,13 +117,19 @@ class Crate:
             texts += [(name, value, of, module.code) for name, module in self.modules.items()]
             for name, self_, type_, text in texts if len({name for name, _ in impls}) > 1 else ():
                 called = re.findall(rf"\b{self_}\s*\.(\w+)\(|\b{type_}::(\w+)", text)
-                yield from ((name, methods[call]) for call in map("".join, called) if call in methods)
+                yield from (
+                    (name, methods[call]) for call in map("".join, called) if call in methods
+                )
 
     def circles(self) -> list[list[str]]:
         """Names of the modules of each circle."""
         reach = {name: self._reach(name) for name in self.edges}
-        found = {frozenset(other for other in reach[name] if name in reach[other]) for name in reach}
-        return sorted(sorted("::".join(name) or "lib" for name in circle) for circle in found if circle)
+        found = {
+            frozenset(other for other in reach[name] if name in reach[other]) for name in reach
+        }
+        return sorted(
+            sorted("::".join(name) or "lib" for name in circle) for circle in found if circle
+        )
 
     def _reach(self, name: Name) -> set[Name]:
         seen: set[Name] = set()

@@ -1,7 +1,9 @@
-"""Makes the README of a results folder from what `scripts/gpu_check.sh` left there: `python scripts/gpu_report.py FOLDER`.
+"""Makes the README of a results folder from what `scripts/gpu_check.sh` left there: `python
+scripts/gpu_report.py FOLDER`.
 
-Prints Markdown: each measured figure beside its target, met or missed, then the folder's NOTES.md as it is. A part whose file is
-missing is left out, so a run of some stages makes a report too. Knows file names and targets, and measures nothing.
+Prints Markdown: each measured figure beside its target, met or missed, then the folder's NOTES.md
+as it is. A part whose file is missing is left out, so a run of some stages makes a report too.
+Knows file names and targets, and measures nothing.
 """
 
 import json
@@ -33,7 +35,10 @@ def main(folder: Path) -> int:
     """Print the report of ``folder``; 1 if there is nothing to report."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     if not files:
-        print(f"no results in {folder}: run scripts/gpu_check.sh with OUT={folder} first", file=sys.stderr)
+        print(
+            f"no results in {folder}: run scripts/gpu_check.sh with OUT={folder} first",
+            file=sys.stderr,
+        )
         return 1
     parts: list[str] = [*_head(files), *_failed(files)]
     if "copy" in files:
@@ -44,7 +49,13 @@ def main(folder: Path) -> int:
     parts += _peers(files.get("engine_peers", {}))
     if "engine" in files:
         parts += _engine(files["engine"], files.get("copy", {}).get("ceiling", {}).get("load"))
-    parts += _again([files[name] for name in sorted(files) if name == "engine" or name.startswith("engine_again")])
+    parts += _again(
+        [
+            files[name]
+            for name in sorted(files)
+            if name == "engine" or name.startswith("engine_again")
+        ]
+    )
     for name in sorted(files):
         if name.startswith("engine_attached"):
             parts += _attached(files[name])
@@ -53,7 +64,10 @@ def main(folder: Path) -> int:
     parts += _known(
         {
             name: files[name]
-            for name in ("engine_groups", *(n for n in sorted(files) if n.startswith("engine_known_")))
+            for name in (
+                "engine_groups",
+                *(n for n in sorted(files) if n.startswith("engine_known_")),
+            )
             if name in files
         }
     )
@@ -79,31 +93,55 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
     machine = files.get("copy", {}).get("machine", {})
     commit = (
         os.environ.get("COMMIT")
-        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     )
-    yield f"# {machine.get('gpu', 'GPU')}, driver {machine.get('driver', '?')}, {machine.get('date', '?')}"
+    yield (
+        f"# {machine.get('gpu', 'GPU')}, driver {machine.get('driver', '?')}, "
+        f"{machine.get('date', '?')}"
+    )
     yield ""
-    yield f"Commit `{commit}`, torch {machine.get('torch', '?')}. Tables by `scripts/gpu_report.py`, notes by hand."
+    yield (
+        f"Commit `{commit}`, torch {machine.get('torch', '?')}. Tables by `scripts/gpu_report.py`, "
+        "notes by hand."
+    )
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Engines that did not end well: what they measured before counts, but the report must say so."""
+    """Engines that did not end well: what they measured before counts, but the report must say
+    so.
+    """
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
-                yield from ("", f"**{connector} failed** (`{name}.json`): {result['error'].splitlines()[0][:200]}")
+                yield from (
+                    "",
+                    (
+                        f"**{connector} failed** (`{name}.json`): "
+                        f"{result['error'].splitlines()[0][:200]}"
+                    ),
+                )
 
 
 def _copy(copy: dict[str, Any]) -> Iterator[str]:
     ceiling = copy["ceiling"]
     yield from ("", "## Copy: chunks of paged KV to and from host frames (`kvloft bench copy`)", "")
     yield (
-        f"One large copy, in turns with each: {ceiling['save']:.1f} GB/s out, {ceiling['load']:.1f} in, {ceiling['both']:.1f} each "
-        f"both ways (medians). Targets: {COPY_TARGET:.0%} of that each way, {BOTH_TARGET:.0%} both ways."
+        f"One large copy, in turns with each: {ceiling['save']:.1f} GB/s out, "
+        f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each "
+        f"both ways (medians). Targets: {COPY_TARGET:.0%} of that each way, {BOTH_TARGET:.0%} both "
+        "ways."
     )
     if any("save_idle" in row for row in copy["pages"]):
-        yield "Saves, and both ways at once, are submitted while a kernel runs, as an engine's saves are, and timed from its end;"
-        yield "loads from their submission. Each run's share is of a large copy right before it, timed the same way. The last"
+        yield (
+            "Saves, and both ways at once, are submitted while a kernel runs, as an engine's saves "
+            "are, and timed from its end;"
+        )
+        yield (
+            "loads from their submission. Each run's share is of a large copy right before it, "
+            "timed the same way. The last"
+        )
         yield "columns are saves on an idle GPU, timed from their submission: no engine's start so."
     yield ""
     yield from (
@@ -118,18 +156,34 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         cells = " | ".join(f"{row[what]:.2f} | {share[what]:.2%}" for what in share)
         idle = "- | - | "
         if "save_idle" in row:
-            idle = f"{row['save_idle']:.2f} | {row['save_idle_share']:.2%} | {_verdict(row['save_idle_share'] >= COPY_TARGET)}"
+            idle = (
+                f"{row['save_idle']:.2f} | {row['save_idle_share']:.2%} | "
+                f"{_verdict(row['save_idle_share'] >= COPY_TARGET)}"
+            )
         yield f"| {name} | {cells} | {_verdict(met)} | {idle} |"
     if compressed := [(name, row, row["compressed"]) for name, row in rows if "compressed" in row]:
-        yield from ("", f"The same with compressed frames, in GB/s of pages; its time over raw (target: {COMPRESSED_TARGET}):", "")
-        yield from ("| page | save | | load | | both, each | | |", "|---|---|---|---|---|---|---|---|")
+        yield from (
+            "",
+            (
+                "The same with compressed frames, in GB/s of pages; its time over raw (target: "
+                f"{COMPRESSED_TARGET}):"
+            ),
+            "",
+        )
+        yield from (
+            "| page | save | | load | | both, each | | |",
+            "|---|---|---|---|---|---|---|---|",
+        )
         for name, raw, row in compressed:
             times = {what: raw[what] / row[what] for what in ("save", "load", "both")}
             cells = " | ".join(f"{row[what]:.2f} | {times[what]:.3f}" for what in times)
             yield f"| {name} | {cells} | {_verdict(max(times.values()) <= COMPRESSED_TARGET)} |"
     yield from (
         "",
-        "What a running copy costs the computation beside it, as times its time alone (kvloft's targets: matmul 1.05, add",
+        (
+            "What a running copy costs the computation beside it, as times its time alone (kvloft's "  # noqa: E501
+            "targets: matmul 1.05, add"
+        ),
     )
     yield from (
         "1.04, at 45 GB/s or more):",
@@ -140,9 +194,19 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     for row in copy["beside"]:
         met = row["slowdown"] <= BESIDE_TARGETS[row["work"]] and row["gbps"] >= BESIDE_GBPS
         verdict = _verdict(met) if row["by"] == "kvloft" else ""
-        yield f"| {row['by']} | {row['copy']} | {row['work']} | {row['slowdown']:.3f} | {row['gbps']:.1f} | {verdict} |"
+        yield (
+            f"| {row['by']} | {row['copy']} | {row['work']} | {row['slowdown']:.3f} | "
+            f"{row['gbps']:.1f} | {verdict} |"
+        )
     if "waits" in copy:
-        yield from ("", "What 128 KiB of somebody else's, such as an engine's sampled tokens, wait in the same direction:", "")
+        yield from (
+            "",
+            (
+                "What 128 KiB of somebody else's, such as an engine's sampled tokens, wait in the same "  # noqa: E501
+                "direction:"
+            ),
+            "",
+        )
         yield from ("| copies by | direction | median ms | longest ms |", "|---|---|---|---|")
         for row in copy["waits"]:
             yield f"| {row['by']} | {row['copy']} | {row['median_ms']:.2f} | {row['max_ms']:.2f} |"
@@ -150,18 +214,23 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     price = max(1 - tag[f"{what}_with"] / tag[f"{what}_without"] for what in ("save", "load"))
     yield ""
     yield (
-        f"The tag: save {tag['save_without']:.2f} GB/s without it, {tag['save_with']:.2f} with it; load {tag['load_without']:.2f} "
+        f"The tag: save {tag['save_without']:.2f} GB/s without it, {tag['save_with']:.2f} with it; "
+        f"load {tag['load_without']:.2f} "
         f"and {tag['load_with']:.2f} (target: at most 2 %; {_verdict(price <= 0.02)})."
     )
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Of the ceiling measured right before each run; older benches measured it once a row, or once."""
+    """Of the ceiling measured right before each run; older benches measured it once a row, or
+    once.
+    """
     return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
 
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
-    """Each warm TTFT of kvloft beside the bytes' time on the link and the TTFT from HBM measured right after it."""
+    """Each warm TTFT of kvloft beside the bytes' time on the link and the TTFT from HBM measured
+    right after it.
+    """
     ours = results.get("kvloft", {}).get("ttft", {})
     times = ours.get("all_ms", {})
     warm, hits = times.get("warm", ()), times.get("hbm", ())
@@ -171,8 +240,10 @@ def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]
     shares = sorted(one / (link + hit) for one, hit in zip(warm, hits, strict=True))
     share = statistics.median(shares)
     yield (
-        f"Each warm TTFT beside {link:.1f} ms for the bytes at the link's {ceiling_gbps:.1f} GB/s plus the TTFT from HBM right "
-        f"after it: {shares[0]:.3f} to {shares[-1]:.3f}, median {share:.3f} (target 1.05; {_verdict(share <= 1.05)})."
+        f"Each warm TTFT beside {link:.1f} ms for the bytes at the link's {ceiling_gbps:.1f} GB/s "
+        "plus the TTFT from HBM right "
+        f"after it: {shares[0]:.3f} to {shares[-1]:.3f}, median {share:.3f} (target 1.05; "
+        f"{_verdict(share <= 1.05)})."
     )
 
 
@@ -180,8 +251,15 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     columns = [name for name in ("none", "native", "kvloft") if name in results]
     none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
     yield from ("", "## Engine: Llama-3.1-8B shape (`benches/gpu/engine.py`), medians, ms", "")
-    yield "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines take turns, measurement by measurement."
-    yield from ("", f"| | {' | '.join(columns)} | target | |", "|---|" + "---|" * (len(columns) + 2))
+    yield (
+        "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines take "
+        "turns, measurement by measurement."
+    )
+    yield from (
+        "",
+        f"| | {' | '.join(columns)} | target | |",
+        "|---|" + "---|" * (len(columns) + 2),
+    )
 
     def row(what: str, path: tuple[str, ...], target: str = "", met: bool | None = None) -> str:
         values = [_get(results[name], path) for name in columns]
@@ -200,46 +278,91 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
         return a / b if a and b else float("nan")
 
     warm, cold = ratio(("ttft", "warm_ms"), native), ratio(("cold", "cold_ms"), none)
-    yield row("TTFT of 32,768 tokens, cold", ("cold", "cold_ms"), f"1.005 of none: {cold:.4f}", cold <= 1.005)
+    yield row(
+        "TTFT of 32,768 tokens, cold",
+        ("cold", "cold_ms"),
+        f"1.005 of none: {cold:.4f}",
+        cold <= 1.005,
+    )
     yield from parts("cold")
-    yield row("the same, warm from host memory", ("ttft", "warm_ms"), f"0.93 of native: {warm:.3f}", warm <= 0.93)
+    yield row(
+        "the same, warm from host memory",
+        ("ttft", "warm_ms"),
+        f"0.93 of native: {warm:.3f}",
+        warm <= 0.93,
+    )
     yield row("the same, from HBM", ("ttft", "hbm_ms"))
-    wave, prefill = ratio(("wave", "warm_makespan_ms"), native), ratio(("wave", "cold_makespan_ms"), none)
-    yield row("8 x 16k at once, cold: makespan", ("wave", "cold_makespan_ms"), f"1.005 of none: {prefill:.4f}", prefill <= 1.005)
+    wave, prefill = (
+        ratio(("wave", "warm_makespan_ms"), native),
+        ratio(("wave", "cold_makespan_ms"), none),
+    )
+    yield row(
+        "8 x 16k at once, cold: makespan",
+        ("wave", "cold_makespan_ms"),
+        f"1.005 of none: {prefill:.4f}",
+        prefill <= 1.005,
+    )
     yield from parts("wave", "cold_parts")
     rates = {name: _cold_tokens_a_second(results[name]) for name in columns}
     if (plain := rates.get("none")) and (rate := rates.get("kvloft")):
-        cells = " | ".join("-" if rates[name] is None else f"{rates[name]:,.0f}" for name in columns)
+        cells = " | ".join(
+            "-" if rates[name] is None else f"{rates[name]:,.0f}" for name in columns
+        )
         share = rate / plain
-        yield f"| cold prefill of both, tokens/s | {cells} | 0.995 of none: {share:.4f} | {_verdict(share >= 0.995)} |"
-    yield row("8 x 16k at once, warm: makespan", ("wave", "warm_makespan_ms"), f"0.9 of native: {wave:.3f}", wave <= 0.9)
+        yield (
+            f"| cold prefill of both, tokens/s | {cells} | 0.995 of none: {share:.4f} | "
+            f"{_verdict(share >= 0.995)} |"
+        )
+    yield row(
+        "8 x 16k at once, warm: makespan",
+        ("wave", "warm_makespan_ms"),
+        f"0.9 of native: {wave:.3f}",
+        wave <= 0.9,
+    )
     for mark, limit in (("p50", 1.005), ("p99", 1.03)):
         path = ("decode", "plain", f"alone_{mark}_ms")
         value = ratio(path, none)
         yield row(f"decode step, {mark}", path, f"{limit} of none: {value:.3f}", value <= limit)
     path = ("decode", "saving", "all_p99_ms")
     value = ratio(path, none)
-    yield row("decode steps while 16k prompts come and are saved, p99", path, f"1.05 of none: {value:.3f}", value <= 1.05)
+    yield row(
+        "decode steps while 16k prompts come and are saved, p99",
+        path,
+        f"1.05 of none: {value:.3f}",
+        value <= 1.05,
+    )
     yield row("of them without a prompt, p99", ("decode", "saving", "alone_p99_ms"))
-    yield row("decode steps while 16k prompts come and are loaded, p50", ("decode", "loading", "all_p50_ms"))
+    yield row(
+        "decode steps while 16k prompts come and are loaded, p50",
+        ("decode", "loading", "all_p50_ms"),
+    )
     yield row("the same, p99", ("decode", "loading", "all_p99_ms"))
     yield ""
     for name in columns:
-        waves = [f"{row['makespan_ms']:.0f} (mean {row['mean_ms']:.0f})" for row in results[name].get("wave", {}).get("warm", ())]
+        waves = [
+            f"{row['makespan_ms']:.0f} (mean {row['mean_ms']:.0f})"
+            for row in results[name].get("wave", {}).get("warm", ())
+        ]
         if waves and name != "none":
             yield f"Rounds of 8 x 16k, {name}: {', '.join(waves)}."
     yield from _bound(results, ceiling_gbps)
-    yield f"Bytes kvloft loaded in the last warm round: {_get(ours, ('ttft', 'loaded_bytes_last_round')) or 0:,.0f}."
+    yield (
+        "Bytes kvloft loaded in the last warm round: "
+        f"{_get(ours, ('ttft', 'loaded_bytes_last_round')) or 0:,.0f}."
+    )
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over all their time.
+    """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over
+    all their time.
 
     None unless there are both, with every prompt of them: engines are compared by the same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
-    waves = [wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)]  # older benches had one, not a list
+    waves = [
+        wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)
+    ]  # older benches had one, not a list
     if not context or not alone or not waves or any(wave.get("finished", 8) != 8 for wave in waves):
         return None
     total_ms = sum(alone) + sum(wave["makespan_ms"] for wave in waves)
@@ -247,8 +370,12 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Cold prefill of several runs, each with processes of its own: one run differs from the next by as much as is judged here."""
-    context = next((found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0)
+    """Cold prefill of several runs, each with processes of its own: one run differs from the next
+    by as much as is judged here.
+    """
+    context = next(
+        (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
+    )
     rows: list[tuple[float, float, float]] = []
     num_failed = 0
     for run in runs:
@@ -261,8 +388,18 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
             rows.append(tuple(a / b for a, b in (*times, rates)))  # type: ignore[arg-type, operator]
     if len(rows) + num_failed < 2:
         return
-    yield from ("", f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over plain vLLM's:", "")
-    yield from ("| run | single prompts | 8 at once: makespan | tokens/s of both |", "|---|---|---|---|")
+    yield from (
+        "",
+        (
+            f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over plain "  # noqa: E501
+            "vLLM's:"
+        ),
+        "",
+    )
+    yield from (
+        "| run | single prompts | 8 at once: makespan | tokens/s of both |",
+        "|---|---|---|---|",
+    )
     for number, row in enumerate(rows, 1):
         yield f"| {number} | {' | '.join(f'{value:.4f}' for value in row)} |"
     if num_failed:
@@ -270,17 +407,28 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     elif rows:
         one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
         verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
-        yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"
+        yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"  # noqa: E501
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """What a connector adds, with all else the same: in one process, with it and without it in turns."""
+    """What a connector adds, with all else the same: in one process, with it and without it in
+    turns.
+    """
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]
-        if not all(kind.get(state, {}).get("ms") for kind in kinds for state in ("attached", "detached")):
+        if not all(
+            kind.get(state, {}).get("ms") for kind in kinds for state in ("attached", "detached")
+        ):
             continue
-        yield from ("", f"Cold prefill in one process of {connector}, with the connector and without it in turns, medians, ms:", "")
+        yield from (
+            "",
+            (
+                f"Cold prefill in one process of {connector}, with the connector and without it in "
+                "turns, medians, ms:"
+            ),
+            "",
+        )
         yield from ("| | without | with | target | |", "|---|---|---|---|---|")
         context = found["context"]
         labels = f"TTFT of {context:,} tokens", f"8 x {context // 2048}k at once: makespan"
@@ -288,7 +436,8 @@ def _attached(results: dict[str, Any]) -> Iterator[str]:
             without, with_it = kind["detached"], kind["attached"]
             ratio = with_it["ms"] / without["ms"]
             yield (
-                f"| {what} (of {len(with_it['all_ms'])}) | {without['ms']:,.2f} | {with_it['ms']:,.2f} "
+                f"| {what} (of {len(with_it['all_ms'])}) | {without['ms']:,.2f} | "
+                f"{with_it['ms']:,.2f} "
                 f"| 1.005: {ratio:.4f} | {_verdict(ratio <= 1.005)} |"
             )
             for part, label in COLD_PARTS.items():
@@ -297,12 +446,17 @@ def _attached(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
-    median = {name: statistics.median(result["ttft"]["all_ms"]["warm"]) for name, result in results.items()}
+    median = {
+        name: statistics.median(result["ttft"]["all_ms"]["warm"])
+        for name, result in results.items()
+    }
     ratio = median["kvloft"] / median["native"]
     yield ""
     yield (
-        f"The same shape with one KV head (8 KiB pages), TTFT of 32,768 tokens warm from host memory: native "
-        f"{median['native']:.1f} ms, kvloft {median['kvloft']:.1f}: {ratio:.3f} (target 0.85; {_verdict(ratio <= 0.85)})."
+        "The same shape with one KV head (8 KiB pages), TTFT of 32,768 tokens warm from host "
+        "memory: native "
+        f"{median['native']:.1f} ms, kvloft {median['kvloft']:.1f}: {ratio:.3f} (target 0.85; "
+        f"{_verdict(ratio <= 0.85)})."
     )
 
 
@@ -311,31 +465,55 @@ def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
     if not every:
         return
     yield from ("", "## Several KV cache groups and drafters: first token of a known prompt", "")
-    yield "| model, engine | tokens | computed, ms | from HBM, ms | from host memory, ms | of link and HBM (1.05) | | KV blocks |"
+    yield (
+        "| model, engine | tokens | computed, ms | from HBM, ms | from host memory, ms | of link "
+        "and HBM (1.05) | | KV blocks |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for model, found in every.items():
         for name, result in found.items():
             row = result.get("ttft", {})
-            times = (f"{row[key]:.1f}" if key in row else "-" for key in ("cold_ms", "hbm_ms", "warm_ms"))
+            times = (
+                f"{row[key]:.1f}" if key in row else "-" for key in ("cold_ms", "hbm_ms", "warm_ms")
+            )
             share = row.get("warm_of_bound")
             bound = "- | " if share is None else f"{share:.3f} | {_verdict(share <= 1.05)}"
             what = f"{model.removeprefix('engine_').removeprefix('known_')}, {name}"
-            yield f"| {what} | {row.get('context', '-')} | {' | '.join(times)} | {bound} | {result.get('kv_blocks', '-')} |"
+            yield (
+                f"| {what} | {row.get('context', '-')} | {' | '.join(times)} | {bound} | "
+                f"{result.get('kv_blocks', '-')} |"
+            )
 
 
 def _peers(results: dict[str, Any]) -> Iterator[str]:
     """First tokens of known prompts from our server and from those of others, in one run."""
-    medians = {name: result["ttft"]["warm_ms"] for name, result in results.items() if "warm_ms" in result.get("ttft", {})}
+    medians = {
+        name: result["ttft"]["warm_ms"]
+        for name, result in results.items()
+        if "warm_ms" in result.get("ttft", {})
+    }
     others = [value for name, value in medians.items() if name not in OURS]
     if "served" not in medians or not others:
         return
     texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
-    yield from ("", "## First token of a known prompt from a server's host memory, beside others' servers", "")
-    yield f"Medians, ms: {texts} (target: ours not above another's; {_verdict(medians['served'] <= min(others))})."
+    yield from (
+        "",
+        "## First token of a known prompt from a server's host memory, beside others' servers",
+        "",
+    )
+    yield (
+        f"Medians, ms: {texts} (target: ours not above another's; "
+        f"{_verdict(medians['served'] <= min(others))})."
+    )
     for name in medians:
-        found, asked = (results[name]["ttft"].get(key, []) for key in ("cached_tokens", "from_connector"))
+        found, asked = (
+            results[name]["ttft"].get(key, []) for key in ("cached_tokens", "from_connector")
+        )
         if asked and any(ours < all_of_it for ours, all_of_it in zip(asked, found, strict=True)):
-            yield f"{name}: **not from its server**, for tokens were left in HBM: {asked} asked of it, {found} found."
+            yield (
+                f"{name}: **not from its server**, for tokens were left in HBM: {asked} asked of "
+                f"it, {found} found."
+            )
 
 
 def _ranks(files: dict[str, Any]) -> Iterator[str]:
@@ -346,7 +524,10 @@ def _ranks(files: dict[str, Any]) -> Iterator[str]:
     yield from ("| engine | run | chunks loaded by rank | differing |", "|---|---|---|---|")
     for name, found in files.items():
         for run, row in found.get("runs", {}).items():
-            loaded, differing = (", ".join(str(rank[key]) for rank in row["ranks"]) for key in ("loaded", "loaded_differing"))
+            loaded, differing = (
+                ", ".join(str(rank[key]) for rank in row["ranks"])
+                for key in ("loaded", "loaded_differing")
+            )
             yield f"| {name} | {run} | {loaded} | {differing} |"
     yield ""
     for name, found in files.items():
@@ -359,13 +540,21 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
     yield from ("", "## Token equality and byte audit (`benches/gpu/equality.py`)", "")
     if "note" in found:
         yield from (found["note"], "")
-    yield from ("| engine | run | tokens equal | preempted | chunks loaded | of them differing |", "|---|---|---|---|---|---|")
+    yield from (
+        "| engine | run | tokens equal | preempted | chunks loaded | of them differing |",
+        "|---|---|---|---|---|---|",
+    )
     for setup in found["setups"].values():
         for row in setup["runs"]:
             equal = "-" if row["equal"] is None else f"{row['equal']} of {row['total']}"
-            yield f"| {setup['what']} | {row['run']} | {equal} | {row['preemptions']} | {row['loaded']:,} | {row['differing']:,} |"
+            yield (
+                f"| {setup['what']} | {row['run']} | {equal} | {row['preemptions']} | "
+                f"{row['loaded']:,} | {row['differing']:,} |"
+            )
     yield ""
-    yield "Problems: " + ("none." if not found["problems"] else "; ".join(text[:200] for text in found["problems"]))
+    yield "Problems: " + (
+        "none." if not found["problems"] else "; ".join(text[:200] for text in found["problems"])
+    )
 
 
 def _startup(results: dict[str, Any]) -> Iterator[str]:
@@ -374,32 +563,61 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
         if found := result.get("startup"):
             yield from ("", "## The first seconds, while host memory is being pinned", "")
             yield (
-                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: {found['saved_chunks']:,} chunks "
-                f"saved, {found['failed_chunks']:,} failed (target: 0; {_verdict(not found['failed_chunks'])})."
+                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: "
+                f"{found['saved_chunks']:,} chunks "
+                f"saved, {found['failed_chunks']:,} failed (target: 0; "
+                f"{_verdict(not found['failed_chunks'])})."
             )
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
     """Each engine's makespan beside the fastest of the others."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
-    yield from ("| | makespan, s | all runs | cached of known tokens | preempted | |", "|---|---|---|---|---|---|")
-    runs = {name: [run for run in result["runs"] if not run["unfinished"]] for name, result in results.items()}
-    medians = {name: statistics.median(run["makespan_s"] for run in found) for name, found in runs.items() if found}
+    yield from (
+        "| | makespan, s | all runs | cached of known tokens | preempted | |",
+        "|---|---|---|---|---|---|",
+    )
+    runs = {
+        name: [run for run in result["runs"] if not run["unfinished"]]
+        for name, result in results.items()
+    }
+    medians = {
+        name: statistics.median(run["makespan_s"] for run in found)
+        for name, found in runs.items()
+        if found
+    }
     best = min((value for name, value in medians.items() if name not in OURS), default=math.inf)
     for name, found in runs.items():
         if name not in medians:
-            yield f"| {name} | - | - | - | - | {results[name].get('error', 'not measured').splitlines()[0][:120]} |"
+            yield (
+                f"| {name} | - | - | - | - | "
+                f"{results[name].get('error', 'not measured').splitlines()[0][:120]} |"
+            )
             continue
-        known, cached = (sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached"))
-        verdict = f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}" if name in OURS else ""
-        every, preempted = (
-            ", ".join(texts) for texts in zip(*((f"{r['makespan_s']:.1f}", str(r["preemptions"])) for r in found), strict=True)
+        known, cached = (
+            sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached")
         )
-        yield f"| {name} | {medians[name]:.1f} | {every} | {cached / max(known, 1):.1%} | {preempted} | {verdict} |"
+        verdict = (
+            f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}"
+            if name in OURS
+            else ""
+        )
+        every, preempted = (
+            ", ".join(texts)
+            for texts in zip(
+                *((f"{r['makespan_s']:.1f}", str(r["preemptions"])) for r in found), strict=True
+            )
+        )
+        yield (
+            f"| {name} | {medians[name]:.1f} | {every} | {cached / max(known, 1):.1%} | "
+            f"{preempted} | {verdict} |"
+        )
 
 
 def _crowd(found: dict[str, Any]) -> Iterator[str]:
-    """Preemptions with the connector beside those without, of the same crowd, both with a prefix cache."""
+    """Preemptions with the connector beside those without, of the same crowd, both with a prefix
+    cache.
+    """
     counts = {
         name: sum(row["preemptions"] for row in setup["runs"] if row["run"] == "crowd cold")
         for name, setup in found["setups"].items()
@@ -409,7 +627,8 @@ def _crowd(found: dict[str, Any]) -> Iterator[str]:
         equal = not found["problems"]
         yield ""
         yield (
-            f"Preemptions of a crowd: {ours} with kvloft, {plain} of plain vLLM (target: at most 1.2 times as many, tokens equal; "
+            f"Preemptions of a crowd: {ours} with kvloft, {plain} of plain vLLM (target: at most "
+            "1.2 times as many, tokens equal; "
             f"{_verdict(equal and ours <= 1.2 * plain)})."
         )
 
@@ -421,10 +640,19 @@ def _profile(text: str) -> Iterator[str]:
     for line in text.splitlines():
         if launch := re.match(r" +(\w+_chunks) \((\d+), 1, 1\)x", line):
             launches.append((f"`{launch[1]}` | {launch[2]}", {}))
-        elif launches and (value := re.match(r" +(\S.*?)  +(\S+) +([\d.,]+)\s*$", line)) and value[1] in metrics:
-            launches[-1][1].setdefault(value[1], value[3] if value[2] == "%" else f"{value[3]} {value[2]}")
+        elif (
+            launches
+            and (value := re.match(r" +(\S.*?)  +(\S+) +([\d.,]+)\s*$", line))
+            and value[1] in metrics
+        ):
+            launches[-1][1].setdefault(
+                value[1], value[3] if value[2] == "%" else f"{value[3]} {value[2]}"
+            )
     yield from ("", "## Kernels alone (`ncu`, clocks as they were; pages of 4 KiB)", "")
-    yield from ("| kernel | CTAs | takes | HBM busy, % | SMs busy, % | occupancy, % |", "|---|---|---|---|---|---|")
+    yield from (
+        "| kernel | CTAs | takes | HBM busy, % | SMs busy, % | occupancy, % |",
+        "|---|---|---|---|---|---|",
+    )
     for name, found in launches:
         yield f"| {name} | " + " | ".join(found.get(metric, "-") for metric in metrics) + " |"
 

@@ -1,7 +1,8 @@
-"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are, circles.
+"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft`
+is, how long files are, circles.
 
-Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are checked in the
-environment it runs in.
+Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are
+checked in the environment it runs in.
 """
 
 import re
@@ -14,13 +15,18 @@ from circles import Crate
 
 ROOT = Path(__file__).resolve().parents[1]
 UNSAFE_FILES = {
-    "rust/core/src/io/arena.rs", "rust/core/src/io/arena/tests.rs", "rust/core/src/io/numa.rs", "rust/py/src/tokens.rs",
-}  # fmt: skip
+    "rust/core/src/io/arena.rs",
+    "rust/core/src/io/arena/tests.rs",
+    "rust/core/src/io/numa.rs",
+    "rust/py/src/tokens.rs",
+}
 ENVIRONMENT_FILE = "python/kvloft/config/environment.py"
 PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/", "python/kvloft/config/")
 PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 500
+MAX_TEST_LINES = 700
+"""Of tests, benches and scripts, at 100 columns."""
 FREE_OF_CIRCLES = ("core", "wire")
 """Crates under rust/ whose modules can be read one after the other."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
@@ -33,7 +39,9 @@ def sources(folder: str, suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def unsafe_elsewhere() -> Iterator[str]:
-    """Unsafe blocks, functions and impls are in the named files only, each with its SAFETY argument."""
+    """Unsafe blocks, functions and impls are in the named files only, each with its SAFETY
+    argument.
+    """
     for name, text in sources("rust", ".rs"):
         lines = [line.split("//")[0] for line in text.splitlines()]
         count = sum(bool(re.search(r"\bunsafe\b", line)) for line in lines)
@@ -46,35 +54,52 @@ def unsafe_elsewhere() -> Iterator[str]:
 def environment_elsewhere() -> Iterator[str]:
     """Only one file reads environment variables."""
     for name, text in sources("python/kvloft", ".py"):
-        if name != ENVIRONMENT_FILE and re.search(r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text):
+        if name != ENVIRONMENT_FILE and re.search(
+            r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text
+        ):
             yield f"{name}: reads the environment, which only {ENVIRONMENT_FILE} may"
 
 
 def extension_elsewhere() -> Iterator[str]:
-    """Values, settings and the scheduler half do not load the extension (import-linter cannot see compiled modules)."""
+    """Values, settings and the scheduler half do not load the extension (import-linter cannot see
+    compiled modules).
+    """
     for name, text in sources("python/kvloft", ".py"):
         loaded = re.sub(r"^if TYPE_CHECKING:\n(    .*\n)+", "", text, flags=re.MULTILINE)
         pure = name.startswith(PURE_FOLDERS) or name in PURE_FILES
-        if pure and re.search(r"^\s*(from|import) kvloft(\._core|.* _core\b)", loaded, re.MULTILINE):
+        if pure and re.search(
+            r"^\s*(from|import) kvloft(\._core|.* _core\b)", loaded, re.MULTILINE
+        ):
             yield f"{name}: imports the extension"
 
 
 def hidden_imports() -> Iterator[str]:
     """No import goes around the contracts in pyproject.toml, which see import statements only.
 
-    But for the table of what is wrapped in vLLM: it names vLLM's modules, which its folder may import.
+    But for the table of what is wrapped in vLLM: it names vLLM's modules, which its folder may
+    import.
     """
     for name, text in sources("python/kvloft", ".py"):
-        if name != PATCHES_FILE and re.search(r"\b(import_module|__import__|run_module|exec)\(", text):
+        if name != PATCHES_FILE and re.search(
+            r"\b(import_module|__import__|run_module|exec)\(", text
+        ):
             yield f"{name}: imports a module by its name as a string, which no import contract sees"
 
 
 def long_files() -> Iterator[str]:
     """No file over 500 lines."""
-    for folder, suffix in (("rust", ".rs"), ("python", ".py"), ("tests", ".py"), ("benches", ".py"), ("scripts", ".py")):
+    for folder, suffix in (
+        ("rust", ".rs"),
+        ("python", ".py"),
+        ("tests", ".py"),
+        ("benches", ".py"),
+        ("scripts", ".py"),
+    ):
         for name, text in sources(folder, suffix):
-            if (count := text.count("\n")) > MAX_LINES:
-                yield f"{name}: {count} lines, more than {MAX_LINES}"
+            is_product = folder in ("rust", "python", "csrc") and "/tests" not in name
+            limit = MAX_LINES if is_product else MAX_TEST_LINES
+            if (count := text.count("\n")) > limit:
+                yield f"{name}: {count} lines, more than {limit}"
 
 
 def circles() -> Iterator[str]:
@@ -87,12 +112,22 @@ def circles() -> Iterator[str]:
 def heavy_import() -> Iterator[str]:
     """`import kvloft` loads nothing that costs time or memory."""
     code = f"import sys, kvloft; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
     if run.returncode or run.stdout.strip():
         yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
 
 
-RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, circles, heavy_import)
+RULES = (
+    unsafe_elsewhere,
+    environment_elsewhere,
+    extension_elsewhere,
+    hidden_imports,
+    long_files,
+    circles,
+    heavy_import,
+)
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Writes docs/models.md from the reports of `kvloft check` on the tiny models of tests/e2e/zoo.
 
-Run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which leaves one report per model in build/models, then
-`python scripts/models_table.py`. A model without a report is not in the table. `make test` compares new reports with the page.
+Run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which leaves one report per model in
+build/models, then `python scripts/models_table.py`. A model without a report is not in the table.
+`make test` compares new reports with the page.
 """
 
 import json
@@ -38,7 +39,7 @@ with other endings, after a reset |
 | blocks | loaded from disk, by group |
 | accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one figure if equal |
 
-"""
+"""  # noqa: E501
 MEMORY = "Without it, a request takes as much KV\nmemory as in plain vLLM. "
 FOOT = """
 ## Unsupported settings
@@ -49,15 +50,31 @@ An engine with one of these settings does not start; the error gives the reason.
 REFUSED = (
     ("setting or model", "reason", "use"),
     ("---", "---", "---"),
-    ("several MTP layers", "vLLM rewrites the last positions of later layers in the next step", "`num_speculative_tokens` 1"),
-    ("`--decode-context-parallel-size`, `--prefill-context-parallel-size`", "not supported by vLLM for CPUs, so not tested", "1"),
+    (
+        "several MTP layers",
+        "vLLM rewrites the last positions of later layers in the next step",
+        "`num_speculative_tokens` 1",
+    ),
+    (
+        "`--decode-context-parallel-size`, `--prefill-context-parallel-size`",
+        "not supported by vLLM for CPUs, so not tested",
+        "1",
+    ),
     (
         "pipeline parallelism with speculative decoding",
         "vLLM for CPUs fails",
         "`--pipeline-parallel-size` 1, or no `--speculative-config`",
     ),
-    ("pipeline parallelism before vLLM 0.32; of models with states on GPUs", "not tested", "`--pipeline-parallel-size` 1"),
-    ("`--prefix-match-unit` with states", "vLLM then keeps states inside blocks, kvloft at block ends", "the default"),
+    (
+        "pipeline parallelism before vLLM 0.32; of models with states on GPUs",
+        "not tested",
+        "`--pipeline-parallel-size` 1",
+    ),
+    (
+        "`--prefix-match-unit` with states",
+        "vLLM then keeps states inside blocks, kvloft at block ends",
+        "the default",
+    ),
     (
         "speculative decoding with Mamba2 or convolutions",
         "vLLM 0.32 answers some hits of its own cache wrongly",
@@ -85,11 +102,18 @@ def main() -> int:
         print(f"No report in {REPORTS}. Run KV_ZOO=all pytest tests/e2e/zoo/test_checks.py")
         return 1
     first, dates = reports[0], sorted({report["date"] for report in reports})
-    versions = {name: ", ".join(sorted({report["versions"][name] for report in reports})) for name in first["versions"]}
+    versions = {
+        name: ", ".join(sorted({report["versions"][name] for report in reports}))
+        for name in first["versions"]
+    }
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     memory = MEMORY if all(map(_is_memory_equal, reports)) else ""
     head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], memory=memory, **versions)
-    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports if is_shown(report))]
+    lines: list[Sequence[str]] = [
+        COLUMNS,
+        ["---"] * len(COLUMNS),
+        *sorted(row(report) for report in reports if is_shown(report)),
+    ]
     PAGE.write_text(head + _table(lines) + FOOT + _table(REFUSED))
     return 0
 
@@ -99,7 +123,9 @@ def _table(lines: Iterable[Sequence[str]]) -> str:
 
 
 def is_shown(report: dict[str, Any]) -> bool:
-    """Return True if the report has a row: the page states once that models with states need several groups."""
+    """Return True if the report has a row: the page states once that models with states need
+    several groups.
+    """
     return not any(NEEDS_GROUPS in reason for reason in report["missing"])
 
 
@@ -113,16 +139,26 @@ def row(report: dict[str, Any]) -> list[str]:
         found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
         blocks = "/".join(map(str, passes["disk"]["blocks"]))
         if passes["own"]["drafted"]:
-            shares = (f"{passes[name]['accepted']}/{passes[name]['drafted']}" for name in ("cold", "host", "disk"))
+            shares = (
+                f"{passes[name]['accepted']}/{passes[name]['drafted']}"
+                for name in ("cold", "host", "disk")
+            )
             accepted = ", ".join(dict.fromkeys(shares))
-    name = f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
+    name = (
+        f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
+    )
     return [name, _groups(alone["groups"]), served, found, blocks, accepted]
 
 
 def _is_memory_equal(report: dict[str, Any]) -> bool:
-    """Return True if a request takes as much KV memory with kvloft as without it, or if all layers are in one group."""
+    """Return True if a request takes as much KV memory with kvloft as without it, or if all layers
+    are in one group.
+    """
     engines = report["engines"]
-    return report["extra"].get("kv_groups") == "one" or len({facts["request_bytes"] for facts in engines.values()}) == 1
+    return (
+        report["extra"].get("kv_groups") == "one"
+        or len({facts["request_bytes"] for facts in engines.values()}) == 1
+    )
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:
@@ -134,7 +170,9 @@ def _short(reason: str) -> str:
     """The reason from REASONS, or the beginning of the reported one without the path of a model."""
     if known := next((text for part, text in REASONS.items() if part in reason), None):
         return known
-    reason = re.sub(r"; run '[^']*' without kvloft", "", reason.removeprefix("vLLM did not run with kvloft: ")).replace("|", "/")
+    reason = re.sub(
+        r"; run '[^']*' without kvloft", "", reason.removeprefix("vLLM did not run with kvloft: ")
+    ).replace("|", "/")
     return reason if len(reason) <= REASON_CHARS else f"{reason[:REASON_CHARS]}..."
 
 

@@ -1,8 +1,9 @@
-"""Prose lint: phrases that the house style replaces, in Markdown, docstrings, comments and string literals.
+"""Prose lint: phrases that the house style replaces, in Markdown, docstrings, comments and string
+literals.
 
-    scripts/prose.py            the check of `make lint`: one line per hit in CLEAN, exit status 1 if there is any
-    scripts/prose.py --left     the number of hits in each folder that is not in CLEAN yet
-    scripts/prose.py PATH...    the hits in these files and folders
+    scripts/prose.py            the check of `make lint`: one line per hit in CLEAN, exit status 1
+    if there is any scripts/prose.py --left     the number of hits in each folder that is not in
+    CLEAN yet scripts/prose.py PATH...    the hits in these files and folders
 
 Code blocks, code spans and quotations in Markdown are skipped. Uses the standard library only.
 """
@@ -18,10 +19,23 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN = (
-    "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs",
-    ".github/pull_request_template.md", "benches/results/README.md", "tests/e2e/zoo/README.md", "examples/deploy",
-    "python/kvloft", "csrc", "rust/py", "rust/wire/src", "scripts/models_table.py",
-)  # fmt: skip
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+    "docs",
+    ".github/pull_request_template.md",
+    "benches/results/README.md",
+    "tests/e2e/zoo/README.md",
+    "examples/deploy",
+    "python/kvloft",
+    "csrc",
+    "rust/py",
+    "rust/wire/src",
+    "scripts/models_table.py",
+)
 """Files and folders without a hit. Add a folder once it is clean."""
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
 ITSELF = "scripts/prose.py"
@@ -48,7 +62,9 @@ PHRASES = {
     r"(?:, |; )for (?:it|they|there|no|nothing|vLLM(?!'))": "because",
 }
 """Pattern and what the house style uses instead."""
-_REGEX = "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(r"\b(?:(?:, |; )", "(?:(?:, |; )")
+_REGEX = "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(
+    r"\b(?:(?:, |; )", "(?:(?:, |; )"
+)
 PATTERN = re.compile(_REGEX.replace(" ", r"\s+"), re.IGNORECASE)
 ADVICE = tuple(PHRASES.values())
 
@@ -58,7 +74,9 @@ C_LIKE = re.compile(
     r"//[/!]?(?P<line>[^\n]*)|/\*(?P<block>.*?)\*/|r(?P<hashes>#+)\"(?P<raw>.*?)\"(?P=hashes)|\"(?P<text>(?:[^\"\\]|\\.)*)\"|'(?:[^'\\\n]|\\[^\n]*?)'",
     re.DOTALL,
 )
-MARKDOWN_CODE = re.compile(r"^```.*?^```|^~~~.*?^~~~|`[^`]*`|\"[^\"\n]*\"|^> [^\n]*|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+MARKDOWN_CODE = re.compile(
+    r"^```.*?^```|^~~~.*?^~~~|`[^`]*`|\"[^\"\n]*\"|^> [^\n]*|\]\([^)]*\)", re.DOTALL | re.MULTILINE
+)
 
 
 class Hit(NamedTuple):
@@ -71,7 +89,9 @@ class Hit(NamedTuple):
 
 
 def blank(text: str) -> str:
-    """Replace everything but whitespace, so that prose on both sides of line breaks stays together."""
+    """Replace everything but whitespace, so that prose on both sides of line breaks stays
+    together.
+    """
     return re.sub(r"\S", CODE, text)
 
 
@@ -86,13 +106,21 @@ def prose_of_c_like(text: str) -> str:
     for match in C_LIKE.finditer(text):
         out.append(blank(text[end : match.start()]))
         end = match.end()
-        kept = next((name for name in ("line", "block", "raw", "text") if match[name] is not None), None)
+        kept = next(
+            (name for name in ("line", "block", "raw", "text") if match[name] is not None), None
+        )
         if kept is None:
             out.append(blank(match[0]))
             continue
         begin, stop = match.span(kept)
-        mark = re.sub(r"\S", " " if kept in ("line", "block") else CODE, text[match.start() : begin])
-        out += [mark, re.sub(r"\\\n", " \n", match[kept]), re.sub(r"\S", " ", text[stop : match.end()])]
+        mark = re.sub(
+            r"\S", " " if kept in ("line", "block") else CODE, text[match.start() : begin]
+        )
+        out += [
+            mark,
+            re.sub(r"\\\n", " \n", match[kept]),
+            re.sub(r"\S", " ", text[stop : match.end()]),
+        ]
     return "".join([*out, blank(text[end:])])
 
 
@@ -104,7 +132,11 @@ def prose_of_python(text: str) -> str:
         starts.append(starts[-1] + len(line))
     out = list(blank(text))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+        if token.type not in (
+            tokenize.COMMENT,
+            tokenize.STRING,
+            getattr(tokenize, "FSTRING_MIDDLE", -1),
+        ):
             continue
         begin = starts[token.start[0] - 1] + token.start[1]
         piece = text[begin : starts[token.end[0] - 1] + token.end[1]]
@@ -113,7 +145,9 @@ def prose_of_python(text: str) -> str:
         if token.type == tokenize.STRING and re.match(r"[a-zA-Z]*[fF]", piece):
             piece = re.sub(r"\{[^{}]*\}", lambda match: blank(match[0]), piece)
         piece = re.sub(r"``?[^`]*``?", lambda match: blank(match[0]), piece)
-        out[begin : begin + len(piece)] = re.sub(r"^#:?|^[a-zA-Z]*['\"]+|['\"]+$", lambda match: " " * len(match[0]), piece)
+        out[begin : begin + len(piece)] = re.sub(
+            r"^#:?|^[a-zA-Z]*['\"]+|['\"]+$", lambda match: " " * len(match[0]), piece
+        )
     return "".join(out)
 
 
@@ -128,9 +162,17 @@ def prose_of_hashes(text: str) -> str:
 
 
 PROSE = {
-    ".md": prose_of_markdown, ".rs": prose_of_c_like, ".cu": prose_of_c_like, ".cuh": prose_of_c_like, ".py": prose_of_python,
-    ".pyi": prose_of_python, ".sh": prose_of_hashes, ".yml": prose_of_hashes, ".yaml": prose_of_hashes, ".toml": prose_of_hashes,
-}  # fmt: skip
+    ".md": prose_of_markdown,
+    ".rs": prose_of_c_like,
+    ".cu": prose_of_c_like,
+    ".cuh": prose_of_c_like,
+    ".py": prose_of_python,
+    ".pyi": prose_of_python,
+    ".sh": prose_of_hashes,
+    ".yml": prose_of_hashes,
+    ".yaml": prose_of_hashes,
+    ".toml": prose_of_hashes,
+}
 
 
 def hits(path: Path) -> Iterator[Hit]:
@@ -141,7 +183,9 @@ def hits(path: Path) -> Iterator[Hit]:
         line = text.count("\n", 0, match.start()) + 1
         if IGNORED not in lines[line - 1]:
             phrase = " ".join(match[0].split())
-            yield Hit(path.relative_to(ROOT).as_posix(), line, phrase, ADVICE[(match.lastindex or 1) - 1])
+            yield Hit(
+                path.relative_to(ROOT).as_posix(), line, phrase, ADVICE[(match.lastindex or 1) - 1]
+            )
 
 
 def files(path: Path) -> Iterator[Path]:
@@ -170,7 +214,9 @@ def main(arguments: list[str]) -> int:
             print(f"{count:5} {folder}")
         print(f"{left.total():5} in all")
         return 0
-    found = [hit for name in arguments or CLEAN for path in files(ROOT / name) for hit in hits(path)]
+    found = [
+        hit for name in arguments or CLEAN for path in files(ROOT / name) for hit in hits(path)
+    ]
     for hit in found:
         print(f'{hit.path}:{hit.line}: "{hit.phrase}"; use: {hit.advice}')
     return 1 if found else 0

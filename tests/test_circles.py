@@ -1,4 +1,6 @@
-"""What scripts/circles.py takes for a circle of modules, on crates made up here; and that the list of crates is true."""
+"""What scripts/circles.py takes for a circle of modules, on crates made up here; and that the list
+of crates is true.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -21,10 +23,22 @@ CRATE = load("circles").Crate
 
 MODULES = "mod a;\nmod b;\nmod c;\n"
 CASES = {
-    "use in both directions": ({"a": "use crate::b::B;", "b": "use super::a::{A, fmt};"}, ["a", "b"]),
-    "over a third": ({"a": "use crate::b::B;", "b": "use crate::c::C;", "c": "use crate::a::A;"}, ["a", "b", "c"]),
-    "a path without use": ({"a": "fn f() { super::b::g() }", "b": "use super::a;\nfn g() { a::f() }"}, ["a", "b"]),
-    "a re-export hides nothing": ({"lib": MODULES + "pub use a::A;", "a": "use crate::b::B;", "b": "use crate::A;"}, ["a", "b"]),
+    "use in both directions": (
+        {"a": "use crate::b::B;", "b": "use super::a::{A, fmt};"},
+        ["a", "b"],
+    ),
+    "over a third": (
+        {"a": "use crate::b::B;", "b": "use crate::c::C;", "c": "use crate::a::A;"},
+        ["a", "b", "c"],
+    ),
+    "a path without use": (
+        {"a": "fn f() { super::b::g() }", "b": "use super::a;\nfn g() { a::f() }"},
+        ["a", "b"],
+    ),
+    "a re-export hides nothing": (
+        {"lib": MODULES + "pub use a::A;", "a": "use crate::b::B;", "b": "use crate::A;"},
+        ["a", "b"],
+    ),
     "nor does one with another name": (
         {"lib": MODULES + "pub use a::A as Z;", "a": "use crate::b::B;", "b": "use crate::{c, Z};"},
         ["a", "b"],
@@ -36,8 +50,8 @@ CASES = {
     "methods of one type that call each other": (
         {
             "a": "pub struct SomeType;",
-            "b": "use super::a::SomeType;\nimpl SomeType {\n    pub(super) fn one(&self) {\n        self.two();\n    }\n}",
-            "c": "use super::a::SomeType;\nimpl SomeType {\n    fn two(&self) {\n        self.one();\n    }\n}",
+            "b": "use super::a::SomeType;\nimpl SomeType {\n    pub(super) fn one(&self) {\n        self.two();\n    }\n}",  # noqa: E501
+            "c": "use super::a::SomeType;\nimpl SomeType {\n    fn two(&self) {\n        self.one();\n    }\n}",  # noqa: E501
         },
         ["b", "c"],
     ),
@@ -49,18 +63,35 @@ CASES = {
         },
         ["a", "b"],
     ),
-    "one direction": ({"a": "use crate::{b::B, c::C};", "b": "use crate::c::{self, C};", "c": "use std::fmt;"}, None),
-    "a parent that only re-exports": ({"lib": MODULES + "pub use a::A;\npub use b::B;", "a": "use crate::B;"}, None),
+    "one direction": (
+        {"a": "use crate::{b::B, c::C};", "b": "use crate::c::{self, C};", "c": "use std::fmt;"},
+        None,
+    ),
+    "a parent that only re-exports": (
+        {"lib": MODULES + "pub use a::A;\npub use b::B;", "a": "use crate::B;"},
+        None,
+    ),
     "a module named for what is below it": (
-        {"a": "mod d;\nuse crate::b::B;", "a/d": "pub struct D;", "b": "use crate::a;\nfn f(d: a::d::D) {}"},
+        {
+            "a": "mod d;\nuse crate::b::B;",
+            "a/d": "pub struct D;",
+            "b": "use crate::a;\nfn f(d: a::d::D) {}",
+        },
         None,
     ),
     "comments and strings": (
-        {"a": "// crate::b::B\nuse crate::c::C;", "b": "use crate::a::A;", "c": 'fn f() -> X { "crate::a::A" }'},
+        {
+            "a": "// crate::b::B\nuse crate::c::C;",
+            "b": "use crate::a::A;",
+            "c": 'fn f() -> X { "crate::a::A" }',
+        },
         None,
     ),
     "tests": (
-        {"a": "use crate::b::B;", "b": "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n#[cfg(test)]\nuse crate::a::A;"},
+        {
+            "a": "use crate::b::B;",
+            "b": "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n#[cfg(test)]\nuse crate::a::A;",  # noqa: E501
+        },
         None,
     ),
     "a type of the same name elsewhere": (
@@ -97,4 +128,8 @@ def test_a_real_crate_is_read_whole() -> None:
     assert ("store", "host", "frames") in core.edges["store", "save"], "by a method alone"
     assert ("error",) in core.edges["store", "config"], "through a re-export"
     alone = ((), ("disk",), ("disk", "breaker"), ("disk", "time_shares"), ("host",), ("tenants",))
-    assert all(core.edges[name] for name in core.modules if name[:1] == ("store",) and name[1:] not in alone)
+    assert all(
+        core.edges[name]
+        for name in core.modules
+        if name[:1] == ("store",) and name[1:] not in alone
+    )

@@ -1,4 +1,6 @@
-"""Settings: which source wins, what is read back, and that every mistake gives one sentence that helps."""
+"""Settings: which source wins, what is read back, and that every mistake gives one sentence that
+helps.
+"""
 
 import json
 import re
@@ -8,12 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import KEYS, OF_LIMITS, Config, describe, format_size, has_unit, load_config, parse_seconds, parse_size
+from kvloft.config import (
+    KEYS,
+    OF_LIMITS,
+    Config,
+    describe,
+    format_size,
+    has_unit,
+    load_config,
+    parse_seconds,
+    parse_size,
+)
 from kvloft.errors import ConfigError
 
 GOOD = {
-    "host_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
-    "disk_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
+    "host_size": st.integers(4096, 1 << 60).flatmap(
+        lambda n: st.sampled_from([n, str(n), format_size(n)])
+    ),
+    "disk_size": st.integers(4096, 1 << 60).flatmap(
+        lambda n: st.sampled_from([n, str(n), format_size(n)])
+    ),
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
     "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["adaptive", "lru"]),
@@ -26,8 +42,12 @@ GOOD = {
     | st.integers(0, 100).map(lambda n: f"{n}%")
     | st.integers(0, 1 << 60)
     | st.integers(0, 100).map(lambda n: n / 100),
-    "salt_disk_quota": st.none() | st.integers(0, 100).map(lambda n: f"{n}%") | st.integers(0, 1 << 60).map(format_size),
-    "salt_ttl": st.integers(1, 3650).flatmap(lambda n: st.sampled_from([n, f"{n}s", f"{n}min", f"{n}h", f"{n}d"])),
+    "salt_disk_quota": st.none()
+    | st.integers(0, 100).map(lambda n: f"{n}%")
+    | st.integers(0, 1 << 60).map(format_size),
+    "salt_ttl": st.integers(1, 3650).flatmap(
+        lambda n: st.sampled_from([n, f"{n}s", f"{n}min", f"{n}h", f"{n}d"])
+    ),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }
 JUNK = (
@@ -35,7 +55,23 @@ JUNK = (
     | st.booleans()
     | st.integers(max_value=-1)
     | st.floats(max_value=-1e-9)
-    | st.sampled_from([float("nan"), float("inf"), 1 << 70, 1e30, "", " ", "-1", "1..0", "8 GiBs", "٣GiB", "0x10", "1e3", "\ud800"])
+    | st.sampled_from(
+        [
+            float("nan"),
+            float("inf"),
+            1 << 70,
+            1e30,
+            "",
+            " ",
+            "-1",
+            "1..0",
+            "8 GiBs",
+            "٣GiB",
+            "0x10",
+            "1e3",
+            "\ud800",
+        ]
+    )
     | st.binary()
     | st.lists(st.integers())
     | st.dictionaries(st.text(), st.integers())
@@ -61,9 +97,19 @@ def test_defaults_need_no_source() -> None:
 def test_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kvloft.yaml"
     file.write_text("host_size: 1GiB\neviction: adaptive\ndisk_path: /cache\ndisk_threads: 5\n")
-    environ = {"KVLOFT_CONFIG": str(file), "KVLOFT_HOST_SIZE": "2GiB", "KVLOFT_EVICTION": "lru", "PATH": "/bin"}
+    environ = {
+        "KVLOFT_CONFIG": str(file),
+        "KVLOFT_HOST_SIZE": "2GiB",
+        "KVLOFT_EVICTION": "lru",
+        "PATH": "/bin",
+    }
     config = load_config({"host_size": "3GiB"}, environ)
-    assert (config.host_size, config.eviction, config.disk_path, config.disk_threads) == (3 << 30, "lru", "/cache", 5)
+    assert (config.host_size, config.eviction, config.disk_path, config.disk_threads) == (
+        3 << 30,
+        "lru",
+        "/cache",
+        5,
+    )
     assert config.origin("host_size") == "kv_connector_extra_config"
     assert config.origin("eviction") == "environment variable KVLOFT_EVICTION"
     assert config.origin("disk_path") == f"file {file}"
@@ -82,7 +128,9 @@ def test_an_unknown_users_home_is_no_folder_named_tilde() -> None:
         load_config({"disk_path": "~no-user-has-this-name/cache"}, {})
 
 
-def test_disk_path_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_disk_path_is_absolute_and_tilde_is_the_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
     assert load_config({"disk_path": "cache"}, {}).disk_path == str(tmp_path / "cache")
@@ -90,12 +138,25 @@ def test_disk_path_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyP
 
 
 def test_empty_environment_variable_means_not_given() -> None:
-    assert load_config({}, dict.fromkeys(["KVLOFT_HOST_SIZE", "KVLOFT_DISK_PATH", "KVLOFT_CONFIG"], "")) == Config()
+    assert (
+        load_config(
+            {}, dict.fromkeys(["KVLOFT_HOST_SIZE", "KVLOFT_DISK_PATH", "KVLOFT_CONFIG"], "")
+        )
+        == Config()
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "DISK_SERVICE_HOST"],
+    [
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_8000_TCP",
+        "PORT_8000_TCP_ADDR",
+        "DISK_SERVICE_HOST",
+    ],
 )
 def test_what_kubernetes_sets_for_a_service_of_that_name_is_no_setting(name: str) -> None:
     assert load_config({}, {f"KVLOFT_{name}": "10.0.0.1"}) == Config()
@@ -127,13 +188,18 @@ def test_sizes_are_read_as_written(text: object, size: int) -> None:
         assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("size", ["4095", "0", "1EiB", "8G", "4096.5", "1048577TiB", True, "GiB", "+8GiB", "8 Gi B"])
+@pytest.mark.parametrize(
+    "size", ["4095", "0", "1EiB", "8G", "4096.5", "1048577TiB", True, "GiB", "+8GiB", "8 Gi B"]
+)
 def test_sizes_out_of_range_or_malformed_are_refused(size: object) -> None:
     with pytest.raises(ValueError):
         parse_size(size)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("10s", 10), ("250ms", 0.25), ("2min", 120), ("1h", 3600), (0, 0), ("1.5", 1.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10s", 10), ("250ms", 0.25), ("2min", 120), ("1h", 3600), (0, 0), ("1.5", 1.5)],
+)
 def test_times_are_read_as_written(text: object, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
@@ -157,7 +223,10 @@ def test_what_describe_prints_loads_back_to_the_same_settings(extra: dict[str, o
     unset = {key: None for key in KEYS if getattr(config, key) is None}
     shown = {key: names.get(key, text) for key, text, _ in describe(config)} | unset
     assert load_config(shown, {}) == config
-    assert load_config(json.loads(json.dumps({key: getattr(config, key) for key in KEYS})), {}) == config
+    assert (
+        load_config(json.loads(json.dumps({key: getattr(config, key) for key in KEYS})), {})
+        == config
+    )
     assert all(config.origin(key) == "kv_connector_extra_config" for key in extra)
 
 
@@ -168,30 +237,56 @@ def test_a_server_is_a_socket(origin: str) -> None:
         ("/run/kv.sock", "/run/kv.sock"),
         ("unix:~/kv", str(Path("~/kv").expanduser())),
     ]:
-        config = load_config({"server": text}, {}) if origin == "extra" else load_config({}, {"KVLOFT_SERVER": text})
+        config = (
+            load_config({"server": text}, {})
+            if origin == "extra"
+            else load_config({}, {"KVLOFT_SERVER": text})
+        )
         assert config.server == path
     for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
         with pytest.raises(
-            ConfigError, match=r"server = .* is not allowed; it must be \"auto\" or a path of at most 107 bytes such as"
+            ConfigError,
+            match=r"server = .* is not allowed; it must be \"auto\" or a path of at most 107 bytes such as",  # noqa: E501
         ):
             load_config({"server": wrong}, {})
-    assert ("server", "unix:/s", "kv_connector_extra_config") in describe(load_config({"server": "unix:/s"}, {}))
+    assert ("server", "unix:/s", "kv_connector_extra_config") in describe(
+        load_config({"server": "unix:/s"}, {})
+    )
 
 
 def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"):
+    with pytest.raises(
+        ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"
+    ):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
     starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})
-    assert (starting.server, starting.host_size, starting.server_linger) == ("auto", 1 << 30, 300.0), "it is told to the server"
+    assert (starting.server, starting.host_size, starting.server_linger) == (
+        "auto",
+        1 << 30,
+        300.0,
+    ), "it is told to the server"
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
-    shared = load_config({"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"})  # the server may read it there
+    shared = load_config(
+        {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}
+    )  # the server may read it there
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
-    assert load_config({"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line").host_size == 1 << 30
+    assert (
+        load_config(
+            {"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line"
+        ).host_size
+        == 1 << 30
+    )
 
 
-@given(st.fixed_dictionaries({}, optional={k: v.filter(lambda v: v is not None).map(str) for k, v in GOOD.items()}))
+@given(
+    st.fixed_dictionaries(
+        {}, optional={k: v.filter(lambda v: v is not None).map(str) for k, v in GOOD.items()}
+    )
+)
 def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) -> None:
-    values = {key: value for key, value in values.items() if value and "\0" not in value} | {"disk_path": "/cache"}
+    values = {key: value for key, value in values.items() if value and "\0" not in value} | {
+        "disk_path": "/cache"
+    }
     environ = {f"KVLOFT_{key.upper()}": value for key, value in values.items()}
     assert load_config({}, environ) == load_config(values, {})
 
@@ -200,7 +295,9 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
 def test_null_is_offered_only_where_it_can_be_written(key: str, tmp_path: Path) -> None:
     """A variable and a flag are text, so "null" there is a word like any other."""
     file = tmp_path / "kvloft.yaml"
-    file.write_text(f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n")
+    file.write_text(
+        f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n"
+    )
     given = {"disk_path": "/cache", key: [1]}
     for extra, environ, origin in (
         (given, {}, "kv_connector_extra_config"),
@@ -211,7 +308,10 @@ def test_null_is_offered_only_where_it_can_be_written(key: str, tmp_path: Path) 
         with pytest.raises(ConfigError) as error:
             load_config(extra, environ, extra_origin=origin)
         is_text = "command line" in str(error.value) or "variable" in str(error.value)
-        assert KEYS[key].null and (f", or null for {KEYS[key].null}." in one_sentence(error)) is not is_text
+        assert (
+            KEYS[key].null
+            and (f", or null for {KEYS[key].null}." in one_sentence(error)) is not is_text
+        )
 
 
 def test_a_part_is_one_in_every_source(tmp_path: Path) -> None:
@@ -254,7 +354,9 @@ def test_what_no_key_takes_is_refused_by_each(key: str, junk: object) -> None:
     assert one_sentence(error).startswith(f"{key} = ")
 
 
-@pytest.mark.parametrize(("key", "low", "high"), [("disk_threads", 1, 64), ("host_size", 4096, 1 << 60)])
+@pytest.mark.parametrize(
+    ("key", "low", "high"), [("disk_threads", 1, 64), ("host_size", 4096, 1 << 60)]
+)
 def test_limits_are_themselves_allowed_and_nothing_beyond(key: str, low: int, high: int) -> None:
     for value in (low, high, str(low), str(high)):
         assert getattr(load_config({key: value}, {}), key) == int(value)
@@ -275,11 +377,17 @@ def test_a_long_value_does_not_make_a_long_message() -> None:
 
 
 @given(st.sampled_from(sorted(KEYS)), JUNK)
-def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(key: str, junk: object) -> None:
+def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(
+    key: str, junk: object
+) -> None:
     is_text = isinstance(junk, str) and junk != "\ud800"
     is_path = isinstance(junk, str) and is_text and bool(junk.strip())
     may_be_none = key in ("disk_path", "server", *OF_LIMITS)
-    if (may_be_none and junk is None) or (key in ("disk_path", "salt_limits") and is_path) or (key == "namespace" and is_text):
+    if (
+        (may_be_none and junk is None)
+        or (key in ("disk_path", "salt_limits") and is_path)
+        or (key == "namespace" and is_text)
+    ):
         return
     with pytest.raises(ConfigError) as error:
         load_config({"disk_path": "/cache", key: junk}, {})
@@ -319,9 +427,20 @@ def test_a_disk_size_that_does_nothing_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"- 1\n- 2\n", b"host_size: [1\n", b"\xff\xfe\xfa", b"just text", b"a: b: c", b"? [1, 2]\n: 3\n", b"1: 2\n"]
+    "content",
+    [
+        b"- 1\n- 2\n",
+        b"host_size: [1\n",
+        b"\xff\xfe\xfa",
+        b"just text",
+        b"a: b: c",
+        b"? [1, 2]\n: 3\n",
+        b"1: 2\n",
+    ],
 )
-def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(
+    tmp_path: Path, content: bytes
+) -> None:
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as error:

@@ -24,9 +24,17 @@ BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
 def status() -> Any:
     """Of a server with a disk and one namespace with a fixed share."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        options: dict[str, Any] = {"disk_path": f"{folder}/disk", "disk_bytes": 1 << 20, "shares": [("00", 50)]}
-        with closing(_core.Server(f"{folder}/run/kv.sock", host_bytes=1 << 20, **options)) as server:
-            engine = _core.Session.connect(f"{folder}/run/kv.sock", frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        options: dict[str, Any] = {
+            "disk_path": f"{folder}/disk",
+            "disk_bytes": 1 << 20,
+            "shares": [("00", 50)],
+        }
+        with closing(
+            _core.Server(f"{folder}/run/kv.sock", host_bytes=1 << 20, **options)
+        ) as server:
+            engine = _core.Session.connect(
+                f"{folder}/run/kv.sock", frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+            )
             yield server.status() | {"engine": engine.stats()}
             engine.close()
 
@@ -41,7 +49,9 @@ def test_no_name_is_there_twice() -> None:
 
 def test_every_number_of_a_store_is_in_the_table(tmp_path: Path) -> None:
     options: dict[str, Any] = {"disk_path": str(tmp_path), "disk_bytes": 1 << 20}
-    with closing(_core.Session(frame_bytes=4096, host_bytes=1 << 20, namespace=bytes(32), **options)) as store:
+    with closing(
+        _core.Session(frame_bytes=4096, host_bytes=1 << 20, namespace=bytes(32), **options)
+    ) as store:
         assert store.stats().keys() <= NAMES
 
 
@@ -71,9 +81,15 @@ def test_an_engine_exports_numbers_that_its_store_has(status: dict[str, Any]) ->
         ),
     ],
 )
-def test_the_documentation_lists_every_exported_number(title: str, scopes: list[Scope], spell: Callable[[Any], str]) -> None:
+def test_the_documentation_lists_every_exported_number(
+    title: str, scopes: list[Scope], spell: Callable[[Any], str]
+) -> None:
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DOCS, re.DOTALL | re.MULTILINE)
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    documented = [name.removesuffix("kvloft_build_info") for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    documented = [
+        name.removesuffix("kvloft_build_info")
+        for cell in cells
+        for name in re.findall(r"`(\w+)`", cell)
+    ]
     wanted = [spell(metric) for scope in scopes for metric in exported(scope)]
     assert sorted(documented) == sorted([*wanted, "build_info" if title == "Engines" else ""])

@@ -10,15 +10,21 @@ import pytest
 
 def loaded_after(code: str, *names: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*[m for m in {names!r} if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=True
+    )
     return set(run.stdout.split()[-len(names) :]) & set(names)
 
 
 def test_import_kvloft_loads_neither_torch_nor_vllm() -> None:
-    assert loaded_after("import kvloft", "kvloft", "torch", "vllm", "numpy", "kvloft._core") == {"kvloft"}
+    assert loaded_after("import kvloft", "kvloft", "torch", "vllm", "numpy", "kvloft._core") == {
+        "kvloft"
+    }
 
 
-@pytest.mark.parametrize("module", ["kvloft.plan", "kvloft.config", "kvloft.seam", "kvloft.cli.commands"])
+@pytest.mark.parametrize(
+    "module", ["kvloft.plan", "kvloft.config", "kvloft.seam", "kvloft.cli.commands"]
+)
 def test_modules_that_must_run_without_vllm_do(module: str) -> None:
     assert loaded_after(f"import {module}", module, "torch", "vllm") == {module}
 
@@ -29,12 +35,23 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
 
 
 def test_a_server_starts_without_what_other_commands_need() -> None:
-    """Engines wait for its start; tables, YAML and an HTTP server take several times as long to load as all that it needs."""
+    """Engines wait for its start; tables, YAML and an HTTP server take several times as long to
+    load as all that it needs.
+    """
     code = (
         "from kvloft.cli.commands import build_parser; from kvloft.cli.connection import settings; "
-        "settings(build_parser('serve').parse_args(['serve', '--socket', '/tmp/a.sock', '--salt-ttl', '1h']))"
+        "settings(build_parser('serve').parse_args(['serve', '--socket', '/tmp/a.sock', "
+        "'--salt-ttl', '1h']))"
     )
-    heavy = ("rich", "yaml", "prometheus_client", "http.server", "difflib", "subprocess", "kvloft.cli.status")
+    heavy = (
+        "rich",
+        "yaml",
+        "prometheus_client",
+        "http.server",
+        "difflib",
+        "subprocess",
+        "kvloft.cli.status",
+    )
     assert loaded_after(code, "kvloft.cli.serve", *heavy) == {"kvloft.cli.serve"}
 
 
@@ -46,7 +63,11 @@ def test_requirements_name_neither_torch_nor_vllm() -> None:
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
-    entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "kvloft"]
+    entries = [
+        e
+        for e in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if e.name == "kvloft"
+    ]
     assert [e.value for e in entries] == ["kvloft.vllm.plugin:register"]
 
 

@@ -1,4 +1,6 @@
-"""The guard of `conftest.py` against what tests leave behind: it waits for what ends late, however that is kept."""
+"""The guard of `conftest.py` against what tests leave behind: it waits for what ends late, however
+that is kept.
+"""
 
 import gc
 import threading
@@ -18,7 +20,9 @@ class Owner:
         self.end()
 
 
-def test_what_a_thread_kept_until_it_ended_late_is_collected_too(request: pytest.FixtureRequest) -> None:
+def test_what_a_thread_kept_until_it_ended_late_is_collected_too(
+    request: pytest.FixtureRequest,
+) -> None:
     """On a starved machine a thread may well end after the guard's first collection."""
     guard = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     assert guard is not None

@@ -1,4 +1,6 @@
-"""Limits of tenants: what the settings and the file of single salts come to, and that no message tells a salt."""
+"""Limits of tenants: what the settings and the file of single salts come to, and that no message
+tells a salt.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import MAX_TTL_S, Config, format_quota, format_ttl, load_config, parse_quota, parse_ttl
+from kvloft.config import (
+    MAX_TTL_S,
+    Config,
+    format_quota,
+    format_ttl,
+    load_config,
+    parse_quota,
+    parse_ttl,
+)
 from kvloft.errors import ConfigError
 from kvloft.limits import Limits, TenantLimits, tenant_limits
 from kvloft.machine import refuse_impossible
@@ -39,14 +49,42 @@ def test_times_are_read_back(seconds: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "quota"),
-    [("10%", 0.1), (" 0.05 % ", 0.0005), ("100%", 1.0), ("0%", 0.0), ("8GiB", 8 << 30), (0, 0), ("0", 0), (4096, 4096), (0.5, 0.5)],
+    [
+        ("10%", 0.1),
+        (" 0.05 % ", 0.0005),
+        ("100%", 1.0),
+        ("0%", 0.0),
+        ("8GiB", 8 << 30),
+        (0, 0),
+        ("0", 0),
+        (4096, 4096),
+        (0.5, 0.5),
+    ],
 )
 def test_a_quota_is_a_part_or_a_size(text: object, quota: float) -> None:
     assert parse_quota(text) == quota
 
 
 @pytest.mark.parametrize(
-    "wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, 1e-7, True, None, "", "1.5", [], float("nan")]
+    "wrong",
+    [
+        "101%",
+        "-1%",
+        "%",
+        "1e1%",
+        "10 percent",
+        "0.00001%",
+        -1,
+        1.5,
+        -0.1,
+        1e-7,
+        True,
+        None,
+        "",
+        "1.5",
+        [],
+        float("nan"),
+    ],
 )
 def test_other_quotas_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError):
@@ -54,7 +92,8 @@ def test_other_quotas_are_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "quota"), [("0.5", 0.5), (" 1.0 ", 1.0), ("0.0", 0.0), ("01.0", 1.0), ("1", 1), ("2.0", 2), (2.0, 2)]
+    ("text", "quota"),
+    [("0.5", 0.5), (" 1.0 ", 1.0), ("0.0", 0.0), ("01.0", 1.0), ("1", 1), ("2.0", 2), (2.0, 2)],
 )
 def test_a_number_with_a_point_is_a_part_up_to_one_as_text_too(text: object, quota: float) -> None:
     assert (parse_quota(text), type(parse_quota(text))) == (quota, type(quota))
@@ -66,7 +105,9 @@ def test_texts_that_are_no_part_are_refused(wrong: str) -> None:
         parse_quota(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["0s", 0, "0", 1.5, "1.5s", "1y", "3651d", "-1h", None, True, "", "1e3s", "1ms"])
+@pytest.mark.parametrize(
+    "wrong", ["0s", 0, "0", 1.5, "1.5s", "1y", "3651d", "-1h", None, True, "", "1e3s", "1ms"]
+)
 def test_other_times_are_refused(wrong: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         parse_ttl(wrong)
@@ -83,7 +124,12 @@ def test_single_salts_have_what_they_say_and_else_what_all_have(tmp_path: Path) 
 - {{salt_file: b.salt, quota: null, disk_quota: 1GiB}}
 - {{salt: null, ttl: 30d}}
 """
-    all_of = {"salt_quota": "10%", "salt_disk_quota": "20%", "salt_ttl": "24h", "disk_path": "/cache"}
+    all_of = {
+        "salt_quota": "10%",
+        "salt_disk_quota": "20%",
+        "salt_ttl": "24h",
+        "disk_path": "/cache",
+    }
     limits = limits_of(tmp_path / "limits.yaml", text, **all_of)
     assert limits == TenantLimits(
         salted=Limits(0.1, 0.2, 86400),
@@ -102,18 +148,30 @@ def test_single_salts_have_what_they_say_and_else_what_all_have(tmp_path: Path) 
         (f"- {{salt: {SECRET}, salt_file: x}}", "entry 1: expected one of salt and salt_file"),
         (f"- {{salt: {SECRET}, qouta: 1%}}", "entry 1: 'qouta' is not known"),
         (f"- {{salt: {SECRET}, salt: x, quota: 1%}}", "entry 1 sets salt twice"),
-        (f"- {{salt: null}}\n- {{salt: {SECRET}, quota: 1%, quota: 2%}}", "entry 2 sets quota twice"),
+        (
+            f"- {{salt: null}}\n- {{salt: {SECRET}, quota: 1%, quota: 2%}}",
+            "entry 2 sets quota twice",
+        ),
         (f"- {{{SECRET}: 1, {SECRET}: 2}}", "entry 1: expected one of salt and salt_file"),
-        (f"- {{salt: {SECRET}, quota: {SECRET}}}", "entry 1: quota is not allowed; it must be a part"),
+        (
+            f"- {{salt: {SECRET}, quota: {SECRET}}}",
+            "entry 1: quota is not allowed; it must be a part",
+        ),
         (f"- {{salt: {SECRET}, ttl: 5y}}", "entry 1: ttl is not allowed; it must be a time"),
-        (f"- {{salt: {SECRET}}}\n- {{salt: {SECRET}}}", "entry 2: an earlier entry has the same salt"),
+        (
+            f"- {{salt: {SECRET}}}\n- {{salt: {SECRET}}}",
+            "entry 2: an earlier entry has the same salt",
+        ),
         ("- {salt: null}\n- {salt: null}", "entry 2: an earlier entry has the same salt"),
         ("- {salt: 5}", "entry 1: expected salt to be non-empty text"),
         ('- {salt: ""}', "entry 1: expected salt to be non-empty text"),
         ("- {salt_file: missing}", "salt_file missing cannot be read (No such file or directory)"),
         ('- {salt_file: "a\\0b"}', "it is not a path"),
         ("- {salt_file: empty}", "the salt is empty"),
-        ("- {salt_file: large}", "salt_file large is larger than 64 KiB; it must contain one salt only"),
+        (
+            "- {salt_file: large}",
+            "salt_file large is larger than 64 KiB; it must contain one salt only",
+        ),
         ("- {salt_file: [1]}", "expected salt_file to be the path of a file"),
     ],
 )
@@ -148,5 +206,8 @@ def test_an_engine_of_a_server_does_not_read_the_servers_salts() -> None:
 
 
 def test_a_quota_of_the_disk_needs_one() -> None:
-    with pytest.raises(ConfigError, match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) does nothing without disk_path'):
+    with pytest.raises(
+        ConfigError,
+        match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) does nothing without disk_path',  # noqa: E501
+    ):
         load_config({"salt_disk_quota": "10%"}, {})

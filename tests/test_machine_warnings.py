@@ -1,4 +1,6 @@
-"""What this machine says about settings before a model is known; nothing is made or changed by asking."""
+"""What this machine says about settings before a model is known; nothing is made or changed by
+asking.
+"""
 
 import os
 import shutil
@@ -22,20 +24,35 @@ def test_what_fits_is_silent_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("size", "is_odd"), [(32000, True), ("4096", True), ("0.5e6", None), ("32000B", False), ("8KiB", False)])
+@pytest.mark.parametrize(
+    ("size", "is_odd"),
+    [(32000, True), ("4096", True), ("0.5e6", None), ("32000B", False), ("8KiB", False)],
+)
 @pytest.mark.parametrize("server", [None, "auto"])
-def test_a_small_size_without_a_unit_is_asked_about(size: object, is_odd: bool | None, server: str | None) -> None:
+def test_a_small_size_without_a_unit_is_asked_about(
+    size: object, is_odd: bool | None, server: str | None
+) -> None:
     if is_odd is None:
         with pytest.raises(ConfigError):
             load_config({"host_size": size}, {})
         return
     found = warnings(load_config({"host_size": size, "server": server}, {}))
-    assert [text.split("; ")[1] for text in found] == ([f"did you mean {size}MiB?"] if is_odd else [])
+    assert [text.split("; ")[1] for text in found] == (
+        [f"did you mean {size}MiB?"] if is_odd else []
+    )
 
 
 @pytest.mark.parametrize(
     ("quota", "meant"),
-    [(10, "10%"), ("10", "10%"), (100, "100%"), (500, "500MiB"), ("10%", None), (0.1, None), ("4KiB", None)],
+    [
+        (10, "10%"),
+        ("10", "10%"),
+        (100, "100%"),
+        (500, "500MiB"),
+        ("10%", None),
+        (0.1, None),
+        ("4KiB", None),
+    ],
 )
 def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str | None) -> None:
     found = warnings(load_config({"salt_quota": quota}, {}))
@@ -45,16 +62,24 @@ def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str |
 def test_a_quota_that_keeps_nothing_is_told_unless_single_salts_have_others(tmp_path: Path) -> None:
     for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
         (text,) = said(salt_quota=quota)
-        assert text.startswith(f"salt_quota = {shown} (kv_connector_extra_config) stores nothing of requests with a cache_salt")
+        assert text.startswith(
+            f"salt_quota = {shown} (kv_connector_extra_config) stores nothing of requests with a "
+            "cache_salt"
+        )
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")
     assert said(salt_quota="0", salt_limits=file) == [], "only those in the file"
-    assert said(salt_disk_quota="0", disk_path=tmp_path / "new", disk_size="1MiB") == [], "in host memory only"
+    assert said(salt_disk_quota="0", disk_path=tmp_path / "new", disk_size="1MiB") == [], (
+        "in host memory only"
+    )
 
 
 def test_a_quota_of_the_disk_in_the_file_needs_a_disk(tmp_path: Path) -> None:
     file = tmp_path / "limits.yaml"
-    file.write_text("- {salt: a, disk_quota: 10%}\n- {salt: b, disk_quota: 9GiB, quota: 1%}\n- {salt: c, disk_quota: null}\n")
+    file.write_text(
+        "- {salt: a, disk_quota: 10%}\n- {salt: b, disk_quota: 9GiB, quota: 1%}\n- {salt: c, "
+        "disk_quota: null}\n"
+    )
     assert said(salt_limits=file) == [
         f"salt_limits = {file}, entry 1: disk_quota = 10% does nothing without disk_path.",
         f"salt_limits = {file}, entry 2: disk_quota = 9GiB does nothing without disk_path.",
@@ -62,12 +87,23 @@ def test_a_quota_of_the_disk_in_the_file_needs_a_disk(tmp_path: Path) -> None:
     assert said(salt_limits=file, disk_path=tmp_path / "new", disk_size="9GiB") == []
 
 
-@pytest.mark.parametrize(("ttl", "meant"), [(24, "24h"), ("7", "7h"), (3600, None), ("24h", None), ("30s", None)])
+@pytest.mark.parametrize(
+    ("ttl", "meant"), [(24, "24h"), ("7", "7h"), (3600, None), ("24h", None), ("30s", None)]
+)
 @pytest.mark.parametrize("server", [None, "auto"])
-def test_a_short_age_without_a_unit_is_asked_about(ttl: object, meant: str | None, server: str | None) -> None:
+def test_a_short_age_without_a_unit_is_asked_about(
+    ttl: object, meant: str | None, server: str | None
+) -> None:
     found = warnings(load_config({"salt_ttl": ttl, "server": server}, {}))
     assert found == (
-        [f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; did you mean {meant}?"] if meant else []
+        [
+            (
+                f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; did "  # noqa: E501
+                f"you mean {meant}?"
+            )
+        ]
+        if meant
+        else []
     )
 
 
@@ -77,18 +113,30 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     for part in ("100%", 1.0, "1.0"):
         host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
         assert host == (
-            "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, so it limits "
+            "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, "
+            "so it limits "
             "nothing; remove it for no limit."
         )
-        assert disk.startswith("salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it limits nothing;")
+        assert disk.startswith(
+            "salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it limits "
+            "nothing;"
+        )
     assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 100%}\n")
     sizes["disk_path"] = tmp_path / "new"
-    assert said(**sizes, salt_quota="10%", salt_limits=file) == [], "it lifts the limit of all for one"
+    assert said(**sizes, salt_quota="10%", salt_limits=file) == [], (
+        "it lifts the limit of all for one"
+    )
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
-    assert host == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."
-    assert disk == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."
+    assert (
+        host
+        == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."  # noqa: E501
+    )
+    assert (
+        disk
+        == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."  # noqa: E501
+    )
 
 
 def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path) -> None:
@@ -99,22 +147,47 @@ def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path
         "- {salt: third, quota: 0, disk_quota: 500B, ttl: 3600}\n"
         "- {salt: null, quota: null, disk_quota: 10%, ttl: 30s}\n"
     )
-    sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path / "new", "disk_size": "8MiB"}
+    sizes: dict[str, object] = {
+        "host_size": "4MiB",
+        "disk_path": tmp_path / "new",
+        "disk_size": "8MiB",
+    }
     assert said(**sizes, salt_limits=file) == [
-        f"salt_limits = {file}, entry 1: quota = 10 has no unit, so it is in bytes; did you mean 10%?",
-        f"salt_limits = {file}, entry 1: ttl = 24 has no unit, so it is in seconds; did you mean 24h?",
-        f"salt_limits = {file}, entry 2: disk_quota = 4096 has no unit, so it is in bytes; did you mean 4096MiB?",
-        f"salt_limits = {file}, entry 1: disk_quota = 9MiB is more than disk_size = 8MiB, so it limits nothing.",
-        f"salt_limits = {file}, entry 2: quota = 5MiB is more than host_size = 4MiB, so it limits nothing.",
+        (
+            f"salt_limits = {file}, entry 1: quota = 10 has no unit, so it is in bytes; did you mean "  # noqa: E501
+            "10%?"
+        ),
+        (
+            f"salt_limits = {file}, entry 1: ttl = 24 has no unit, so it is in seconds; did you mean "  # noqa: E501
+            "24h?"
+        ),
+        (
+            f"salt_limits = {file}, entry 2: disk_quota = 4096 has no unit, so it is in bytes; did you "  # noqa: E501
+            "mean 4096MiB?"
+        ),
+        (
+            f"salt_limits = {file}, entry 1: disk_quota = 9MiB is more than disk_size = 8MiB, so it "  # noqa: E501
+            "limits nothing."
+        ),
+        (
+            f"salt_limits = {file}, entry 2: quota = 5MiB is more than host_size = 4MiB, so it limits "  # noqa: E501
+            "nothing."
+        ),
     ]
     assert said(salt_limits=file, server="auto") == [], "its server reads it"
-    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], "it is the server's"
+    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], (
+        "it is the server's"
+    )
 
 
-def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> None:
+def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> (
+    None
+):
     assert warnings(load_config({"host_size": 1 << 20}, {})) == []
     assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []
-    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "32000"})) == [], "it is the server's"
+    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "32000"})) == [], (
+        "it is the server's"
+    )
 
 
 def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
@@ -122,7 +195,9 @@ def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
     assert text.startswith("host_size = 900TiB is more than this machine's memory")
 
 
-def test_more_disk_than_there_is_and_what_is_ours_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_disk_than_there_is_and_what_is_ours_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (text,) = said(disk_path=tmp_path, disk_size="900TiB")
     assert "disk_size = 900TiB is more than the" in text
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
@@ -141,7 +216,9 @@ def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert f"{tmp_path} is not writable" in text
 
 
-def test_what_this_user_may_not_look_at_is_a_warning_and_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_this_user_may_not_look_at_is_a_warning_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = os.stat
 
     def hidden(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +249,9 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
         refuse_impossible(load_config({"disk_path": str(tmp_path / "file" / "x")}, {}))
 
 
-def test_a_folder_whose_name_begins_like_proc_is_one_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_name_begins_like_proc_is_one_like_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvloft.machine._nearest", lambda path: Path("/processed"))
     monkeypatch.setattr(os, "access", lambda *_: True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
@@ -181,18 +260,31 @@ def test_a_folder_whose_name_begins_like_proc_is_one_like_others(monkeypatch: py
     assert said(disk_path="/proc/kv", disk_size="1MiB")
 
 
-def test_a_refusal_names_the_setting_and_where_it_is_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    origins = {"environment variable KVLOFT_HOST_SIZE": ({}, "900TiB"), "the command line": ({"host_size": "900TiB"}, "1GiB")}
+def test_a_refusal_names_the_setting_and_where_it_is_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    origins = {
+        "environment variable KVLOFT_HOST_SIZE": ({}, "900TiB"),
+        "the command line": ({"host_size": "900TiB"}, "1GiB"),
+    }
     for origin, (given, variable) in origins.items():
         config = load_config(given, {"KVLOFT_HOST_SIZE": variable}, extra_origin="command line")
-        with pytest.raises(ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"):
+        with pytest.raises(
+            ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"
+        ):
             refuse_here(config)
-    with pytest.raises(ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be created"):
+    with pytest.raises(
+        ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be created"
+    ):
         refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
 
 
-def test_a_directory_that_may_not_be_written_yet_stops_no_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As one that others may write, or another process has: host memory serves until a person has mended it."""
+def test_a_directory_that_may_not_be_written_yet_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one that others may write, or another process has: host memory serves until a person has
+    mended it.
+    """
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
     refuse_here(config)
@@ -201,8 +293,12 @@ def test_a_directory_that_may_not_be_written_yet_stops_no_start(monkeypatch: pyt
     assert warnings(config, opens_disk=True) == [], "who opens it tells by itself, once"
 
 
-@pytest.mark.parametrize(("lock", "is_told"), [("4711\n", True), ("", False), ("a person's own\n", False), (None, False)])
-def test_a_disk_directory_in_anothers_is_told(lock: str | None, is_told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lock", "is_told"), [("4711\n", True), ("", False), ("a person's own\n", False), (None, False)]
+)
+def test_a_disk_directory_in_anothers_is_told(
+    lock: str | None, is_told: bool, tmp_path: Path
+) -> None:
     disk = tmp_path / "first" / "deep" / "er"
     disk.mkdir(parents=True)
     if lock is not None:
@@ -210,36 +306,54 @@ def test_a_disk_directory_in_anothers_is_told(lock: str | None, is_told: bool, t
     (tmp_path / "link").symlink_to(disk.parent)
     for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
-        assert [f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text for text in found] == (
-            [True] if is_told else []
-        )
-    assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, "it is its own"
+        assert [
+            f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text
+            for text in found
+        ] == ([True] if is_told else [])
+    assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, (
+        "it is its own"
+    )
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(mode: int, tmp_path: Path) -> None:
+def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(
+    mode: int, tmp_path: Path
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     disk.chmod(mode)
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
     assert any("chmod go-w" in text for text in warnings(config))
-    assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), "it is told as the disk is opened"
+    assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), (
+        "it is told as the disk is opened"
+    )
     disk.chmod(0o755)
     assert not any("chmod go-w" in text for text in warnings(config))
 
 
 @pytest.mark.parametrize(
     ("allowed", "nodes", "wrong"),
-    [("0", [0], None), ("0", [0, 1], 1), ("0-3,8", [0, 3, 8], None), ("0-3,8", [0, 4], 4), ("1-2", [0], 0), (None, [63], None)],
+    [
+        ("0", [0], None),
+        ("0", [0, 1], 1),
+        ("0-3,8", [0, 3, 8], None),
+        ("0-3,8", [0, 4], 4),
+        ("1-2", [0], 0),
+        (None, [63], None),
+    ],
 )
 def test_nodes_that_this_process_may_not_use_are_refused(
     allowed: str | None, nodes: list[int], wrong: int | None, tmp_path: Path
 ) -> None:
     status = tmp_path / "status"
     if allowed is not None:
-        status.write_text(f"Name:\tpython\nMems_allowed:\t00000001\nMems_allowed_list:\t{allowed}\n")
+        status.write_text(
+            f"Name:\tpython\nMems_allowed:\t00000001\nMems_allowed_list:\t{allowed}\n"
+        )
     if wrong is None:
         refuse_nodes(nodes, status)
     else:
-        with pytest.raises(ConfigError, match=rf"NUMA node {wrong} does not exist.* allowed nodes: {allowed} "):
+        with pytest.raises(
+            ConfigError, match=rf"NUMA node {wrong} does not exist.* allowed nodes: {allowed} "
+        ):
             refuse_nodes(nodes, status)

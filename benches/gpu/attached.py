@@ -1,7 +1,9 @@
-"""What a connector adds to cold prompts, in one and the same process: with it and without it, in turns.
+"""What a connector adds to cold prompts, in one and the same process: with it and without it, in
+turns.
 
-The same two engines compared again in new processes differed by -0.2 to +0.7 % on an H200 (benches/results), and that is as much as
-is to be measured. Here only the connector changes. It must not know which one it is.
+The same two engines compared again in new processes differed by -0.2 to +0.7 % on an H200
+(benches/results), and that is as much as is to be measured. Here only the connector changes. It
+must not know which one it is.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ REST_S = 60.0
 
 @contextmanager
 def detached(engine: Any) -> Iterator[None]:
-    """As if ``engine``, vLLM's LLMEngine in this process, had been started without a connector; it is back at the end.
+    """As if ``engine``, vLLM's LLMEngine in this process, had been started without a connector; it
+    is back at the end.
 
-    Raises RuntimeError while there are requests, before or after: their blocks, or reports of them, are the connector's, or not.
+    Raises RuntimeError while there are requests, before or after: their blocks, or reports of them,
+    are the connector's, or not.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     core = engine.engine_core.engine_core
     _bring_to_rest(engine, core)
     scheduler = core.scheduler
-    in_runner = getattr(core.model_executor.driver_worker.worker.model_runner, "kv_connector", None)  # vLLM's newer runner
+    in_runner = getattr(
+        core.model_executor.driver_worker.worker.model_runner, "kv_connector", None
+    )  # vLLM's newer runner
     settings = {"connector": None, "defer_block_free": False}
     kept = {name: getattr(scheduler, name) for name in settings if hasattr(scheduler, name)}
     agent = kv_transfer_state._KV_CONNECTOR_AGENT
@@ -51,24 +57,31 @@ def detached(engine: Any) -> Iterator[None]:
 
 
 def _bring_to_rest(engine: Any, core: Any) -> None:
-    """Until no step is under way: with async scheduling one still is when the last request has its tokens.
+    """Until no step is under way: with async scheduling one still is when the last request has its
+    tokens.
 
-    What it reports is lost, and what it reckoned is wrong, if the connector goes or comes before. Raises RuntimeError while there
-    are requests.
+    What it reports is lost, and what it reckoned is wrong, if the connector goes or comes before.
+    Raises RuntimeError while there are requests.
     """
     deadline = time.monotonic() + REST_S
-    while not engine.has_unfinished_requests() and (core.batch_queue or core.scheduler.has_requests()):
+    while not engine.has_unfinished_requests() and (
+        core.batch_queue or core.scheduler.has_requests()
+    ):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the engine did not come to rest within {REST_S:.0f} s")
         engine.step()
     if engine.has_unfinished_requests():
-        raise RuntimeError("a connector cannot be taken away from requests that run, nor be given to them")
+        raise RuntimeError(
+            "a connector cannot be taken away from requests that run, nor be given to them"
+        )
 
 
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
-    """Prompts of ``context`` tokens, and waves of eight of half of it, half of each with the connector and half without.
+    """Prompts of ``context`` tokens, and waves of eight of half of it, half of each with the
+    connector and half without.
 
-    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...], "parts_ms": [...], each part's median}}}
+    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...], "parts_ms":
+    [...], each part's median}}}
     """
     for _ in range(2):
         engine.ttft(engine.prompt(context))
@@ -93,9 +106,14 @@ def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> d
 
 
 def _in_turns(
-    engine: Engine, measure: Callable[[Sequence[list[int]]], tuple[float, Parts | None]], count: int, lengths: Sequence[int]
+    engine: Engine,
+    measure: Callable[[Sequence[list[int]]], tuple[float, Parts | None]],
+    count: int,
+    lengths: Sequence[int],
 ) -> dict[str, Any]:
-    """``count`` of each kind, the first of each two the other one every time; what was saved lands before each."""
+    """``count`` of each kind, the first of each two the other one every time; what was saved lands
+    before each.
+    """
     times: dict[str, list[float]] = {"attached": [], "detached": []}
     parts: dict[str, list[Parts | None]] = {"attached": [], "detached": []}
     for number in range(count):
@@ -108,9 +126,11 @@ def _in_turns(
             parts[kind].append(taken)
     return {
         kind: {
-            "ms": statistics.median(times[kind]), **medians(parts[kind]), "all_ms": [round(each, 2) for each in times[kind]],
+            "ms": statistics.median(times[kind]),
+            **medians(parts[kind]),
+            "all_ms": [round(each, 2) for each in times[kind]],
             "parts_ms": [milliseconds(each) for each in parts[kind]],
         }
         for kind in times
         if times[kind]
-    }  # fmt: skip
+    }

@@ -1,8 +1,10 @@
-"""An independent look at the pages a worker moves: clones made with plain torch indexing, and compared byte for byte.
+"""An independent look at the pages a worker moves: clones made with plain torch indexing, and
+compared byte for byte.
 
-Every saved chunk's pages are cloned on the forward's own stream, by key; every loaded chunk's pages are compared with that clone
-once the worker reports the load, and so is every chunk that another forward computes and saves again. It goes around a
-worker's mover and shares no kernel, tag, stream or frame with it. It keeps what it cloned on the device: only for checks.
+Every saved chunk's pages are cloned on the forward's own stream, by key; every loaded chunk's pages
+are compared with that clone once the worker reports the load, and so is every chunk that another
+forward computes and saves again. It goes around a worker's mover and shares no kernel, tag, stream
+or frame with it. It keeps what it cloned on the device: only for checks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from kvloft.transfer.mover import Finished
 
 
 def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
-    """Every layer's paged KV of a vLLM engine in this process, blocks first; a list for each KV cache group."""
+    """Every layer's paged KV of a vLLM engine in this process, blocks first; a list for each KV
+    cache group.
+    """
     layers = engine.vllm_config.compilation_config.static_forward_context
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     return [
@@ -29,9 +33,13 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 
 
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's paged KV, [num_blocks, ...]: where a kernel's blocks are smaller than the scheduler's, a block is several rows."""
+    """A layer's paged KV, [num_blocks, ...]: where a kernel's blocks are smaller than the
+    scheduler's, a block is several rows.
+    """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
-    return [kv if kv.shape[0] == num_blocks else kv.unflatten(0, (num_blocks, -1)) for kv in tensors]
+    return [
+        kv if kv.shape[0] == num_blocks else kv.unflatten(0, (num_blocks, -1)) for kv in tensors
+    ]
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
@@ -40,24 +48,40 @@ def _tensors(kv: Any) -> Sequence[torch.Tensor]:
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Overwrite paged KV with finite noise of the size of real keys and values, so that a byte not loaded is a wrong byte."""
+    """Overwrite paged KV with finite noise of the size of real keys and values, so that a byte not
+    loaded is a wrong byte.
+    """
     for number, kv in enumerate(tensors):
         generator = torch.Generator(device=kv.device).manual_seed(seed * 1000 + number)
         kv.normal_(0.0, 3.0, generator=generator)
-        if kv.dtype == torch.float32:  # a state: other groups see the same bytes as bfloat16, and must not see NaN
+        if (
+            kv.dtype == torch.float32
+        ):  # a state: other groups see the same bytes as bfloat16, and must not see NaN
             kv.copy_(kv.bfloat16())
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()
 
 
 class PageAudit:
-    """Goes around ``mover`` from its construction on; ``skip_loads`` makes loads report success and move nothing."""
+    """Goes around ``mover`` from its construction on; ``skip_loads`` makes loads report success and
+    move nothing.
+    """
 
     def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
-        """``groups``: the paged KV of each KV cache group; of one that has none here, nothing is compared or counted."""
+        """``groups``: the paged KV of each KV cache group; of one that has none here, nothing is
+        compared or counted.
+        """
         self._mover, self._groups = mover, groups
-        self._submit_saves, self._submit_loads, self._poll = mover.submit_saves, mover.submit_loads, mover.poll
-        mover.submit_saves, mover.submit_loads, mover.poll = self._saves, self._loads, self._poll_and_compare
+        self._submit_saves, self._submit_loads, self._poll = (
+            mover.submit_saves,
+            mover.submit_loads,
+            mover.poll,
+        )
+        mover.submit_saves, mover.submit_loads, mover.poll = (
+            self._saves,
+            self._loads,
+            self._poll_and_compare,
+        )
         self._clones: dict[ChunkKey, torch.Tensor] = {}
         self._plans: dict[int, LoadPlan] = {}
         self._skipped: list[LoadResult] = []
@@ -71,9 +95,11 @@ class PageAudit:
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved, unknown; of several groups
-        also loaded_0, saved_0, loaded_1, ..."""
-        counts = dict.fromkeys(("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0)
+        """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved,
+        unknown; of several groups also loaded_0, saved_0, loaded_1, ..."""
+        counts = dict.fromkeys(
+            ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
+        )
         counts |= self._counts
         for name, found in self._differing.items():
             counts[f"{name}_differing"] = int(sum(int(value) for value in found))
@@ -81,19 +107,26 @@ class PageAudit:
         return counts
 
     def take_loaded(self) -> list[tuple[int, int]]:
-        """(KV cache group, block) of every chunk loaded since the last call, loads that were skipped too."""
+        """(KV cache group, block) of every chunk loaded since the last call, loads that were
+        skipped too.
+        """
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    # -- around the mover -----------------------------------------------------------------------------------------
+    # -- around the mover
+    # -----------------------------------------------------------------------------------------
 
     def _saves(self, plans: Sequence[SavePlan]) -> None:
         for group, copies in self._by_group(plans):
             pages = self._pages(group, copies)
             known = [i for i, copy in enumerate(copies) if copy.key in self._clones]
-            self._compare("resaved", [pages[i] for i in known], [self._clones[copies[i].key] for i in known])
+            self._compare(
+                "resaved", [pages[i] for i in known], [self._clones[copies[i].key] for i in known]
+            )
             self._counts["resaved"] = self._counts.get("resaved", 0) + len(known)
-            self._clones.update({copy.key: clone for copy, clone in zip(copies, pages, strict=True)})
+            self._clones.update(
+                {copy.key: clone for copy, clone in zip(copies, pages, strict=True)}
+            )
             self._count("saved", group, len(copies))
         self._submit_saves(plans)
 
@@ -114,7 +147,10 @@ class PageAudit:
                 copies = [copy for copy in chunks if copy.key not in bad and not result.failed]
                 known = [copy for copy in copies if copy.key in self._clones]
                 self._counts["unknown"] = self._counts.get("unknown", 0) + len(copies) - len(known)
-                wanted = [self._clones[copy.key][copy.first_block : copy.first_block + len(copy.blocks)] for copy in known]
+                wanted = [
+                    self._clones[copy.key][copy.first_block : copy.first_block + len(copy.blocks)]
+                    for copy in known
+                ]
                 self._compare("loaded", self._pages(group, known), wanted)
                 self._count("loaded", group, len(known))
                 self._loaded += [(group, block) for copy in copies for block in copy.blocks]
@@ -133,15 +169,23 @@ class PageAudit:
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 
     def _pages(self, group: int, copies: Sequence[ChunkCopy]) -> list[torch.Tensor]:
-        """A clone [blocks, bytes of all layers of the group] per copy, made on the current stream."""
+        """A clone [blocks, bytes of all layers of the group] per copy, made on the current
+        stream.
+        """
         if not copies:
             return []
         tensors = self._groups[group]
-        ids = torch.tensor([block for copy in copies for block in copy.blocks], dtype=torch.int64).to(tensors[0].device)
+        ids = torch.tensor(
+            [block for copy in copies for block in copy.blocks], dtype=torch.int64
+        ).to(tensors[0].device)
         layers = [kv[ids].reshape(len(ids), -1).view(torch.uint8) for kv in tensors]
         return list(torch.cat(layers, dim=1).split([len(copy.blocks) for copy in copies]))
 
-    def _compare(self, name: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    def _compare(
+        self, name: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+    ) -> None:
         """Note which chunks differ; nothing waits for the device."""
         for a, b in zip(found, wanted, strict=True):
-            self._differing.setdefault(name, []).append((a != b).any() if a.shape == b.shape else torch.tensor(data=True))
+            self._differing.setdefault(name, []).append(
+                (a != b).any() if a.shape == b.shape else torch.tensor(data=True)
+            )

@@ -1,7 +1,9 @@
-"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft, its server, PegaFlow, LMCache.
+"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft,
+its server, PegaFlow, LMCache.
 
-One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many rounds as asked. What was
-measured is written after each, so that a run that is cut off leaves what it has. It must not import vLLM.
+One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many
+rounds as asked. What was measured is written after each, so that a run that is cut off leaves what
+it has. It must not import vLLM.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ LEAST_S = 45.0
 
 
 def run(
-    *, connectors: Sequence[str], rounds: int, options: dict[str, Any], log_dir: Path, timeout_s: float,
-    keep: Callable[[dict[str, Any]], None], progress: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """{connector: {"runs": [...], "start_s", maybe "error"}}; ``keep`` is given everything so far after each engine."""
+    *,
+    connectors: Sequence[str],
+    rounds: int,
+    options: dict[str, Any],
+    log_dir: Path,
+    timeout_s: float,
+    keep: Callable[[dict[str, Any]], None],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """{connector: {"runs": [...], "start_s", maybe "error"}}; ``keep`` is given everything so far
+    after each engine.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     results: dict[str, Any] = {name: {"runs": []} for name in connectors}
@@ -46,8 +56,12 @@ def run(
             results[name].setdefault("error", "no time was left to start it")
             continue
         progress(f"{name}, round {number + 1}")
-        child_s = min(options["child_s"], max(LEAST_S, left_s / (len(order) - nth) * 1.5), left_s - KILL_S)
-        found = _measure(name, {**options, "child_s": child_s}, log_dir / f"chats_{name}_{number + 1}.log")
+        child_s = min(
+            options["child_s"], max(LEAST_S, left_s / (len(order) - nth) * 1.5), left_s - KILL_S
+        )
+        found = _measure(
+            name, {**options, "child_s": child_s}, log_dir / f"chats_{name}_{number + 1}.log"
+        )
         runs = results[name]["runs"] + found.pop("runs", [])
         results[name] |= {**found, "runs": runs}
         keep(results)
@@ -69,7 +83,9 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
             if errors:
                 return {"error": errors[name]}
             asked = json.dumps({**options, "model_dir": f"{folder}/model", "socket": socket})
-            process = start(log, "chats_child", name, asked, env={**CHILD_ENV, **env_of(name, host_gib)})
+            process = start(
+                log, "chats_child", name, asked, env={**CHILD_ENV, **env_of(name, host_gib)}
+            )
             status = end_of(process, options["child_s"] + KILL_S)
     except (RuntimeError, OSError) as error:
         return {"error": str(error)}
@@ -83,7 +99,15 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Head, and a row for each engine: medians over its runs that ended."""
     rows: list[tuple[str, ...]] = [
-        ("", "makespan, s", "all of them, s", "cached of known tokens", "preempted", "TTFT by turn, ms", "problem")
+        (
+            "",
+            "makespan, s",
+            "all of them, s",
+            "cached of known tokens",
+            "preempted",
+            "TTFT by turn, ms",
+            "problem",
+        )
     ]
     for name, result in results.items():
         runs = [each for each in result["runs"] if not each["unfinished"]]
@@ -94,12 +118,17 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         known = sum(each["known_tokens"] for each in runs)
         cached = sum(each["cached_tokens"] for each in runs)
         turns = zip(*(each["ttft_ms"] for each in runs), strict=True)
-        rows.append((
-            name, f"{statistics.median(each['makespan_s'] for each in runs):.1f}",
-            ", ".join(f"{each['makespan_s']:.1f}" for each in runs), f"{cached:,} of {known:,} ({cached / max(known, 1):.1%})",
-            ", ".join(str(each["preemptions"]) for each in runs),
-            ", ".join(f"{statistics.median(turn):.0f}" for turn in turns), *(problem or [""]),
-        ))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{statistics.median(each['makespan_s'] for each in runs):.1f}",
+                ", ".join(f"{each['makespan_s']:.1f}" for each in runs),
+                f"{cached:,} of {known:,} ({cached / max(known, 1):.1%})",
+                ", ".join(str(each["preemptions"]) for each in runs),
+                ", ".join(f"{statistics.median(turn):.0f}" for turn in turns),
+                *(problem or [""]),
+            )
+        )
     return rows
 
 
@@ -107,18 +136,38 @@ def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     load = Load()
     chats = argparse.ArgumentParser(
-        prog="chats", description=f"A closed loop of chats, with each external cache in turn and with none. {STATUS}"
+        prog="chats",
+        description=f"A closed loop of chats, with each external cache in turn and with none. {STATUS}",  # noqa: E501
     )
     chats.add_argument(
-        "--connectors", type=some_of(*CONNECTORS), default=list(CONNECTORS), help=f"which of {','.join(CONNECTORS)} (default all)"
+        "--connectors",
+        type=some_of(*CONNECTORS),
+        default=list(CONNECTORS),
+        help=f"which of {','.join(CONNECTORS)} (default all)",
     )
     for name, value in asdict(load).items():
         option = "--" + name.removeprefix("num_").replace("_", "-")
-        chats.add_argument(option, dest=name, type=whole(1, 100_000), default=value, help=f"default {value}")
-    chats.add_argument("--seqs", type=whole(1, 1024), default=32, help="sequences that run at once (default 32)")
-    chats.add_argument("--rounds", type=whole(1, 10), default=1, help="processes of each engine, in turns (default 1)")
-    chats.add_argument("--repeats", type=whole(1, 10), default=2, help="runs in each process (default 2)")
-    chats.add_argument("--each", type=whole(60, 3600), default=180, help="seconds for a process, its start too (default 180)")
+        chats.add_argument(
+            option, dest=name, type=whole(1, 100_000), default=value, help=f"default {value}"
+        )
+    chats.add_argument(
+        "--seqs", type=whole(1, 1024), default=32, help="sequences that run at once (default 32)"
+    )
+    chats.add_argument(
+        "--rounds",
+        type=whole(1, 10),
+        default=1,
+        help="processes of each engine, in turns (default 1)",
+    )
+    chats.add_argument(
+        "--repeats", type=whole(1, 10), default=2, help="runs in each process (default 2)"
+    )
+    chats.add_argument(
+        "--each",
+        type=whole(60, 3600),
+        default=180,
+        help="seconds for a process, its start too (default 180)",
+    )
     add_model(chats)
     add_sizes(chats, blocks=5625, host_gib=40)
     return chats
@@ -131,18 +180,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     load = {name: getattr(args, name) for name in asdict(Load())}
     shape = options_of(args.model, args.layers)
-    longest = args.first_tokens + (args.num_turns - 1) * args.more_tokens + args.num_turns * args.generated_tokens
+    longest = (
+        args.first_tokens
+        + (args.num_turns - 1) * args.more_tokens
+        + args.num_turns * args.generated_tokens
+    )
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "load": load, "repeats": args.repeats, "child_s": args.each,
-        **shape, "llm": {**shape["llm"], "max_num_seqs": args.seqs, "max_model_len": longest + 64},
-    }  # fmt: skip
+        "num_blocks": args.blocks,
+        "host_bytes": args.host_gib << 30,
+        "load": load,
+        "repeats": args.repeats,
+        "child_s": args.each,
+        **shape,
+        "llm": {**shape["llm"], "max_num_seqs": args.seqs, "max_model_len": longest + 64},
+    }
     results = run(
-        connectors=args.connectors, rounds=args.rounds, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
-        keep=lambda found: write(args.json, found), progress=lambda text: screen.print(text, style="dim"),
-    )  # fmt: skip
+        connectors=args.connectors,
+        rounds=args.rounds,
+        options=options,
+        log_dir=Path(args.logs),
+        timeout_s=args.timeout,
+        keep=lambda found: write(args.json, found),
+        progress=lambda text: screen.print(text, style="dim"),
+    )
     screen.print(table_of(table(results)))
     write(args.json, results)
-    return verdict([f"{name} {result['error']}" for name, result in results.items() if "error" in result])
+    return verdict(
+        [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
+    )
 
 
 if __name__ == "__main__":

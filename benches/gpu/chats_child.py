@@ -1,7 +1,9 @@
-"""One engine under a closed loop of chats, in a process of its own: `python -m benches.gpu.chats_child NAME JSON`.
+"""One engine under a closed loop of chats, in a process of its own: `python -m
+benches.gpu.chats_child NAME JSON`.
 
-Each chat sends its next turn when the one before is answered: all that was said so far, and some new tokens. Prints a line
-`RESULT {...}` when each run of all chats is over, and one when its time is.
+Each chat sends its next turn when the one before is answered: all that was said so far, and some
+new tokens. Prints a line `RESULT {...}` when each run of all chats is over, and one when its time
+is.
 """
 
 from __future__ import annotations
@@ -51,8 +53,10 @@ class Seen:
 
 def run_chats(
     engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, Any]:  # fmt: skip
-    """Makespan and hits of every chat's every turn. Past ``deadline_s`` of the clock it stops, and says so in "unfinished"."""
+) -> dict[str, Any]:
+    """Makespan and hits of every chat's every turn. Past ``deadline_s`` of the clock it stops, and
+    says so in "unfinished".
+    """
     chats: dict[str, Chat] = {}
     seen = Seen([[] for _ in range(load.num_turns)])
     begin = clock()
@@ -69,18 +73,29 @@ def run_chats(
                 del chats[name]
                 _take(seen, chat, output, load, clock())
                 if chat.turn + 1 < load.num_turns:
-                    said = [*chat.said, *output.outputs[0].token_ids, *engine.prompt(load.more_tokens)]
+                    said = [
+                        *chat.said,
+                        *output.outputs[0].token_ids,
+                        *engine.prompt(load.more_tokens),
+                    ]
                     _send(engine, chats, Chat(said, chat.turn + 1), load, clock)
     if chats:
         engine.engine.abort_request(sorted(chats))
     return {
-        "makespan_s": clock() - begin, "unfinished": load.num_chats * load.num_turns - seen.num_turns,
-        "prompt_tokens": seen.prompt_tokens, "known_tokens": seen.known_tokens, "cached_tokens": seen.cached_tokens,
-        "ttft_ms": [round(statistics.median(turn) * 1e3, 1) if turn else None for turn in seen.ttfts_s],
-    }  # fmt: skip
+        "makespan_s": clock() - begin,
+        "unfinished": load.num_chats * load.num_turns - seen.num_turns,
+        "prompt_tokens": seen.prompt_tokens,
+        "known_tokens": seen.known_tokens,
+        "cached_tokens": seen.cached_tokens,
+        "ttft_ms": [
+            round(statistics.median(turn) * 1e3, 1) if turn else None for turn in seen.ttfts_s
+        ],
+    }
 
 
-def _send(engine: Any, chats: dict[str, Chat], chat: Chat, load: Load, clock: Callable[[], float]) -> None:
+def _send(
+    engine: Any, chats: dict[str, Chat], chat: Chat, load: Load, clock: Callable[[], float]
+) -> None:
     chat.sent_s = clock()
     chats[engine.add(chat.said, load.generated_tokens)] = chat
 
@@ -117,7 +132,12 @@ def main(name: str, options: dict[str, Any]) -> None:
     print("PHASE start", flush=True)
     engine = Engine(name, options)
     preemptions = count_preemptions(engine)
-    result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "runs": [], "vllm": vllm.__version__}
+    result: dict[str, Any] = {
+        "name": name,
+        "start_s": time.perf_counter() - begin,
+        "runs": [],
+        "vllm": vllm.__version__,
+    }
     engine.ttft(engine.prompt(2048))
     wait_registered(engine, options)
     engine.settle()

@@ -1,4 +1,5 @@
-"""What benches of whole engines have in common beside their figures: processes of one engine each, and how a bench ends.
+"""What benches of whole engines have in common beside their figures: processes of one engine each,
+and how a bench ends.
 
 It must not import torch or vLLM, so that an engine that cannot start costs only its own row.
 """
@@ -18,17 +19,30 @@ from kvloft.errors import UnsupportedError
 ROOT = Path(__file__).resolve().parents[2]
 """Where `-m benches.gpu.NAME` finds this package."""
 CHILD_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
     "VLLM_PLUGINS": "",
-}  # fmt: skip
+}
 
 
-def start(log: Path, child: str, *asked: str, env: Mapping[str, str] = CHILD_ENV) -> subprocess.Popen[bytes]:
+def start(
+    log: Path, child: str, *asked: str, env: Mapping[str, str] = CHILD_ENV
+) -> subprocess.Popen[bytes]:
     """The module ``child`` of this package in a process of its own, with ``log`` as its output."""
     settings = [f"{key}={value}" for key, value in env.items()]
     with log.open("w") as file:
-        return subprocess.Popen(["env", *settings, *command(child, *asked)], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+        return subprocess.Popen(
+            ["env", *settings, *command(child, *asked)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
 
 
 def command(child: str, *asked: str) -> list[str]:
@@ -48,9 +62,15 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """What a child printed last as ``RESULT {...}``, in a whole line; with an "error" if it did not end well."""
+    """What a child printed last as ``RESULT {...}``, in a whole line; with an "error" if it did not
+    end well.
+    """
     text = log.read_text(errors="replace")
-    found = [line[7:] for line in text.splitlines(keepends=True) if line.startswith("RESULT ") and line.endswith("\n")]
+    found = [
+        line[7:]
+        for line in text.splitlines(keepends=True)
+        if line.startswith("RESULT ") and line.endswith("\n")
+    ]
     result: dict[str, Any] = json.loads(found[-1]) if found else {}
     if status != 0:
         why = "was not done in time (--timeout)" if status == "timeout" else f"ended with {status}"

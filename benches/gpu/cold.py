@@ -1,6 +1,8 @@
-"""Prompts not seen before, one at a time or eight at once: how long they take, and what of it is whose part.
+"""Prompts not seen before, one at a time or eight at once: how long they take, and what of it is
+whose part.
 
-Python's garbage is collected before each, so that none but its own is collected meanwhile. It must not know connectors.
+Python's garbage is collected before each, so that none but its own is collected meanwhile. It must
+not know connectors.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def forward_parts(engine: Engine) -> ForwardParts:
     return ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
 
 
-def cold_prompt(engine: Engine, prompt: list[int], around: ForwardParts) -> tuple[float, Parts | None]:
+def cold_prompt(
+    engine: Engine, prompt: list[int], around: ForwardParts
+) -> tuple[float, Parts | None]:
     """Its TTFT in seconds, and the parts of it."""
     gc.collect()
     around.start()
@@ -31,7 +35,9 @@ def cold_prompt(engine: Engine, prompt: list[int], around: ForwardParts) -> tupl
     return seconds, around.take(seconds)
 
 
-def cold_wave(engine: Engine, prompts: Sequence[list[int]], around: ForwardParts) -> tuple[dict[str, Any], Parts | None]:
+def cold_wave(
+    engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
+) -> tuple[dict[str, Any], Parts | None]:
     """As `wave`, with its parts; they are in the row as "parts_ms" too."""
     gc.collect()
     around.start()
@@ -43,7 +49,8 @@ def cold_wave(engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dict[str, Any]:
     """One token for each of ``prompts``, sent at once: times in milliseconds since then.
 
-    Raises RuntimeError where they are not all there in time: those that are would look like a fast wave.
+    Raises RuntimeError where they are not all there in time: those that are would look like a fast
+    wave.
     """
     if trace is not None:
         trace.start()
@@ -56,23 +63,39 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
         stepped = time.perf_counter()
         for output in engine.engine.step():
             if output.finished and any(output.request_id.startswith(name) for name in waiting):
-                times.append(time.perf_counter() - begin)  # noqa: PERF401 (the clock is read output by output)
+                times.append(time.perf_counter() - begin)  # noqa: PERF401
         steps.append((time.perf_counter() - stepped, stepped - begin))
     if len(times) < len(prompts):
         engine.engine.abort_request(sorted(waiting))
-        raise RuntimeError(f"{len(times)} of {len(prompts)} prompts had their token after {WAVE_TIMEOUT_S:.0f} s")
+        raise RuntimeError(
+            f"{len(times)} of {len(prompts)} prompts had their token after {WAVE_TIMEOUT_S:.0f} s"
+        )
     return {
-        "makespan_ms": max(times) * 1e3, "mean_ms": statistics.mean(times) * 1e3, "finished": len(times),
-        "added_ms": added * 1e3, "steps": len(steps), "first_step_ms": steps[0][0] * 1e3,
+        "makespan_ms": max(times) * 1e3,
+        "mean_ms": statistics.mean(times) * 1e3,
+        "finished": len(times),
+        "added_ms": added * 1e3,
+        "steps": len(steps),
+        "first_step_ms": steps[0][0] * 1e3,
         "finished_ms": [round(seconds * 1e3, 1) for seconds in times],
-        "longest_steps_ms": [(round(took * 1e3, 1), round(at * 1e3, 1)) for took, at in sorted(steps, reverse=True)[:12]],
+        "longest_steps_ms": [
+            (round(took * 1e3, 1), round(at * 1e3, 1))
+            for took, at in sorted(steps, reverse=True)[:12]
+        ],
         "trace": trace.summary() if trace is not None else None,
-    }  # fmt: skip
+    }
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
     """By the names that results have: "before_ms" and so on; {} for None."""
-    return {name.replace("_s", "_ms"): round(seconds * 1e3, 3) for name, seconds in parts._asdict().items()} if parts else {}
+    return (
+        {
+            name.replace("_s", "_ms"): round(seconds * 1e3, 3)
+            for name, seconds in parts._asdict().items()
+        }
+        if parts
+        else {}
+    )
 
 
 def medians(every: Sequence[Parts | None]) -> dict[str, float]:

@@ -1,7 +1,9 @@
-"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in turns.
+"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in
+turns.
 
-Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU at a time, and so is everything
-where the GPU has not room for all. It must not import vLLM itself, so that one that cannot start costs only its own row.
+Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU
+at a time, and so is everything where the GPU has not room for all. It must not import vLLM itself,
+so that one that cannot start costs only its own row.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
 ALONE = ("decode", "attached", "startup")
-"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; servers do not run so.
-And what is compared within one process needs no other."""
+"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than
+alone; servers do not run so. And what is compared within one process needs no other."""
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Of the Llama shape, in bfloat16; other shapes have less."""
 OTHER_BYTES = 5 << 30
-"""Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's staging, the CUDA context."""
+"""Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's
+staging, the CUDA context.
+"""
 POLL_S = 0.2
 COLD_PARTS = {
     "before_ms": "until the first forward starts",
@@ -44,10 +48,17 @@ COLD_PARTS = {
 
 
 def run(
-    *, connectors: Sequence[str], phases: Sequence[str], options: dict[str, Any], log_dir: Path, timeout_s: float,
-    together: bool, progress: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``: in turns, where that is fair.
+    *,
+    connectors: Sequence[str],
+    phases: Sequence[str],
+    options: dict[str, Any],
+    log_dir: Path,
+    timeout_s: float,
+    together: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``:
+    in turns, where that is fair.
 
     Raises UnsupportedError where there is nothing to measure.
     """
@@ -57,70 +68,124 @@ def run(
     groups = _groups(connectors, phases, together=together)
     if not groups:
         raise UnsupportedError(
-            "'attached' compares an engine with itself without its connector; --connectors names none that has one"
+            "'attached' compares an engine with itself without its connector; --connectors names none that has one"  # noqa: E501
         )
     host_bytes = options.get("host_bytes", 0)
     progress("servers start")
     with (
-        daemons(connectors, host_bytes >> 30, lambda name: log_dir / f"{name}.server.log") as errors,
+        daemons(
+            connectors, host_bytes >> 30, lambda name: log_dir / f"{name}.server.log"
+        ) as errors,
         kvloft_server(connectors, host_bytes, log_dir / "server.log") as socket,
     ):
         results |= {name: {"error": error} for name, error in errors.items()}
-        groups = _groups([name for name in connectors if name not in errors], phases, together=together)
-        _run_groups(groups, {**options, "socket": socket}, results, log_dir, deadline, together=together, progress=progress)
+        groups = _groups(
+            [name for name in connectors if name not in errors], phases, together=together
+        )
+        _run_groups(
+            groups,
+            {**options, "socket": socket},
+            results,
+            log_dir,
+            deadline,
+            together=together,
+            progress=progress,
+        )
     return results
 
 
 def _run_groups(
-    groups: Sequence[tuple[Sequence[str], Sequence[str]]], options: Mapping[str, Any], results: dict[str, Any], log_dir: Path,
-    deadline: float, *, together: bool, progress: Callable[[str], None],
-) -> None:  # fmt: skip
+    groups: Sequence[tuple[Sequence[str], Sequence[str]]],
+    options: Mapping[str, Any],
+    results: dict[str, Any],
+    log_dir: Path,
+    deadline: float,
+    *,
+    together: bool,
+    progress: Callable[[str], None],
+) -> None:
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
             # All in the same way, if any of them needs it.
             floods = not set(PEERS).isdisjoint(names)
-            asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), "floods": floods, **options}
+            asked = {
+                "turns": folder,
+                "names": list(names),
+                "phases": list(asked_phases),
+                "floods": floods,
+                **options,
+            }
             asked["llm"] = {**shared_gpu(options["num_blocks"], options), **options.get("llm", {})}
-            logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
-            model_of = {name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names}
-            gpu_of = {name: nth % options["gpus"] for nth, name in enumerate(names)} if options.get("gpus") else {}
+            logs = {
+                name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log"
+                for name in names
+            }
+            model_of = {
+                name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names
+            }
+            gpu_of = (
+                {name: nth % options["gpus"] for nth, name in enumerate(names)}
+                if options.get("gpus")
+                else {}
+            )
             children = {
-                name: _start(name, {**asked, "model_dir": model_of[name]}, log, gpu_of.get(name)) for name, log in logs.items()
+                name: _start(name, {**asked, "model_dir": model_of[name]}, log, gpu_of.get(name))
+                for name, log in logs.items()
             }
             share = (deadline - time.monotonic()) / (len(groups) - number)
             if len(names) > 1:
                 share = deadline - time.monotonic()
-            for name, found in _wait(children, logs, share, partial(_left, Path(folder), asked_phases), progress).items():
+            for name, found in _wait(
+                children, logs, share, partial(_left, Path(folder), asked_phases), progress
+            ).items():
                 _add(results[name], found)
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
     """What another process of the same connector found; totals add up, and an error stays."""
-    totals = {key: result.get("totals", {}).get(key, 0) + value for key, value in found.get("totals", {}).items()}
+    totals = {
+        key: result.get("totals", {}).get(key, 0) + value
+        for key, value in found.get("totals", {}).items()
+    }
     result |= {**found, **({"totals": totals} if totals else {})}
 
 
-def _groups(connectors: Sequence[str], phases: Sequence[str], *, together: bool) -> list[tuple[list[str], list[str]]]:
+def _groups(
+    connectors: Sequence[str], phases: Sequence[str], *, together: bool
+) -> list[tuple[list[str], list[str]]]:
     """Which engines are on the GPU at a time, and for what."""
-    phases_of = {name: [phase for phase in phases if (name, phase) != ("none", "attached")] for name in connectors}
+    phases_of = {
+        name: [phase for phase in phases if (name, phase) != ("none", "attached")]
+        for name in connectors
+    }
     if not together:
         return [([name], phases_of[name]) for name in connectors if phases_of[name]]
     shared = [phase for phase in phases if phase not in ALONE]
-    alone = [([name], [phase for phase in phases_of[name] if phase in ALONE]) for name in connectors]
+    alone = [
+        ([name], [phase for phase in phases_of[name] if phase in ALONE]) for name in connectors
+    ]
     return [(list(connectors), shared)] * bool(shared) + [group for group in alone if group[1]]
 
 
-def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int) -> bool:
+def fit_together(
+    num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int
+) -> bool:
     """Whether so many engines have room on a GPU of ``total_bytes``."""
     weights = EMBEDDING_BYTES + int(model.get("num_hidden_layers", 32)) * LAYER_BYTES
     return num_engines * (weights + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
 
 
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
+    """vLLM's settings for engines that start on a GPU together: none measures what the others leave
+    free.
+    """
     model: Mapping[str, Any] = options.get("model", {})
-    settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
-    # With several KV cache groups a block has fewer layers, with a drafter it has more: how many there are is vLLM's to say.
+    settings: dict[str, Any] = {
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": num_blocks * _block_bytes(model),
+    }
+    # With several KV cache groups a block has fewer layers, with a drafter it has more: how many
+    # there are is vLLM's to say.
     counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
@@ -130,7 +195,9 @@ def _block_bytes(model: Mapping[str, Any]) -> int:
     return 16 * 2 * heads * dim * 2 * int(model.get("num_hidden_layers", 32))
 
 
-def _start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> subprocess.Popen[bytes]:
+def _start(
+    name: str, options: dict[str, Any], log: Path, gpu: int | None
+) -> subprocess.Popen[bytes]:
     env = {**CHILD_ENV, **env_of(name, options.get("host_bytes", 0) >> 30)}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
@@ -138,10 +205,15 @@ def _start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> su
 
 
 def _wait(
-    children: Mapping[str, subprocess.Popen[bytes]], logs: Mapping[str, Path], timeout_s: float, left: Callable[[str], None],
+    children: Mapping[str, subprocess.Popen[bytes]],
+    logs: Mapping[str, Path],
+    timeout_s: float,
+    left: Callable[[str], None],
     progress: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Results in the order of ``children``; one that ended says so to the others by ``left``, however it ended."""
+) -> dict[str, Any]:
+    """Results in the order of ``children``; one that ended says so to the others by ``left``,
+    however it ended.
+    """
     status: dict[str, int | str] = {}
     deadline = time.monotonic() + timeout_s
     try:
@@ -151,7 +223,11 @@ def _wait(
                 if name not in status and (late or child.poll() is not None):
                     status[name] = "timeout" if late else child.returncode
                     left(name)
-            progress(", ".join(f"{name}: {_phase(logs[name])}" for name in children if name not in status))
+            progress(
+                ", ".join(
+                    f"{name}: {_phase(logs[name])}" for name in children if name not in status
+                )
+            )
             time.sleep(POLL_S)
     finally:
         for child in children.values():
@@ -162,7 +238,11 @@ def _wait(
 
 def _phase(log: Path) -> str:
     """What the child said last that it does."""
-    said = [line[6:] for line in log.read_text(errors="replace").splitlines() if line.startswith("PHASE ")]
+    said = [
+        line[6:]
+        for line in log.read_text(errors="replace").splitlines()
+        if line.startswith("PHASE ")
+    ]
     return said[-1] if said else "starts"
 
 
@@ -182,7 +262,9 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
             value: Any = results[name]
             for key in path:
                 value = value.get(key) if isinstance(value, dict) else None
-            values.append(f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value))
+            values.append(
+                f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+            )
         if any(value != "-" for value in values):
             rows.append((label, *values))
 
@@ -199,7 +281,11 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
         row("  tokens that were cached", "shared", f"{what}_cached")
     for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
-        row(f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}", "totals", what)
+        row(
+            f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}",  # noqa: E501
+            "totals",
+            what,
+        )
     row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
     for part, label in COLD_PARTS.items():
         row(f"  {label}, ms", "wave", "cold_parts", part)
@@ -214,9 +300,18 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
     for what in ("saving", "loading"):
-        for kind, label in (("all", ""), ("alone", ", nothing else in them"), ("mixed", ", with an arrived prompt")):
+        for kind, label in (
+            ("all", ""),
+            ("alone", ", nothing else in them"),
+            ("mixed", ", with an arrived prompt"),
+        ):
             for mark in ("p50", "p99"):
-                row(f"decode steps beside {what}{label}: {mark}, ms", "decode", what, f"{kind}_{mark}_ms")
+                row(
+                    f"decode steps beside {what}{label}: {mark}, ms",
+                    "decode",
+                    what,
+                    f"{kind}_{mark}_ms",
+                )
     return rows
 
 
@@ -224,7 +319,7 @@ def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     engine = argparse.ArgumentParser(
         prog="engine",
-        description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
+        description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",  # noqa: E501
     )
     connectors = ("none", "native", "kvloft", "raw", "before", "groups", *SERVED, *PEERS)
     phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
@@ -232,27 +327,61 @@ def parser() -> argparse.ArgumentParser:
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is another kvloft, the one in "
-        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one "
+        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is another kvloft, the one in "  # noqa: E501
+        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one "  # noqa: E501
         "`kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
-        "--phases", type=some_of(*phases), default=list(phases[:4]),
-        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
-        "alone, beside saves and beside loads), shared (prompts that the other engine of a server computed), "
+        "--phases",
+        type=some_of(*phases),
+        default=list(phases[:4]),
+        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "  # noqa: E501
+        "alone, beside saves and beside loads), shared (prompts that the other engine of a server computed), "  # noqa: E501
         "attached (new prompts with the connector and without it, in one process), startup "
         "(saves that fail while host memory is pinned; first, or alone); default the first four",
-    )  # fmt: skip
-    engine.add_argument(
-        "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
     )
-    engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
-    engine.add_argument("--colds", type=whole(1, 1000), default=12, help="new prompts of cold and attached (default 12)")
-    engine.add_argument("--rounds", type=whole(1, 1000), default=4, help="times that known prompts are asked for (default 4)")
-    engine.add_argument("--trace", action="store_true", help="note when each load's pieces were sent and copied, in --json")
-    engine.add_argument("--gpus", type=whole(1, 64), default=None, help="spread the engines over so many GPUs (default one GPU)")
+    engine.add_argument(
+        "--context",
+        type=whole(2048, 40000),
+        default=32768,
+        help="tokens of a long prompt, 2048 to 40000 (default 32768)",
+    )
+    engine.add_argument(
+        "--kv-heads",
+        type=int,
+        choices=(1, 2, 4, 8, 16, 32),
+        default=8,
+        help="KV heads of the model (default 8)",
+    )
+    engine.add_argument(
+        "--colds",
+        type=whole(1, 1000),
+        default=12,
+        help="new prompts of cold and attached (default 12)",
+    )
+    engine.add_argument(
+        "--rounds",
+        type=whole(1, 1000),
+        default=4,
+        help="times that known prompts are asked for (default 4)",
+    )
+    engine.add_argument(
+        "--trace",
+        action="store_true",
+        help="note when each load's pieces were sent and copied, in --json",
+    )
+    engine.add_argument(
+        "--gpus",
+        type=whole(1, 64),
+        default=None,
+        help="spread the engines over so many GPUs (default one GPU)",
+    )
     add_model(engine)
-    engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
+    engine.add_argument(
+        "--one-by-one",
+        action="store_true",
+        help="one engine after the other, which takes less GPU memory",
+    )
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
 
@@ -271,27 +400,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     together = room and not args.one_by_one
     if not together:
-        screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
+        screen.print(
+            "One engine after the other: what changes on the machine meanwhile counts as their difference.",  # noqa: E501
+            style="dim",
+        )
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "colds": args.colds,
-        "rounds": args.rounds, "trace": args.trace, "gpus": args.gpus, **shape,
-    }  # fmt: skip
+        "num_blocks": args.blocks,
+        "host_bytes": args.host_gib << 30,
+        "context": args.context,
+        "colds": args.colds,
+        "rounds": args.rounds,
+        "trace": args.trace,
+        "gpus": args.gpus,
+        **shape,
+    }
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
-        print(f"kvloft: {', '.join(missing)} cannot be had here; --connectors names others", file=sys.stderr)
+        print(
+            f"kvloft: {', '.join(missing)} cannot be had here; --connectors names others",
+            file=sys.stderr,
+        )
         return 2
     try:
         with screen.status("starting") as status:
             results = run(
-                connectors=args.connectors, phases=args.phases, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
-                together=together, progress=status.update,
-            )  # fmt: skip
+                connectors=args.connectors,
+                phases=args.phases,
+                options=options,
+                log_dir=Path(args.logs),
+                timeout_s=args.timeout,
+                together=together,
+                progress=status.update,
+            )
     except UnsupportedError as error:
         print(f"kvloft: there is nothing to measure: {error}", file=sys.stderr)
         return 2
     screen.print(table_of(table(results)))
     write(args.json, results)
-    return verdict([f"{name} {result['error']}" for name, result in results.items() if "error" in result])
+    return verdict(
+        [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
+    )
 
 
 if __name__ == "__main__":

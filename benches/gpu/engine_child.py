@@ -1,7 +1,8 @@
-"""One engine with one connector (or none), measured in a process of its own: `python -m benches.gpu.engine_child NAME JSON`.
+"""One engine with one connector (or none), measured in a process of its own: `python -m
+benches.gpu.engine_child NAME JSON`.
 
-Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints one line `RESULT {...}` after
-each phase, and `PHASE name` before.
+Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints
+one line `RESULT {...}` after each phase, and `PHASE name` before.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def turn(turns: Turns) -> Iterator[None]:
 
 
 def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
-    """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
+    """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector
+    pins before it starts.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if options["name"] in KVLOFT:
@@ -64,7 +67,9 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """From the connector after the GPU's cache was emptied, and at once again from HBM; cold too (compare `phase_cold`'s)."""
+    """From the connector after the GPU's cache was emptied, and at once again from HBM; cold too
+    (compare `phase_cold`'s).
+    """
     context = options["context"]
     with turn(turns):
         engine.ttft(engine.prompt(2048))
@@ -98,30 +103,56 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
                 hits.append(engine.ttft(prompt))
     after = worker_totals()
     link.close()
-    found = {name: [row[0] * 1e3 for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm)) if rows}
-    loaded, gbps = after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0), statistics.median(rates)
+    found = {
+        name: [row[0] * 1e3 for row in rows]
+        for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))
+        if rows
+    }
+    loaded, gbps = (
+        after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
+        statistics.median(rates),
+    )
     return {
-        "link_gbps": gbps, **(of_bound(loaded / len(prompts) / gbps / 1e6, found["warm"], found["hbm"]) if loaded else {}),
-        "context": context, **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
+        "link_gbps": gbps,
+        **(
+            of_bound(loaded / len(prompts) / gbps / 1e6, found["warm"], found["hbm"])
+            if loaded
+            else {}
+        ),
+        "context": context,
+        **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
         "all_ms": {name: [round(each, 2) for each in times] for name, times in found.items()},
-        "cached_tokens": [row[2] for row in warm], "from_connector": from_connector,
+        "cached_tokens": [row[2] for row in warm],
+        "from_connector": from_connector,
         "cached_tokens_hbm": [row[2] for row in hits],
-        "first_cold": [row[1] for row in cold], "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm],
-        "kv_bytes": engine.bytes_a_token * (context - 1), "loaded_bytes_last_round": loaded,
-        "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,
-    }  # fmt: skip
+        "first_cold": [row[1] for row in cold],
+        "first_hbm": [row[1] for row in hits],
+        "first_warm": [row[1] for row in warm],
+        "kv_bytes": engine.bytes_a_token * (context - 1),
+        "loaded_bytes_last_round": loaded,
+        "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0),
+        "trace": traced,
+    }
 
 
 def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) -> dict[str, Any]:
-    """Each warm TTFT as a share of the bytes' time on the link plus the TTFT from HBM right after it, and the median."""
+    """Each warm TTFT as a share of the bytes' time on the link plus the TTFT from HBM right after
+    it, and the median.
+    """
     shares = [warm / (link_ms + hit) for warm, hit in zip(warm_ms, hbm_ms, strict=True)]
     return {"shares_of_bound": shares, "warm_of_bound": statistics.median(shares)}
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """First tokens of prompts that this engine computed, and of those that the server's other engine did."""
+    """First tokens of prompts that this engine computed, and of those that the server's other
+    engine did.
+    """
     name, context = options["name"], options["context"]
-    of = {who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)] for who in options["names"] if who in SERVED}
+    of = {
+        who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)]
+        for who in options["names"]
+        if who in SERVED
+    }
     whose = {"own": name, "other": next((who for who in of if who != name), "")}
     if name not in SERVED or not whose["other"]:
         return {}
@@ -137,10 +168,16 @@ def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
             for what, who in whose.items():
                 with turn(turns):
                     rows[what].append(engine.ttft(of[who][nth]))
-    found: dict[str, Any] = {f"{what}_ms": statistics.median(row[0] for row in got) * 1e3 for what, got in rows.items()}
+    found: dict[str, Any] = {
+        f"{what}_ms": statistics.median(row[0] for row in got) * 1e3 for what, got in rows.items()
+    }
     found |= {f"{what}_cached": min(row[2] for row in got) for what, got in rows.items()}
     found["all_ms"] = {what: [round(row[0] * 1e3, 2) for row in got] for what, got in rows.items()}
-    return {**found, "first_cold": [row[1] for row in cold], "first": {what: [row[1] for row in got] for what, got in rows.items()}}
+    return {
+        **found,
+        "first_cold": [row[1] for row in cold],
+        "first": {what: [row[1] for row in got] for what, got in rows.items()},
+    }
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -159,13 +196,18 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             parts.append(taken)
     around.close()
     return {
-        "context": context, "cold_ms": statistics.median(seconds) * 1e3, **medians(parts),
-        "all_ms": [round(each * 1e3, 2) for each in seconds], "parts_ms": [milliseconds(each) for each in parts],
-    }  # fmt: skip
+        "context": context,
+        "cold_ms": statistics.median(seconds) * 1e3,
+        **medians(parts),
+        "all_ms": [round(each * 1e3, 2) for each in seconds],
+        "parts_ms": [milliseconds(each) for each in parts],
+    }
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Eight prompts of half the context at once: cold (others each time), from HBM, and from the connector."""
+    """Eight prompts of half the context at once: cold (others each time), from HBM, and from the
+    connector.
+    """
     trace = load_trace(options)
     around = forward_parts(engine)
     found: dict[str, Any] = {"cold": [], "hbm": None, "warm": []}
@@ -187,7 +229,9 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             found["warm"].append(wave(engine, prompts, trace))
     for kind in ("cold", "warm"):
         if found[kind]:
-            found[f"{kind}_makespan_ms"] = statistics.median(row["makespan_ms"] for row in found[kind])
+            found[f"{kind}_makespan_ms"] = statistics.median(
+                row["makespan_ms"] for row in found[kind]
+            )
     if found["cold"]:
         found["cold_parts"] = medians(parts)
     return found
@@ -196,11 +240,15 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
     """What the connector adds to cold prompts: with it and without it, in this process."""
     with turn(turns):
-        return compare(engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2)
+        return compare(
+            engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
+        )
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """The first seconds of an engine, while its host memory is being pinned: saves that fail, and how far pinning is."""
+    """The first seconds of an engine, while its host memory is being pinned: saves that fail, and
+    how far pinning is.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     rows: list[dict[str, float]] = []
@@ -209,22 +257,36 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
     with turn(turns):
         while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
             wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
-            worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+            worker = (
+                getattr(get_kv_transfer_group(), "_worker", None)
+                if has_kv_transfer_group()
+                else None
+            )
             shared = getattr(worker.core._mover, "_shared", None) if worker is not None else None
             num_bytes = shared.registered.num_registered_bytes if shared is not None else 0
-            rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": num_bytes / 2**30, **worker_totals()})
+            rows.append(
+                {
+                    "at_s": time.perf_counter() - begin,
+                    "pinned_gib": num_bytes / 2**30,
+                    **worker_totals(),
+                }
+            )
     last = rows[-1]
     counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}
     return {"rows": rows, "pinned_gib": last["pinned_gib"], **counts}
 
 
 def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Steps of 16 running requests: alone, while 16k-token prompts arrive and are saved, while they are loaded again."""
+    """Steps of 16 running requests: alone, while 16k-token prompts arrive and are saved, while they
+    are loaded again.
+    """
     running = [engine.prompt(1000) for _ in range(16)]
     num_runs, num_arriving = options.get("rounds", 4), 8
 
     def run(arriving: Sequence[list[int]]) -> list[tuple[float, str]]:
-        """Seconds of each step from the twentieth on: "alone", or "mixed" if an arrived prompt was in it; "before" any came."""
+        """Seconds of each step from the twentieth on: "alone", or "mixed" if an arrived prompt was
+        in it; "before" any came.
+        """
         for prompt in running:
             engine.add([*prompt[:-8], *engine.prompt(8)], 400)
         queue, pending, steps, count = list(arriving), set[str](), list[tuple[float, str]](), 0
@@ -257,20 +319,35 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
     with turn(turns):
         if options["name"] != "none":
             engine.empty_gpu_cache()
-        found["loading"] = _by_kind(run(big if options["name"] != "none" else [p[::-1] for p in big]))
+        found["loading"] = _by_kind(
+            run(big if options["name"] != "none" else [p[::-1] for p in big])
+        )
     return found
 
 
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Of each figure the median over the runs: a run that the host disturbed does not decide a percentile. And all of them."""
-    return {**{name: statistics.median(run[name] for run in runs) for name in runs[0]}, "runs": list(runs)}
+    """Of each figure the median over the runs: a run that the host disturbed does not decide a
+    percentile. And all of them.
+    """
+    return {
+        **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
+        "runs": list(runs),
+    }
 
 
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """``all``: every step from the first arrival on, which is what a running request waits for its next token."""
-    kinds = {kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")}
+    """``all``: every step from the first arrival on, which is what a running request waits for its
+    next token.
+    """
+    kinds = {
+        kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")
+    }
     every = [seconds for seconds, kind in steps if kind != "before"]
-    return {**_percentiles("all", every), **_percentiles("alone", kinds["alone"]), **_percentiles("mixed", kinds["mixed"])}
+    return {
+        **_percentiles("all", every),
+        **_percentiles("alone", kinds["alone"]),
+        **_percentiles("mixed", kinds["mixed"]),
+    }
 
 
 def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
@@ -286,9 +363,14 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
-    "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode, "shared": phase_shared,
-    "attached": phase_attached, "startup": phase_startup,
-}  # fmt: skip
+    "cold": phase_cold,
+    "ttft": phase_ttft,
+    "wave": phase_wave,
+    "decode": phase_decode,
+    "shared": phase_shared,
+    "attached": phase_attached,
+    "startup": phase_startup,
+}
 
 
 def main(name: str, options: dict[str, Any]) -> None:
@@ -299,7 +381,11 @@ def main(name: str, options: dict[str, Any]) -> None:
     begin = time.perf_counter()
     print("PHASE start", flush=True)
     engine = Engine(name, options)
-    result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "parameters": engine.num_parameters}
+    result: dict[str, Any] = {
+        "name": name,
+        "start_s": time.perf_counter() - begin,
+        "parameters": engine.num_parameters,
+    }
     result["vllm"] = vllm.__version__
     result["kv_blocks"] = engine.engine.vllm_config.cache_config.num_gpu_blocks
     result["v2_runner"] = bool(getattr(engine.engine.vllm_config, "use_v2_model_runner", False))

@@ -1,9 +1,11 @@
-"""`python -m benches.gpu.equality`: are greedy tokens the same whatever the cache did? Engines side by side on one GPU, compared.
+"""`python -m benches.gpu.equality`: are greedy tokens the same whatever the cache did? Engines side
+by side on one GPU, compared.
 
-Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the one norm that breaks it put
-right, see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention 3 picks its kernel by
-the longest query of a batch, so the same row may round differently. The reference has no connector and no prefix cache. The
-last engines show how far vLLM is from itself without all that. Timings mean nothing here.
+Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the
+one norm that breaks it put right, see `equality_child`) over Triton attention, whose tiles do not
+depend on the batch; FlashAttention 3 picks its kernel by the longest query of a batch, so the same
+row may round differently. The reference has no connector and no prefix cache. The last engines show
+how far vLLM is from itself without all that. Timings mean nothing here.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. ``exact``: its tokens must equal the reference's; else its own first run's are only counted against."""
+    """One engine. ``exact``: its tokens must equal the reference's; else its own first run's are
+    only counted against.
+    """
 
     what: str
     connector: str = "kvloft"
@@ -40,16 +44,22 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""What an engine measured to be the fastest kernel is the next one's too, if they start one after the other (`--at-once 1`)."""
+"""What an engine measured to be the fastest kernel is the next one's too, if they start one after
+the other (`--at-once 1`).
+"""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
 def _exact(what: str, layout: str, *, connector: str = "kvloft", **llm: Any) -> Setup:
-    return Setup(what, connector, llm={**_TRITON, **llm}, env={**_EXACT, "VLLM_KV_CACHE_LAYOUT": layout})
+    return Setup(
+        what, connector, llm={**_TRITON, **llm}, env={**_EXACT, "VLLM_KV_CACHE_LAYOUT": layout}
+    )
 
 
 SETUPS = {
-    REFERENCE: _exact("no connector, no prefix cache", "NHD", connector="none", enable_prefix_caching=False),
+    REFERENCE: _exact(
+        "no connector, no prefix cache", "NHD", connector="none", enable_prefix_caching=False
+    ),
     "hnd": _exact("kvloft, HND", "HND"),
     "nhd": _exact("kvloft, NHD", "NHD"),
     "hnd-nopc": _exact("kvloft, HND, no prefix cache", "HND", enable_prefix_caching=False),
@@ -57,17 +67,24 @@ SETUPS = {
     "hnd-sync": _exact("kvloft, HND, no async scheduling", "HND", async_scheduling=False),
     "plain-pc": _exact("no connector, prefix cache", "NHD", connector="none"),
     "flash": Setup("kvloft, vLLM's defaults (FlashAttention 3)", exact=False),
-    "plain-flash": Setup("no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False, env=_TUNED),
-    "plain-flash-invariant": Setup("no connector, FlashAttention 3, batch-invariant mode", "none", exact=False, env=_EXACT),
+    "plain-flash": Setup(
+        "no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False, env=_TUNED
+    ),
+    "plain-flash-invariant": Setup(
+        "no connector, FlashAttention 3, batch-invariant mode", "none", exact=False, env=_EXACT
+    ),
 }
 DEFAULT_SETUPS = tuple(SETUPS)
 SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
 """For the phase `sleep`, with `reference`."""
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 """For `--model gemma3`, with `reference` and `plain-pc`."""
-SETUPS["flash-groups"] = Setup("kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED)
-"""For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with `plain-flash`. In the phase `kept` a prompt
-comes alone: with as much of it cached, an answer must be that of vLLM's own cache."""
+SETUPS["flash-groups"] = Setup(
+    "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
+)
+"""For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with
+`plain-flash`. In the phase `kept` a prompt comes alone: with as much of it cached, an answer must
+be that of vLLM's own cache."""
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,9 +94,15 @@ def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> di
 
 
 def run(
-    *, setups: Iterable[str], phases: Iterable[str], options: dict[str, Any], log_dir: Path, at_once: int, timeout_s: float,
+    *,
+    setups: Iterable[str],
+    phases: Iterable[str],
+    options: dict[str, Any],
+    log_dir: Path,
+    at_once: int,
+    timeout_s: float,
     progress: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """{setup: its child's result, or {"error": ...}}; ``at_once`` engines share the GPU."""
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -88,7 +111,12 @@ def run(
         while waiting or running:
             while waiting and len(running) < at_once:
                 name = waiting.pop(0)
-                asked = {"model_dir": f"{folder}/{name}", "phases": list(phases), "only_first": name == REFERENCE, **options}
+                asked = {
+                    "model_dir": f"{folder}/{name}",
+                    "phases": list(phases),
+                    "only_first": name == REFERENCE,
+                    **options,
+                }
                 asked["invariant"] = bool(SETUPS[name].env.keys() & _EXACT.keys())
                 asked["llm"] = {**options.get("llm", {}), **SETUPS[name].llm}
                 running[name] = _start(name, asked, log_dir / f"equality_{name}.log")
@@ -101,7 +129,9 @@ def run(
                         process.kill()
                         process.wait()
                     del running[name]
-                    results[name] = result_of(log_dir / f"equality_{name}.log", "timeout" if late else process.returncode)
+                    results[name] = result_of(
+                        log_dir / f"equality_{name}.log", "timeout" if late else process.returncode
+                    )
                     progress(f"{name} ended with {process.returncode}")
             if time.monotonic() > deadline:
                 results |= {name: {"error": "no time was left to start it"} for name in waiting}
@@ -111,7 +141,9 @@ def run(
 
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     setup = SETUPS[name]
-    return start(log, "equality_child", setup.connector, json.dumps(options), env={**CHILD_ENV, **setup.env})
+    return start(
+        log, "equality_child", setup.connector, json.dumps(options), env={**CHILD_ENV, **setup.env}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +153,15 @@ class Row:
     setup: str
     run: str
     equal: int | None
-    """Requests whose tokens equal the reference's, of ``total``; of an engine that is not exact those of `_alike`."""
+    """Requests whose tokens equal the reference's, of ``total``; of an engine that is not exact
+    those of `_alike`.
+    """
     total: int
     preemptions: int
     loaded: int
-    """Chunks loaded and compared with the pages that a forward computed; ``differing`` of them were not the same."""
+    """Chunks loaded and compared with the pages that a forward computed; ``differing`` of them were
+    not the same.
+    """
     differing: int
     resaved: str
     problem: str
@@ -147,20 +183,26 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Runs of an engine without a connector whose batches are the same: of prompts that come one at a time."""
+    """Runs of an engine without a connector whose batches are the same: of prompts that come one at
+    a time.
+    """
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
 
 def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int]] | None) -> Row:
     tokens, audit, moved = found["tokens"], found["audit"], found["moved"]
-    equal = None if reference is None else sum(a == b for a, b in zip(tokens, reference, strict=True))
+    equal = (
+        None if reference is None else sum(a == b for a, b in zip(tokens, reference, strict=True))
+    )
     differing = audit.get("loaded_differing", 0)
     problems: list[str] = []
     if run == "kept warm":
         problems += _kept_problems(found, tokens, reference or [])
     if run.endswith("skipped_load"):
-        most = len(tokens) - 1 if "cached" in found else len(tokens) // 2  # of the prompts in `kept` some find nothing
+        most = (
+            len(tokens) - 1 if "cached" in found else len(tokens) // 2
+        )  # of the prompts in `kept` some find nothing
         if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
@@ -172,20 +214,38 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
             problems.append("loaded pages differ or are unknown")
         if SETUPS[name].exact and audit.get("resaved_differing", 0):
             problems.append("recomputed pages differ")
-        if audit and run.endswith(("warm", "backwards")) and not (audit["loaded"] and moved.get("loaded_bytes")):
+        if (
+            audit
+            and run.endswith(("warm", "backwards"))
+            and not (audit["loaded"] and moved.get("loaded_bytes"))
+        ):
             problems.append("nothing was loaded")
     if moved.get("bad_chunks"):
         problems.append("tags failed")
     resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
-    loaded_of = tuple(count for label, count in sorted(audit.items()) if label.removeprefix("loaded_").isdecimal())
+    loaded_of = tuple(
+        count for label, count in sorted(audit.items()) if label.removeprefix("loaded_").isdecimal()
+    )
     return Row(
-        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems),
+        name,
+        run,
+        equal,
+        len(tokens),
+        found["preemptions"],
+        audit.get("loaded", 0),
+        differing,
+        resaved,
+        "; ".join(problems),
         loaded_of,
-    )  # fmt: skip
+    )
 
 
-def _kept_problems(found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]) -> Iterator[str]:
-    """Of prompts from host memory, beside the same from vLLM's own cache; ``found`` has how many tokens each found."""
+def _kept_problems(
+    found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
+) -> Iterator[str]:
+    """Of prompts from host memory, beside the same from vLLM's own cache; ``found`` has how many
+    tokens each found.
+    """
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
     if any(count for name, count in kept.items() if name.startswith("differing_")):
@@ -206,14 +266,26 @@ def problems(results: Mapping[str, Any]) -> list[str]:
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
-    blocks = {name: result["kv_blocks"] for name, result in results.items() if "kv_blocks" in result}
+    blocks = {
+        name: result["kv_blocks"] for name, result in results.items() if "kv_blocks" in result
+    }
     if len(set(blocks.values())) > 1:
         found.append(f"engines have unequal numbers of KV blocks: {blocks}")
     for row in rows:
         groups = results[row.setup].get("kv_groups", 1)
-        if groups > 1 and SETUPS[row.setup].connector != "none" and row.run == "prompts warm" and len(row.loaded_of) != groups:
-            found.append(f"{row.setup}, {row.run}: not every KV cache group was loaded and compared: {row.loaded_of}")
-    if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
+        if (
+            groups > 1
+            and SETUPS[row.setup].connector != "none"
+            and row.run == "prompts warm"
+            and len(row.loaded_of) != groups
+        ):
+            found.append(
+                f"{row.setup}, {row.run}: not every KV cache group was loaded and compared: "
+                f"{row.loaded_of}"
+            )
+    if any(row.run.startswith("crowd") for row in rows) and not any(
+        row.preemptions for row in rows if row.setup != REFERENCE
+    ):
         found.append("no request was ever preempted")
     return found
 
@@ -234,14 +306,29 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Head and rows of everything that was run."""
-    head = ("engine", "run", "tokens equal", "preempted", "chunks loaded", "differing", "recomputed differing", "")
+    head = (
+        "engine",
+        "run",
+        "tokens equal",
+        "preempted",
+        "chunks loaded",
+        "differing",
+        "recomputed differing",
+        "",
+    )
     body = [
         (
-            SETUPS[row.setup].what, row.run, "-" if row.equal is None else f"{row.equal} of {row.total}", str(row.preemptions),
-            str(row.loaded), str(row.differing), row.resaved, row.problem,
+            SETUPS[row.setup].what,
+            row.run,
+            "-" if row.equal is None else f"{row.equal} of {row.total}",
+            str(row.preemptions),
+            str(row.loaded),
+            str(row.differing),
+            row.resaved,
+            row.problem,
         )
         for row in judge(results)
-    ]  # fmt: skip
+    ]
     return [head, *body]
 
 
@@ -249,33 +336,51 @@ def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     equality = argparse.ArgumentParser(
         prog="equality",
-        description=f"Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without any cache. {STATUS}",
+        description=(
+            "Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without "
+            f"any cache. {STATUS}"
+        ),
     )
     equality.add_argument(
-        "--setups", type=some_of(*SETUPS), default=list(DEFAULT_SETUPS),
+        "--setups",
+        type=some_of(*SETUPS),
+        default=list(DEFAULT_SETUPS),
         help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
-    )  # fmt: skip
+    )
     equality.add_argument(
-        "--phases", type=some_of("prompts", "crowd", "load", "sleep", "kept"), default=["prompts", "crowd", "load"],
+        "--phases",
+        type=some_of("prompts", "crowd", "load", "sleep", "kept"),
+        default=["prompts", "crowd", "load"],
         help="which of prompts, crowd, load, sleep, kept (default the first three)",
-    )  # fmt: skip
-    equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
+    )
+    equality.add_argument(
+        "--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)"
+    )
     add_model(equality)
     add_sizes(equality, blocks=2000, host_gib=16)
     return equality
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be compared."""
+    """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be
+    compared.
+    """
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2
     results = run(
-        setups=args.setups, phases=args.phases,
-        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)),
+        setups=args.setups,
+        phases=args.phases,
+        options=options(
+            num_blocks=args.blocks,
+            host_bytes=args.host_gib << 30,
+            shape=options_of(args.model, args.layers),
+        ),
         log_dir=Path(args.logs),
-        at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
-    )  # fmt: skip
+        at_once=args.at_once,
+        timeout_s=args.timeout,
+        progress=lambda text: screen.print(text, style="dim"),
+    )
     screen.print(table_of(table(results)))
     write(args.json, summary(results))
     return verdict(problems(results))

@@ -1,8 +1,10 @@
-"""One engine's greedy tokens under everything that could change them: `python -m benches.gpu.equality_child NAME JSON`.
+"""One engine's greedy tokens under everything that could change them: `python -m
+benches.gpu.equality_child NAME JSON`.
 
-Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at once in a block pool that
-preempts, and 200 random requests. Before each warm run the prefix cache is emptied and the paged KV overwritten with noise, so
-that only bytes which were loaded can give the same tokens. Prints `RESULT {...}` after each phase.
+Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at
+once in a block pool that preempts, and 200 random requests. Before each warm run the prefix cache
+is emptied and the paged KV overwritten with noise, so that only bytes which were loaded can give
+the same tokens. Prints `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 def make_norm_invariant() -> None:
     """Let vLLM's batch-invariant mode keep its word for the norm that adds a residual.
 
-    It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a step has 256 tokens: the row of
-    a decoding request then rounds differently beside a prefill (vLLM 0.26.0).
+    It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a
+    step has 256 tokens: the row of a decoding request then rounds differently beside a prefill
+    (vLLM 0.26.0).
     """
     from vllm.model_executor.layers import layernorm
 
@@ -61,11 +64,15 @@ class Subject:
             return preempt(*args, **kwargs)
 
         self.scheduler._preempt_request = counted
-        self.has_prefix_cache = bool(self.engine.engine.vllm_config.cache_config.enable_prefix_caching)
+        self.has_prefix_cache = bool(
+            self.engine.engine.vllm_config.cache_config.enable_prefix_caching
+        )
         groups = paged_kv(self.engine.engine)
         self._tensors = [kv for group in groups for kv in group]
         self.kept = KeptBlocks(self.engine.engine, groups)
-        self.block_tokens = max(g.kv_cache_spec.block_size for g in self.scheduler.kv_cache_config.kv_cache_groups)
+        self.block_tokens = max(
+            g.kv_cache_spec.block_size for g in self.scheduler.kv_cache_config.kv_cache_groups
+        )
         self.longest = int(self.engine.engine.vllm_config.model_config.max_model_len) - 64
         self.num_groups = len(groups)
         self._num_poisoned = 0
@@ -95,7 +102,9 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Each run's tokens (the first's only, of a reference), with what was moved, audited and preempted meanwhile."""
+        """Each run's tokens (the first's only, of a reference), with what was moved, audited and
+        preempted meanwhile.
+        """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
             before, preempted, begin = worker_totals(), self.num_preemptions, time.perf_counter()
@@ -144,7 +153,9 @@ def phase_prompts(subject: Subject) -> dict[str, Any]:
 
 
 def phase_crowd(subject: Subject) -> dict[str, Any]:
-    """More decoding at once than the block pool holds, so that requests are preempted and come back."""
+    """More decoding at once than the block pool holds, so that requests are preempted and come
+    back.
+    """
     rng = random.Random(5)
     prompts = [subject.prompt(rng, rng.randrange(300, 1000)) for _ in range(56)]
 
@@ -155,26 +166,38 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    again = {"again": at_once} if subject.has_prefix_cache else {}  # what is left in HBM changes the batches, whoever caches
+    again = (
+        {"again": at_once} if subject.has_prefix_cache else {}
+    )  # what is left in HBM changes the batches, whoever caches
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """200 random requests with shared beginnings, then the same in the opposite order after HBM was emptied."""
+    """200 random requests with shared beginnings, then the same in the opposite order after HBM was
+    emptied.
+    """
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)
-    prompts = [rng.choice(stems)[: rng.randrange(100, longest)] + subject.prompt(rng, rng.randrange(10, 300)) for _ in range(200)]
+    prompts = [
+        rng.choice(stems)[: rng.randrange(100, longest)]
+        + subject.prompt(rng, rng.randrange(10, 300))
+        for _ in range(200)
+    ]
 
     def backwards() -> list[tuple[int, ...]]:
         subject.empty_hbm()
         return subject.engine.tokens(prompts[::-1], 32)[::-1]
 
-    return subject.measured({"first": lambda: subject.engine.tokens(prompts, 32), "backwards": backwards})
+    return subject.measured(
+        {"first": lambda: subject.engine.tokens(prompts, 32), "backwards": backwards}
+    )
 
 
 def phase_sleep(subject: Subject) -> dict[str, Any]:
-    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must answer as before."""
+    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must
+    answer as before.
+    """
     prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
 
     def tokens() -> list[tuple[int, ...]]:
@@ -192,10 +215,23 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's own cache held."""
+    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's
+    own cache held.
+    """
     size, longest = subject.block_tokens, subject.longest
-    lengths = (size // 2, size, size + 1, 2 * size - 1, 3 * size + 5, 8 * size + size // 2, 40 * size)
-    prompts = [subject.prompt(random.Random(200 + n), n) for n in sorted({min(n, longest) for n in lengths})]
+    lengths = (
+        size // 2,
+        size,
+        size + 1,
+        2 * size - 1,
+        3 * size + 5,
+        8 * size + size // 2,
+        40 * size,
+    )
+    prompts = [
+        subject.prompt(random.Random(200 + n), n)
+        for n in sorted({min(n, longest) for n in lengths})
+    ]
     kept, looks, cached = subject.kept, list[dict[str, int]](), list[list[int]]()
 
     def one_by_one() -> list[tuple[int, ...]]:
@@ -256,13 +292,16 @@ def main(name: str, options: dict[str, Any]) -> None:
     subject = Subject(name, options)
     config = subject.engine.engine.vllm_config
     result: dict[str, Any] = {
-        "start_s": time.perf_counter() - begin, "parameters": subject.engine.num_parameters,
+        "start_s": time.perf_counter() - begin,
+        "parameters": subject.engine.num_parameters,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraphs": str(config.compilation_config.cudagraph_mode),
-        "kv_groups": len(paged_kv(subject.engine.engine)), "kv_strides": list(paged_kv(subject.engine.engine)[0][0].stride()),
+        "kv_groups": len(paged_kv(subject.engine.engine)),
+        "kv_strides": list(paged_kv(subject.engine.engine)[0][0].stride()),
         "kv_blocks": config.cache_config.num_gpu_blocks,
-        "v2_runner": bool(getattr(config, "use_v2_model_runner", False)), "phases": {},
-    }  # fmt: skip
+        "v2_runner": bool(getattr(config, "use_v2_model_runner", False)),
+        "phases": {},
+    }
     for phase in options["phases"]:
         result["phases"][phase] = PHASES[phase](subject)
         if subject.audit is not None:

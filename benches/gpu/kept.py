@@ -1,8 +1,10 @@
-"""What vLLM's own prefix cache holds, block by block: an oracle for loaded pages that knows neither kvloft's keys nor its plans.
+"""What vLLM's own prefix cache holds, block by block: an oracle for loaded pages that knows neither
+kvloft's keys nor its plans.
 
-vLLM names each cached block by a hash of its prefix and the number of its KV cache group. Pages are cloned by that name while a
-forward's own bytes are in them, and compared once other bytes were loaded under the same name: so a window or a state of the
-wrong boundary, group or prompt differs, however well it was copied. Clones stay on the device: only for checks.
+vLLM names each cached block by a hash of its prefix and the number of its KV cache group. Pages are
+cloned by that name while a forward's own bytes are in them, and compared once other bytes were
+loaded under the same name: so a window or a state of the wrong boundary, group or prompt differs,
+however well it was copied. Clones stay on the device: only for checks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 
 
 class KeptBlocks:
-    """Of an engine in this process with the paged KV ``groups``, a list of tensors a KV cache group, blocks first."""
+    """Of an engine in this process with the paged KV ``groups``, a list of tensors a KV cache
+    group, blocks first.
+    """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         self._pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -31,15 +35,21 @@ class KeptBlocks:
         return len(self._clones)
 
     def compare(self, loaded: Sequence[tuple[int, int]]) -> Counter[str]:
-        """Of ``loaded`` (group, block), by group: "same_0", "differing_0", ..., and "unnamed" where vLLM gives no noted name."""
+        """Of ``loaded`` (group, block), by group: "same_0", "differing_0", ..., and "unnamed" where
+        vLLM gives no noted name.
+        """
         counts: Counter[str] = Counter()
         for group, block in loaded:
             name = self._pool.blocks[block].block_hash
-            clone = self._clones.get(name) if name is not None and _group_of(name) == group else None
+            clone = (
+                self._clones.get(name) if name is not None and _group_of(name) == group else None
+            )
             if clone is None:
                 counts["unnamed"] += 1
             else:
-                counts[f"{'same' if torch.equal(self._page(group, block), clone) else 'differing'}_{group}"] += 1
+                counts[
+                    f"{'same' if torch.equal(self._page(group, block), clone) else 'differing'}_{group}"  # noqa: E501
+                ] += 1
         return counts
 
     def _page(self, group: int, block: int) -> torch.Tensor:

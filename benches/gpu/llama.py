@@ -1,7 +1,8 @@
-"""A model of one of `shapes` with random weights made sharp, served by vLLM in this process: what the engine benches measure.
+"""A model of one of `shapes` with random weights made sharp, served by vLLM in this process: what
+the engine benches measure.
 
-Sharp: attention logits have a spread of several units, so that the next token depends on single tokens of the prompt, and so on
-the KV that was loaded. It must not know what is measured.
+Sharp: attention logits have a spread of several units, so that the next token depends on single
+tokens of the prompt, and so on the KV that was loaded. It must not know what is measured.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from benches.gpu.shapes import DRAFT, config_of
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
 FLOOD_PROMPTS = 3
-"""Of which each fills as much of paged KV, at most: while a connector still keeps one's blocks, there is room for the next."""
+"""Of which each fills as much of paged KV, at most: while a connector still keeps one's blocks,
+there is room for the next.
+"""
 SLOW_DECAY = -6.0
 """Logarithm of how fast a gated delta net forgets: its state has some hundred tokens in it."""
 
 
 def sharpen(model: Any) -> int:
-    """Random weights of unit gain in place, the same for the same architecture; returns how many parameters there are.
+    """Random weights of unit gain in place, the same for the same architecture; returns how many
+    parameters there are.
 
-    Each parameter's are of its name, so that a pipeline stage without the embeddings does not give the head theirs: then an engine
-    repeats the last token, whatever its KV is.
+    Each parameter's are of its name, so that a pipeline stage without the embeddings does not give
+    the head theirs: then an engine repeats the last token, whatever its KV is.
     """
     import torch
 
@@ -47,7 +51,9 @@ def sharpen(model: Any) -> int:
             parameter.data.fill_(SLOW_DECAY if name.endswith("A_log") else 1.0)
             continue
         scales_embeddings = config.model_type.startswith("gemma")  # by the root of their width
-        fan_in = 1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
+        fan_in = (
+            1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
+        )
         parameter.data.normal_(0.0, fan_in**-0.5, generator=generator)
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
@@ -69,34 +75,74 @@ class Engine:
         model = config_of(options.get("model", {}))
         _write_config(folder, model)
         settings: dict[str, Any] = {
-            "model": str(folder), "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16",
-            "max_model_len": 40960, "max_num_batched_tokens": 8192, "max_num_seqs": 64, "gpu_memory_utilization": 0.62,
-            "num_gpu_blocks_override": options["num_blocks"], "generation_config": "vllm", "enable_prefix_caching": True,
-            "disable_log_stats": True, "seed": 0,
+            "model": str(folder),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": 40960,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 64,
+            "gpu_memory_utilization": 0.62,
+            "num_gpu_blocks_override": options["num_blocks"],
+            "generation_config": "vllm",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "seed": 0,
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
             },
-        }  # fmt: skip
+        }
         transfer = {
             "none": None,
-            "native": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                       "kv_connector_extra_config": {"cpu_bytes_to_use": options["host_bytes"]}},
-            "kvloft": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
-                       "kv_load_failure_policy": "recompute",
-                       "kv_connector_extra_config": {"host_size": options["host_bytes"], **options.get("extra", {})}},
-            "raw": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
-                    "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"host_size": options["host_bytes"], "compression": "off"}},
-            "groups": {"kv_connector": "KVLoftGroupsConnector", "kv_connector_module_path": "kvloft.vllm.connector",
-                       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                       "kv_connector_extra_config": {"host_size": options["host_bytes"], "kv_groups": "all"}},
-            "served": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
-                       "kv_load_failure_policy": "recompute",
-                       "kv_connector_extra_config": {"server": f"unix:{options.get('socket')}", **options.get("extra", {})}},
+            "native": {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": options["host_bytes"]},
+            },
+            "kvloft": {
+                "kv_connector": "KVLoftConnector",
+                "kv_connector_module_path": "kvloft.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "host_size": options["host_bytes"],
+                    **options.get("extra", {}),
+                },
+            },
+            "raw": {
+                "kv_connector": "KVLoftConnector",
+                "kv_connector_module_path": "kvloft.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "host_size": options["host_bytes"],
+                    "compression": "off",
+                },
+            },
+            "groups": {
+                "kv_connector": "KVLoftGroupsConnector",
+                "kv_connector_module_path": "kvloft.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "host_size": options["host_bytes"],
+                    "kv_groups": "all",
+                },
+            },
+            "served": {
+                "kv_connector": "KVLoftConnector",
+                "kv_connector_module_path": "kvloft.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "server": f"unix:{options.get('socket')}",
+                    **options.get("extra", {}),
+                },
+            },
             **CONNECTORS,
-        }["served" if name in SERVED else "kvloft" if name == "before" else name]  # fmt: skip
+        }["served" if name in SERVED else "kvloft" if name == "before" else name]
         settings.update(options.get("llm", {}))
         if options.get("drafts"):
             settings["speculative_config"] = drafts = dict(options["drafts"])
@@ -110,32 +156,51 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        self._random = random.Random(8 if name in SERVED[1:] else 7)  # what one has computed is no new prompt of the other
+        self._random = random.Random(
+            8 if name in SERVED[1:] else 7
+        )  # what one has computed is no new prompt of the other
         self._next = 0
         self._floods = options.get("floods", False)
-        self.bytes_a_token = model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * 2
+        self.bytes_a_token = (
+            model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * 2
+        )
 
     def prompt(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(10, 128000) for _ in range(num_tokens)]
 
     def params(self, max_tokens: int, **more: Any) -> Any:
-        return self.sampling(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, **more)
+        return self.sampling(
+            max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, **more
+        )
 
     def ttft(self, prompt: list[int]) -> tuple[float, tuple[int, float], int]:
         """(seconds, (token, its logprob), tokens that were cached)."""
         begin = time.perf_counter()
-        output = self.llm.generate([{"prompt_token_ids": prompt}], self.params(1, logprobs=1), use_tqdm=False)[0]
+        output = self.llm.generate(
+            [{"prompt_token_ids": prompt}], self.params(1, logprobs=1), use_tqdm=False
+        )[0]
         seconds = time.perf_counter() - begin
         first = output.outputs[0]
-        return seconds, (first.token_ids[0], round(next(iter(first.logprobs[0].values())).logprob, 5)), output.num_cached_tokens
+        return (
+            seconds,
+            (first.token_ids[0], round(next(iter(first.logprobs[0].values())).logprob, 5)),
+            output.num_cached_tokens,
+        )
 
     def tokens(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[int, ...]]:
         return [tokens for tokens, _ in self.answers(prompts, max_tokens)]
 
-    def answers(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[tuple[int, ...], int]]:
+    def answers(
+        self, prompts: Sequence[list[int]], max_tokens: int
+    ) -> list[tuple[tuple[int, ...], int]]:
         """Of all at once: (its tokens, how many of the prompt's were cached)."""
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False)
-        return [(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
+        )
+        return [
+            (tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
+            for output in outputs
+        ]
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         self._next += 1
@@ -150,7 +215,9 @@ class Engine:
             time.sleep(0.1)
 
     def empty_gpu_cache(self) -> None:
-        """Nothing in HBM can be hit any more; what the connector keeps stays. Raises RuntimeError where vLLM will not."""
+        """Nothing in HBM can be hit any more; what the connector keeps stays. Raises RuntimeError
+        where vLLM will not.
+        """
         if self._floods:
             return self._flood()
         for _ in range(50):
@@ -160,7 +227,9 @@ class Engine:
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
 
     def _flood(self) -> None:
-        """New prompts in every block: some connectors keep a few blocks until the next request, and vLLM then resets nothing."""
+        """New prompts in every block: some connectors keep a few blocks until the next request, and
+        vLLM then resets nothing.
+        """
         config = self.engine.vllm_config
         blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
         each = min(blocks // FLOOD_PROMPTS, config.model_config.max_model_len // size - 1)
@@ -170,7 +239,9 @@ class Engine:
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Only where it is another: engines that share a folder are told apart by when its files changed."""
+    """Only where it is another: engines that share a folder are told apart by when its files
+    changed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file, text = folder / "config.json", json.dumps(config)
     if not file.exists() or file.read_text() != text:
@@ -178,11 +249,14 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def apply_model(llm: Any, function: Any) -> list[Any]:
-    """As ``llm.apply_model`` of an engine in this process, unseen by kvloft, which would cache nothing after it.
+    """As ``llm.apply_model`` of an engine in this process, unseen by kvloft, which would cache
+    nothing after it.
 
     All engines that share anything here have the same done to them before their first request.
     """
-    found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc("apply_model", args=(function,))
+    found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(
+        "apply_model", args=(function,)
+    )
     return found
 
 
@@ -206,7 +280,9 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """What kvloft's worker moved since this was first asked, if that is the connector: bytes, chunks, loads."""
+    """What kvloft's worker moved since this was first asked, if that is the connector: bytes,
+    chunks, loads.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
@@ -227,9 +303,13 @@ def _counted(core: Any) -> Counter[str]:
 
     def counting(done: Any) -> None:
         totals.update(
-            saved_bytes=done.num_bytes_saved, loaded_bytes=done.num_bytes_loaded, saved_chunks=len(done.saved),
-            failed_chunks=len(done.failed), loads=len(done.loads), bad_chunks=sum(len(result.bad_keys) for result in done.loads),
-        )  # fmt: skip
+            saved_bytes=done.num_bytes_saved,
+            loaded_bytes=done.num_bytes_loaded,
+            saved_chunks=len(done.saved),
+            failed_chunks=len(done.failed),
+            loads=len(done.loads),
+            bad_chunks=sum(len(result.bad_keys) for result in done.loads),
+        )
         note(done)
 
     core._note = counting

@@ -1,4 +1,6 @@
-"""Arguments and tables that the benches of whole engines share. It must not import torch or vLLM."""
+"""Arguments and tables that the benches of whole engines share. It must not import torch or
+vLLM.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -29,20 +31,37 @@ def some_of(*allowed: str) -> Callable[[str], list[str]]:
 def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -> None:
     """What every bench of whole engines asks for."""
     engines.add_argument(
-        "--blocks", type=whole(64, 1 << 24), default=blocks, help=f"blocks of 16 tokens in GPU memory (default {blocks})"
+        "--blocks",
+        type=whole(64, 1 << 24),
+        default=blocks,
+        help=f"blocks of 16 tokens in GPU memory (default {blocks})",
     )
     engines.add_argument(
-        "--host-gib", type=whole(1, 4096), default=host_gib, help=f"host memory of each cache, GiB (default {host_gib})"
+        "--host-gib",
+        type=whole(1, 4096),
+        default=host_gib,
+        help=f"host memory of each cache, GiB (default {host_gib})",
     )
-    engines.add_argument("--timeout", type=whole(1, 86400), default=900, help="seconds for everything (default 900)")
-    engines.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
+    engines.add_argument(
+        "--timeout", type=whole(1, 86400), default=900, help="seconds for everything (default 900)"
+    )
+    engines.add_argument(
+        "--logs", default="build/bench", help="folder for the engines' logs (default build/bench)"
+    )
     add_json(engines)
 
 
 def add_model(engines: argparse.ArgumentParser) -> None:
     """What every bench of whole engines serves."""
-    engines.add_argument("--model", choices=tuple(SHAPES), default="llama", help="which architecture (default llama)")
-    engines.add_argument("--layers", type=whole(1, 128), default=None, help="layers of the model (default as published)")
+    engines.add_argument(
+        "--model", choices=tuple(SHAPES), default="llama", help="which architecture (default llama)"
+    )
+    engines.add_argument(
+        "--layers",
+        type=whole(1, 128),
+        default=None,
+        help="layers of the model (default as published)",
+    )
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> Table:

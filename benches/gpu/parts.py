@@ -1,7 +1,8 @@
-"""What the time of first tokens is made of: the host's until the first forward starts, the GPU's until the last ends, and the rest.
+"""What the time of first tokens is made of: the host's until the first forward starts, the GPU's
+until the last ends, and the rest.
 
-Whole times scatter by a percent with the GPU's clock and the host's cores; the parts say where a connector's share is. It must not
-know connectors.
+Whole times scatter by a percent with the GPU's clock and the host's cores; the parts say where a
+connector's share is. It must not know connectors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class Parts(NamedTuple):
     """Of one request, or several at once, in seconds."""
 
     before_s: float
-    """From `ForwardParts.start` until the first forward was launched on a GPU that had nothing to do."""
+    """From `ForwardParts.start` until the first forward was launched on a GPU that had nothing to
+    do.
+    """
     gpu_s: float
     """From there to the end of the last forward."""
     between_s: float
@@ -37,8 +40,13 @@ class ForwardParts:
     def __init__(self, model: Any, stream: Any) -> None:
         """``stream()`` is the `driver.Stream` that forwards are launched on."""
         self._stream = stream
-        self._begins, self._ends = ([driver.Event(timing=True) for _ in range(MAX_FORWARDS)] for _ in range(2))
-        self._hooks = (model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after))
+        self._begins, self._ends = (
+            [driver.Event(timing=True) for _ in range(MAX_FORWARDS)] for _ in range(2)
+        )
+        self._hooks = (
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after),
+        )
         gc.callbacks.append(self._collecting)
         self.start()
 
@@ -50,13 +58,17 @@ class ForwardParts:
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
-        """Of what was sent at `start` and took so many ``seconds``; None without a forward (a replay is none) or with too many."""
+        """Of what was sent at `start` and took so many ``seconds``; None without a forward (a
+        replay is none) or with too many.
+        """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None
         driver.synchronize()
         begins, ends = self._begins[: self._num], self._ends[: self._num]
         gpu_s = ends[-1].seconds_since(begins[0])
-        between_s = sum(begin.seconds_since(end) for end, begin in zip(ends, begins[1:], strict=False))
+        between_s = sum(
+            begin.seconds_since(end) for end, begin in zip(ends, begins[1:], strict=False)
+        )
         before_s = self._first_s - self._begin_s
         return Parts(before_s, gpu_s, between_s, seconds - before_s - gpu_s, self._collected_s)
 

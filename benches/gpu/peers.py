@@ -1,4 +1,5 @@
-"""Other external caches beside kvloft: their connector settings, their environment, and servers: theirs and kvloft's own.
+"""Other external caches beside kvloft: their connector settings, their environment, and servers:
+theirs and kvloft's own.
 
 It must not import vLLM or a peer: one that cannot start costs only its own row.
 """
@@ -22,11 +23,18 @@ from typing import Any
 LMCACHE_PORT = 50056
 CONNECTORS: dict[str, dict[str, Any]] = {
     "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
-    "lmcache-server": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
-                       "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-                       "kv_connector_extra_config": {"lmcache.mp.port": LMCACHE_PORT}},
-    "pegaflow": {"kv_connector": "PegaKVConnector", "kv_role": "kv_both", "kv_connector_module_path": "pegaflow.connector"},
-}  # fmt: skip
+    "lmcache-server": {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {"lmcache.mp.port": LMCACHE_PORT},
+    },
+    "pegaflow": {
+        "kv_connector": "PegaKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "pegaflow.connector",
+    },
+}
 NAMES = tuple(CONNECTORS)
 PACKAGES = {name: name.removesuffix("-server") for name in NAMES}
 PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
@@ -44,19 +52,26 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
         return {"LMCACHE_TRACK_USAGE": "false"}
     if name == "lmcache":
         return {
-            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib),
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib),
             "LMCACHE_CHUNK_SIZE": "256",
-        }  # fmt: skip
+        }
     if name == "before":
-        return {"PYTHONPATH": ":".join(filter(None, (os.environ[BEFORE], os.environ.get("PYTHONPATH"))))}
+        return {
+            "PYTHONPATH": ":".join(filter(None, (os.environ[BEFORE], os.environ.get("PYTHONPATH"))))
+        }
     if name == "pegaflow":
         return {"PEGAFLOW_HOST": "http://127.0.0.1", "PEGAFLOW_PORT": str(PEGAFLOW_PORT)}
     return {}
 
 
 @contextmanager
-def daemons(names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]) -> Iterator[dict[str, str]]:
-    """PegaFlow's and LMCache's servers while it lasts, started together: {name: why} of those that did not get ready.
+def daemons(
+    names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]
+) -> Iterator[dict[str, str]]:
+    """PegaFlow's and LMCache's servers while it lasts, started together: {name: why} of those that
+    did not get ready.
 
     ``log_of``: where the output of a server goes.
     """
@@ -66,7 +81,9 @@ def daemons(names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]) 
         for name in SERVERS.keys() & set(names):
             with _errors_to(errors, name), log_of(name).open("w") as file:
                 command, env = SERVERS[name](host_gib)
-                started[name] = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+                started[name] = subprocess.Popen(
+                    command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
         for name, server in started.items():
             with _errors_to(errors, name):
                 _wait_ready(server, log_of(name), PEGAFLOW_HTTP if name == "pegaflow" else None)
@@ -85,7 +102,9 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its command and environment; it links against a Python and a CUDA runtime that the pack brings or the machine has."""
+    """Its command and environment; it links against a Python and a CUDA runtime that the pack
+    brings or the machine has.
+    """
     package = find_spec("pegaflow")
     torch = find_spec("torch")
     if package is None or package.origin is None or torch is None or torch.origin is None:
@@ -95,46 +114,96 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     with suppress(OSError):
         server.chmod(0o755)
     found = [list(site.glob(f"nvidia/*/lib/{name}.so.13*")) for name in ("libcudart", "libnvrtc")]
-    libraries = [str(home / "lib"), *(str(paths[0].parent) for paths in found if paths), str(home / "fallback")]
+    libraries = [
+        str(home / "lib"),
+        *(str(paths[0].parent) for paths in found if paths),
+        str(home / "fallback"),
+    ]
     old = os.environ.get("LD_LIBRARY_PATH", "")
     env = {
-        **os.environ, "LD_LIBRARY_PATH": ":".join([*libraries, *filter(None, [old])]), "PYTHONHOME": str(home),
-        "PYTHONPATH": f"{folder.parent}:{site}", "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+        **os.environ,
+        "LD_LIBRARY_PATH": ":".join([*libraries, *filter(None, [old])]),
+        "PYTHONHOME": str(home),
+        "PYTHONPATH": f"{folder.parent}:{site}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [
-        str(server), "--addr", f"127.0.0.1:{PEGAFLOW_PORT}", "--http-addr", PEGAFLOW_HTTP.removeprefix("http://"), "--devices", "0",
-        "--pool-size", f"{host_gib}gb", "--trace-sample-rate", "0",
-    ]  # fmt: skip
+        str(server),
+        "--addr",
+        f"127.0.0.1:{PEGAFLOW_PORT}",
+        "--http-addr",
+        PEGAFLOW_HTTP.removeprefix("http://"),
+        "--devices",
+        "0",
+        "--pool-size",
+        f"{host_gib}gb",
+        "--trace-sample-rate",
+        "0",
+    ]
     return command, env
 
 
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     """Its multi-process server: all of its memory taken at once, as ours has it."""
     command = [
-        sys.executable, "-m", "lmcache.v1.multiprocess.server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
-        "--l1-size-gb", str(host_gib), "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", "256",
-    ]  # fmt: skip
-    return command, {**os.environ, **env_of("lmcache-server", host_gib), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.executable,
+        "-m",
+        "lmcache.v1.multiprocess.server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(LMCACHE_PORT),
+        "--l1-size-gb",
+        str(host_gib),
+        "--no-l1-use-lazy",
+        "--eviction-policy",
+        "LRU",
+        "--chunk-size",
+        "256",
+    ]
+    return command, {
+        **os.environ,
+        **env_of("lmcache-server", host_gib),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
-SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {"pegaflow": _pegaflow, "lmcache-server": _lmcache}
+SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {
+    "pegaflow": _pegaflow,
+    "lmcache-server": _lmcache,
+}
 
 
 @contextmanager
 def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
-    """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it does not get ready."""
+    """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it
+    does not get ready.
+    """
     if not set(SERVED) & set(names):
         yield None
         return
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         socket = Path(folder) / "kvloft.sock"
-        command = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", str(socket), "--host-size", str(host_bytes)]
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        command = [
+            sys.executable,
+            "-m",
+            "kvloft.cli",
+            "serve",
+            "--socket",
+            str(socket),
+            "--host-size",
+            str(host_bytes),
+        ]
+        server = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             deadline = time.monotonic() + READY_S
             while not socket.exists():
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"kvloft serve did not get ready: {log.read_text(errors='replace')[-1000:]}")
+                    raise RuntimeError(
+                        f"kvloft serve did not get ready: {log.read_text(errors='replace')[-1000:]}"
+                    )
                 time.sleep(0.05)
             yield str(socket)
         finally:
@@ -166,7 +235,9 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the peer's package can be imported, or the other kvloft is there; others need none."""
+    """Whether the peer's package can be imported, or the other kvloft is there; others need
+    none.
+    """
     if name == "before":
         return BEFORE in os.environ
     return name not in CONNECTORS or find_spec(PACKAGES[name]) is not None

@@ -1,4 +1,6 @@
-"""What is asked of one rank of an engine, in its own process: the audit of its pages. It must be a module that ranks can import."""
+"""What is asked of one rank of an engine, in its own process: the audit of its pages. It must be a
+module that ranks can import.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,20 @@ def _paged_kv(worker: Any) -> list[list[Any]]:
     """Of the layers that this rank has, by KV cache group; each has its blocks first."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    half, layers = get_kv_transfer_group()._worker, worker.vllm_config.compilation_config.static_forward_context
+    half, layers = (
+        get_kv_transfer_group()._worker,
+        worker.vllm_config.compilation_config.static_forward_context,
+    )
     groups = half._group_layers or [list(layers)]
-    return [[kv for name in names if name in layers for kv in whole_blocks(layers[name], half._num_blocks)] for names in groups]
+    return [
+        [
+            kv
+            for name in names
+            if name in layers
+            for kv in whole_blocks(layers[name], half._num_blocks)
+        ]
+        for names in groups
+    ]
 
 
 def begin_audit(worker: Any) -> int:

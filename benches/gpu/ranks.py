@@ -1,7 +1,8 @@
-"""`python -m benches.gpu.ranks`: an engine of several ranks, tensor or pipeline parallel; does it answer the same from host memory?
+"""`python -m benches.gpu.ranks`: an engine of several ranks, tensor or pipeline parallel; does it
+answer the same from host memory?
 
-vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares what it loaded with what its forwards wrote. It must
-not import vLLM.
+vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares what it loaded with
+what its forwards wrote. It must not import vLLM.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from benches.gpu.shapes import options_of
 from kvloft.bench.command import console, whole, write
 
 ENV = {
-    **CHILD_ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}  # fmt: skip
-"""Ranks are forked, so that they are what the child made of kvloft. They add what they have by plain NCCL: multicast of NVLink can
-disturb other programs on the host's GPUs."""
+    **CHILD_ENV,
+    "VLLM_BATCH_INVARIANT": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""Ranks are forked, so that they are what the child made of kvloft. They add what they have by
+plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs."""
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
@@ -48,22 +53,40 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
             yield f"tokens {name} differ from those of a cold cache"
     if runs["crowd_warm"]["tokens"] != crowd["tokens"]:
         yield "tokens crowd_warm differ from those of the crowd before"
-    if missing := [n for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :]) if not found]:
+    if missing := [
+        n
+        for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :])
+        if not found
+    ]:
         yield f"of the crowd's new prompts nothing was found when they came again: {missing}"
     for name in ("crowd", "crowd_warm"):
-        if any(ours < before for ours, before in zip(runs[name]["cached"], warm["cached"], strict=False)):
+        if any(
+            ours < before
+            for ours, before in zip(runs[name]["cached"], warm["cached"], strict=False)
+        ):
             yield f"less was found {name} than warm: {runs[name]['cached']} for {warm['cached']}"
     if skipped["tokens"] == cold["tokens"]:
         yield "tokens do not depend on what is loaded"
-    if any(ours < theirs - 16 for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)):
-        yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"
+    if any(
+        ours < theirs - 16
+        for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)
+    ):
+        yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"  # noqa: E501
     for name, found in runs.items():
         if len(found["ranks"]) != num_ranks:
             yield f"{len(found['ranks'])} ranks answered, not {num_ranks} ({name})"
     for name in ("warm", "crowd", "crowd_warm"):
         for rank, found in enumerate(runs[name]["ranks"]):
-            if not found["loaded"] or found["loaded_differing"] or found["unknown"] or found.get("bad_chunks"):
-                yield f"rank {rank} loaded other pages than its forwards wrote, or none ({name}): {found}"
+            if (
+                not found["loaded"]
+                or found["loaded_differing"]
+                or found["unknown"]
+                or found.get("bad_chunks")
+            ):
+                yield (
+                    f"rank {rank} loaded other pages than its forwards wrote, or none ({name}): "
+                    f"{found}"
+                )
     for rank, blind in enumerate(skipped["ranks"]):
         if not blind["loaded"] or blind["loaded_differing"] != blind["loaded"]:
             yield f"rank {rank}: the audit did not see pages that were not loaded: {blind}"
@@ -73,18 +96,29 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Head, and a row for each run."""
     runs = result.get("runs", {})
     known = runs.get("crowd", runs.get("cold", {})).get("tokens", [])
-    rows: list[tuple[str, ...]] = [("run", "answers equal", "tokens cached", "chunks loaded by rank", "differing")]
+    rows: list[tuple[str, ...]] = [
+        ("run", "answers equal", "tokens cached", "chunks loaded by rank", "differing")
+    ]
     for name, found in runs.items():
         equal = sum(a == b for a, b in zip(found["tokens"], known, strict=False))
-        loaded = (", ".join(str(rank[key]) for rank in found["ranks"]) for key in ("loaded", "loaded_differing"))
-        rows.append((name, f"{equal} of {len(found['tokens'])}", f"{sum(found['cached']):,}", *loaded))
+        loaded = (
+            ", ".join(str(rank[key]) for rank in found["ranks"])
+            for key in ("loaded", "loaded_differing")
+        )
+        rows.append(
+            (name, f"{equal} of {len(found['tokens'])}", f"{sum(found['cached']):,}", *loaded)
+        )
     return rows
 
 
 def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
-    ranks = argparse.ArgumentParser(prog="ranks", description=f"Greedy tokens of an engine over several GPUs. {STATUS}")
-    ranks.add_argument("--tp", type=whole(1, 8), default=1, help="tensor parallel ranks (default 1)")
+    ranks = argparse.ArgumentParser(
+        prog="ranks", description=f"Greedy tokens of an engine over several GPUs. {STATUS}"
+    )
+    ranks.add_argument(
+        "--tp", type=whole(1, 8), default=1, help="tensor parallel ranks (default 1)"
+    )
     ranks.add_argument("--pp", type=whole(1, 8), default=1, help="pipeline stages (default 1)")
     add_model(ranks)
     add_sizes(ranks, blocks=2600, host_gib=8)
@@ -98,11 +132,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     shape = options_of(args.model, args.layers)
     llm = {
-        "tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp, "max_model_len": 24576, "enforce_eager": True,
-        "attention_backend": "TRITON_ATTN", "disable_custom_all_reduce": True,
-        **shared_gpu(args.blocks, shape), **shape["llm"],
-    }  # fmt: skip
-    options = {**shape, "llm": llm, "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "longest": 16385}
+        "tensor_parallel_size": args.tp,
+        "pipeline_parallel_size": args.pp,
+        "max_model_len": 24576,
+        "enforce_eager": True,
+        "attention_backend": "TRITON_ATTN",
+        "disable_custom_all_reduce": True,
+        **shared_gpu(args.blocks, shape),
+        **shape["llm"],
+    }
+    options = {
+        **shape,
+        "llm": llm,
+        "num_blocks": args.blocks,
+        "host_bytes": args.host_gib << 30,
+        "longest": 16385,
+    }
     name = f"ranks_tp{args.tp}_pp{args.pp}"
     result = run(options=options, log=Path(args.logs) / f"{name}.log", timeout_s=args.timeout)
     screen.print(table_of(table(result)))

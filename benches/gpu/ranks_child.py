@@ -1,8 +1,9 @@
-"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares what it loads.
+"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares what
+it loads.
 
-Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host memory. Then these and new ones all
-at once, so that stages have steps of their own under way: twice, the second time from host memory. Last with loads that copy
-nothing. Prints `RESULT {...}`.
+Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host
+memory. Then these and new ones all at once, so that stages have steps of their own under way:
+twice, the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
 """
 
 from __future__ import annotations
@@ -54,17 +55,22 @@ def main(options: dict[str, Any]) -> None:
         return emptied(4, one_by_one)
 
     runs: dict[str, Callable[[], list[Answer]]] = {
-        "cold": one_by_one, "hbm": one_by_one, "warm": partial(emptied, 1, one_by_one), "crowd": partial(emptied, 2, at_once),
-        "crowd_warm": partial(emptied, 3, at_once), "skipped_load": skipped,
-    }  # fmt: skip
+        "cold": one_by_one,
+        "hbm": one_by_one,
+        "warm": partial(emptied, 1, one_by_one),
+        "crowd": partial(emptied, 2, at_once),
+        "crowd_warm": partial(emptied, 3, at_once),
+        "skipped_load": skipped,
+    }
     result: dict[str, Any] = {"layers": layers, "runs": {}}
     for name, run in runs.items():
         found = run()
         engine.settle()
         result["runs"][name] = {
-            "tokens": [tokens for tokens, _ in found], "cached": [cached for _, cached in found],
+            "tokens": [tokens for tokens, _ in found],
+            "cached": [cached for _, cached in found],
             "ranks": executor.collective_rpc(counts),
-        }  # fmt: skip
+        }
         print("RESULT", json.dumps(result), flush=True)
 
 

@@ -1,6 +1,8 @@
-"""`python -m benches.gpu.restart`: an engine is killed and started again; its cache is a `kvloft serve`, which stays.
+"""`python -m benches.gpu.restart`: an engine is killed and started again; its cache is a `kvloft
+serve`, which stays.
 
-Prints how long the next engine takes to the first token of a prompt that the first one computed. It must not import vLLM.
+Prints how long the next engine takes to the first token of a prompt that the first one computed. It
+must not import vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ POLL_S = 0.1
 
 
 def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """What each life of the engine printed, or {"error": ...}; each is killed by SIGKILL once it has."""
+    """What each life of the engine printed, or {"error": ...}; each is killed by SIGKILL once it
+    has.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     lives: list[dict[str, Any]] = []
@@ -45,10 +49,16 @@ def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dic
 def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]:
     child = start(log, "restart_child", json.dumps(options))
     try:
-        while child.poll() is None and time.monotonic() < deadline and "\nRESULT " not in log.read_text(errors="replace"):
+        while (
+            child.poll() is None
+            and time.monotonic() < deadline
+            and "\nRESULT " not in log.read_text(errors="replace")
+        ):
             time.sleep(POLL_S)
         said = "\nRESULT " in log.read_text(errors="replace")
-        status: int | str | None = 0 if said else "timeout" if child.poll() is None else child.returncode
+        status: int | str | None = (
+            0 if said else "timeout" if child.poll() is None else child.returncode
+        )
     finally:
         child.kill()
         child.wait()
@@ -57,7 +67,9 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
     """Why the check fails; empty if it does not."""
-    failed = [f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life]
+    failed = [
+        f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
+    ]
     if failed:
         return failed
     before, after = lives[0], lives[-1]
@@ -74,10 +86,17 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Head, and a row for each figure."""
     rows = [("", *(f"engine {nth + 1}" for nth in range(len(lives))))]
     for key, label in {
-        "started_s": "ready after, s", "answered_s": "first token of the prompt after, s", "cached": "its tokens found",
-        "ttft_ms": "its TTFT, ms", "hbm_ms": "again, from HBM, ms", "loaded_ms": "again, from the server, ms",
-    }.items():  # fmt: skip
-        shown = (f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-")) for life in lives)
+        "started_s": "ready after, s",
+        "answered_s": "first token of the prompt after, s",
+        "cached": "its tokens found",
+        "ttft_ms": "its TTFT, ms",
+        "hbm_ms": "again, from HBM, ms",
+        "loaded_ms": "again, from the server, ms",
+    }.items():
+        shown = (
+            f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-"))
+            for life in lives
+        )
         rows.append((label, *shown))
     return rows
 
@@ -85,24 +104,35 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     restart = argparse.ArgumentParser(
-        prog="restart", description=f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}"
+        prog="restart",
+        description=f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}",  # noqa: E501
     )
-    restart.add_argument("--context", type=whole(2048, 40000), default=32768, help="tokens of the prompt (default 32768)")
+    restart.add_argument(
+        "--context",
+        type=whole(2048, 40000),
+        default=32768,
+        help="tokens of the prompt (default 32768)",
+    )
     add_model(restart)
     add_sizes(restart, blocks=4700, host_gib=24)
     return restart
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; 1 where the next engine did not find the prompt or answers otherwise, 2 where none can run."""
+    """Measure; 1 where the next engine did not find the prompt or answers otherwise, 2 where none
+    can run.
+    """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):
         return 2
     shape = options_of(args.model, args.layers)
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, **shape,
+        "num_blocks": args.blocks,
+        "host_bytes": args.host_gib << 30,
+        "context": args.context,
+        **shape,
         "llm": {**shared_gpu(args.blocks, shape), **shape["llm"]},
-    }  # fmt: skip
+    }
     lives = run(options=options, log_dir=Path(args.logs), timeout_s=args.timeout)
     screen.print(table_of(table(lives)))
     found = problems(lives, args.context)

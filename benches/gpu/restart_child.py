@@ -1,7 +1,7 @@
 """One life of an engine that has a server's cache: `python -m benches.gpu.restart_child JSON`.
 
-Asks for the same prompt as every life does, then again from HBM, and once what it saved has landed again from the server; prints
-`RESULT {...}` and waits to be killed.
+Asks for the same prompt as every life does, then again from HBM, and once what it saved has landed
+again from the server; prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main(options: dict[str, Any]) -> None:
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
         wait_registered(engine, {"name": "served"})  # saves take no frames that are not; loads do
-        engine.ttft(engine.prompt(options["context"]))  # what is compiled and captured by then is so in each life
+        engine.ttft(
+            engine.prompt(options["context"])
+        )  # what is compiled and captured by then is so in each life
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)
     answered_s = time.monotonic() - options["begin_s"]
@@ -34,9 +36,16 @@ def main(options: dict[str, Any]) -> None:
     engine.empty_gpu_cache()
     loaded = engine.ttft(prompt)
     result = {
-        "started_s": started_s, "answered_s": answered_s, "ttft_ms": first[0] * 1e3, "cached": first[2], "first": first[1],
-        "hbm_ms": again[0] * 1e3, "loaded_ms": loaded[0] * 1e3, "loaded_cached": loaded[2], "first_loaded": loaded[1],
-    }  # fmt: skip
+        "started_s": started_s,
+        "answered_s": answered_s,
+        "ttft_ms": first[0] * 1e3,
+        "cached": first[2],
+        "first": first[1],
+        "hbm_ms": again[0] * 1e3,
+        "loaded_ms": loaded[0] * 1e3,
+        "loaded_cached": loaded[2],
+        "first_loaded": loaded[1],
+    }
     print("RESULT", json.dumps(result), flush=True)
     time.sleep(3600)
 

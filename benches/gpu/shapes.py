@@ -1,4 +1,5 @@
-"""Architectures that the engine benches serve, in the widths that published models have; the weights are random ones.
+"""Architectures that the engine benches serve, in the widths that published models have; the
+weights are random ones.
 
 It must not import torch or vLLM.
 """
@@ -10,12 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_bias": False,
     "mlp_bias": False,
-}  # fmt: skip
+}
 """Llama 3.1 8B: what each shape changes a part of."""
 DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 """An EAGLE drafter of it."""
@@ -24,39 +39,84 @@ DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 def gemma3(num_layers: int) -> dict[str, Any]:
     """Gemma 3 4B: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
     return {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
-        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
-        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)],
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "mlp_bias": None,
-    }  # fmt: skip
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+        "layer_types": [
+            "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)
+        ],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": None,
+        "mlp_bias": None,
+    }
 
 
 def qwen35(num_layers: int) -> dict[str, Any]:
     """Qwen 3.5 9B: gated delta nets, so states, in three of four layers."""
     return {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "intermediate_size": 12288,
-        "num_hidden_layers": num_layers, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": None, "mlp_bias": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)],
-    }  # fmt: skip
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "intermediate_size": 12288,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": None,
+        "mlp_bias": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+        "layer_types": [
+            "full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)
+        ],
+    }
 
 
 def gemma4(num_layers: int) -> dict[str, Any]:
-    """Gemma 4, the text model without experts: as Gemma 3, but heads of full attention are twice as wide: blocks differ in size."""
+    """Gemma 4, the text model without experts: as Gemma 3, but heads of full attention are twice as
+    wide: blocks differ in size.
+    """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     return gemma3(num_layers) | {
-        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 512, "rope_theta": None,
-        "rope_local_base_freq": None, "query_pre_attn_scalar": None, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "global_head_dim": 512,
+        "rope_theta": None,
+        "rope_local_base_freq": None,
+        "query_pre_attn_scalar": None,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
         "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
-    }  # fmt: skip
+    }
 
 
 def tiny_gdn(num_layers: int) -> dict[str, Any]:
-    """Qwen 3.5 made small: blocks of about a hundred tokens, and an engine that starts in seconds."""
-    small = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+    """Qwen 3.5 made small: blocks of about a hundred tokens, and an engine that starts in
+    seconds.
+    """
+    small = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return qwen35(num_layers) | small | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
@@ -67,8 +127,8 @@ def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's settings for it. ``drafts``: the
-    drafter's method and how many tokens it guesses."""
+    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's
+    settings for it. ``drafts``: the drafter's method and how many tokens it guesses."""
 
     num_layers: int
     changes: Callable[[int], Mapping[str, Any]]
@@ -80,12 +140,19 @@ TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """The other prefill of gated delta nets, flashinfer's, is not on every machine."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
-    "eagle": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}, {}, {"method": "eagle", "num_speculative_tokens": 2}),
+    "eagle": Shape(
+        32,
+        lambda num_layers: {"num_hidden_layers": num_layers},
+        {},
+        {"method": "eagle", "num_speculative_tokens": 2},
+    ),
     "gemma3": Shape(34, gemma3),
     "gemma4": Shape(12, gemma4, {"attention_backend": "TRITON_ATTN"}),
     "qwen35": Shape(32, qwen35, TRITON_GDN),
     "tiny-gdn": Shape(8, tiny_gdn, TRITON_GDN),
-    "tiny-gdn-mtp": Shape(8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}),
+    "tiny-gdn-mtp": Shape(
+        8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}
+    ),
 }
 """What `--model` names. Where FlashAttention 4 is missing, heads of 512 want Triton's attention."""
 

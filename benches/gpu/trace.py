@@ -1,7 +1,8 @@
-"""Where the time of a load goes: when pieces were submitted, when the link carried them, when the engine stepped.
+"""Where the time of a load goes: when pieces were submitted, when the link carried them, when the
+engine stepped.
 
-It goes around a mover's load lane and records a timing event behind each piece's copies. The events cost the lane a
-microsecond a piece; nothing waits for the device until `summary`.
+It goes around a mover's load lane and records a timing event behind each piece's copies. The events
+cost the lane a microsecond a piece; nothing waits for the device until `summary`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class LoadTrace:
         return sent
 
     def summary(self) -> dict[str, Any]:
-        """Milliseconds: first and last submit, first and last copy done, longest gaps between copies beyond what bytes take."""
+        """Milliseconds: first and last submit, first and last copy done, longest gaps between
+        copies beyond what bytes take.
+        """
         driver.synchronize()
         done = [event.seconds_since(self._zero) for event in self._pool[: len(self._pieces)]]
         if not done:
@@ -61,10 +64,23 @@ class LoadTrace:
         total = sum(piece[2] for piece in self._pieces)
         return {
             "submit_loads_ms": [(round(a * 1e3, 2), round(b * 1e3, 2)) for a, b in self._calls],
-            "first_submit_ms": self._pieces[0][0] * 1e3, "last_submit_ms": self._pieces[-1][0] * 1e3,
+            "first_submit_ms": self._pieces[0][0] * 1e3,
+            "last_submit_ms": self._pieces[-1][0] * 1e3,
             "submit_each_us": sum(b - a for a, b, _ in self._pieces) / len(self._pieces) * 1e6,
-            "first_copied_ms": done[0] * 1e3, "last_copied_ms": done[-1] * 1e3, "pieces": len(self._pieces), "bytes": total,
-            "gbps_first_to_last": (total - self._pieces[0][2]) / max(done[-1] - done[0], 1e-9) / 1e9,
-            "late_submits": sum(1 for before, piece in zip(done, self._pieces[1:], strict=False) if piece[0] > before),
-            "worst_gaps_ms": [(round(gap * 1e3, 2), round(at * 1e3, 1)) for gap, at in sorted(gaps, reverse=True)[:6]],
-        }  # fmt: skip
+            "first_copied_ms": done[0] * 1e3,
+            "last_copied_ms": done[-1] * 1e3,
+            "pieces": len(self._pieces),
+            "bytes": total,
+            "gbps_first_to_last": (total - self._pieces[0][2])
+            / max(done[-1] - done[0], 1e-9)
+            / 1e9,
+            "late_submits": sum(
+                1
+                for before, piece in zip(done, self._pieces[1:], strict=False)
+                if piece[0] > before
+            ),
+            "worst_gaps_ms": [
+                (round(gap * 1e3, 2), round(at * 1e3, 1))
+                for gap, at in sorted(gaps, reverse=True)[:6]
+            ],
+        }

@@ -1,5 +1,6 @@
-"""Turns of engines that share a GPU: each measures one thing while the others are idle, so that what changes in the course of a
-run (a GPU that gets warm, neighbours on the host's cores) meets them all alike. It must not know what is measured.
+"""Turns of engines that share a GPU: each measures one thing while the others are idle, so that
+what changes in the course of a run (a GPU that gets warm, neighbours on the host's cores) meets
+them all alike. It must not know what is measured.
 """
 
 from __future__ import annotations
@@ -13,19 +14,30 @@ POLL_S = 0.002
 
 
 class Turns:
-    """Processes that take turns in the order of ``names``, through files in ``folder``; one that left is not waited for."""
+    """Processes that take turns in the order of ``names``, through files in ``folder``; one that
+    left is not waited for.
+    """
 
-    def __init__(self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0) -> None:
-        """Says that ``name`` is ready, and waits until all are. Raises TimeoutError where one never comes."""
+    def __init__(
+        self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0
+    ) -> None:
+        """Says that ``name`` is ready, and waits until all are. Raises TimeoutError where one never
+        comes.
+        """
         self._folder, self._timeout_s = folder, timeout_s
         self._names, self._mine = list(names), list(names).index(name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"ready-{name}").touch()
-        self._wait(lambda: all((folder / f"ready-{other}").exists() for other in self._present()), "another engine never got ready")
+        self._wait(
+            lambda: all((folder / f"ready-{other}").exists() for other in self._present()),
+            "another engine never got ready",
+        )
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Waits for this process's next turn, and passes it on at the end, also where the turn failed."""
+        """Waits for this process's next turn, and passes it on at the end, also where the turn
+        failed.
+        """
         self._wait(self._is_mine, "another engine kept its turn")
         try:
             yield
@@ -38,7 +50,9 @@ class Turns:
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
-        """Whether no other process that is here had fewer turns, or as few and is named earlier: true of one process at a time."""
+        """Whether no other process that is here had fewer turns, or as few and is named earlier:
+        true of one process at a time.
+        """
         order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
         mine = self._names[self._mine]
         return all(order[mine] <= order[name] for name in self._present())

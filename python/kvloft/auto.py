@@ -1,7 +1,8 @@
 """`server: auto`: one server of this user on this machine, started by the first engine.
 
-The server has its own session, so it outlives engines and their signals, and exits some time after the last engine. If
-several engines start at once, one gets the socket and the others use its server. Must not depend on vLLM.
+The server has its own session, so it outlives engines and their signals, and exits some time after
+the last engine. If several engines start at once, one gets the socket and the others use its
+server. Must not depend on vLLM.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ class _StartError(Exception):
 def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     """Keep a server running at ``config.socket`` until the returned function is called.
 
-    Raises ConfigError if the socket's directory is not private or the server refuses a setting. Other problems are
-    warnings and are retried: until a server answers, requests are computed.
+    Raises ConfigError if the socket's directory is not private or the server refuses a setting.
+    Other problems are warnings and are retried: until a server answers, requests are computed.
     """
     ended, told = threading.Event(), ""
     try:
@@ -51,7 +52,9 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     except _StartError as e:
         told = str(e)
         logger.warning("kvloft: %s", told)
-    threading.Thread(target=_watch, args=(config, logger, ended, told), name="kvloft-server", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(config, logger, ended, told), name="kvloft-server", daemon=True
+    ).start()
     return ended.set
 
 
@@ -94,14 +97,21 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
         status, said = 1, str(e)
     if status == 0:
         linger = f"{config.server_linger:g} s"
-        logger.info("kvloft: started a server at unix:%s, which exits %s after its last engine; its log is %s", path, linger, log)
+        logger.info(
+            "kvloft: started a server at unix:%s, which exits %s after its last engine; its log is "
+            "%s",
+            path,
+            linger,
+            log,
+        )
         for line in said.splitlines():
             logger.warning("%s", line)
     elif status == WRONG_SETTING:
         raise ConfigError(said.removeprefix("kvloft: "))
     elif not _comes(path):  # and no other engine started one
         raise _StartError(
-            f"the server of server = auto could not be started, so requests are computed until one answers; start one with "
+            "the server of server = auto could not be started, so requests are computed until one "
+            "answers; start one with "
             f"`kvloft serve --socket {path}`, or fix this: {said.removeprefix('kvloft: ')}"
         )
 
@@ -117,23 +127,33 @@ def _command(config: Config, log: Path) -> list[str]:
     }
     if config.disk_path is not None:
         told |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
-    limits = {key: KEYS[key].show(value) for key in OF_LIMITS if (value := getattr(config, key)) is not None}
+    limits = {
+        key: KEYS[key].show(value)
+        for key in OF_LIMITS
+        if (value := getattr(config, key)) is not None
+    }
     told |= {key.replace("_", "-"): text for key, text in limits.items()}
     argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
     return argv + [f"--{name}={value}" for name, value in told.items()]
 
 
 def _tell_differences(config: Config, logger: logging.Logger) -> None:
-    """Log settings that differ from those of the server, which the engine that started it decided."""
+    """Log settings that differ from those of the server, which the engine that started it
+    decided.
+    """
     with contextlib.suppress(StoreError):
         its = _core.server_status(_path(config))["settings"]
         differences = [
             f"{key} = {own} here and {its[key]} there"
             for key, own, origin in describe(config)
-            if its.get(key, own) != own and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
+            if its.get(key, own) != own
+            and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
         if differences:
-            text = "kvloft: settings of this engine are ignored, because the server at unix:%s was started with others: %s"
+            text = (
+                "kvloft: settings of this engine are ignored, because the server at unix:%s was "
+                "started with others: %s"
+            )
             logger.warning(text, _path(config), ", ".join(differences))
 
 
@@ -143,28 +163,40 @@ def _path(config: Config) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the directory, or check that it is private. Raises ConfigError, or _StartError for errors that can pass."""
+    """Create the directory, or check that it is private. Raises ConfigError, or _StartError for
+    errors that can pass.
+    """
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
     except OSError as e:
         if e.errno in MAY_PASS:
-            raise _StartError(f"{folder} cannot be created ({e.strerror}), so requests are computed until a server answers") from e
-        raise ConfigError(f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path.") from e
+            raise _StartError(
+                f"{folder} cannot be created ({e.strerror}), so requests are computed until a "
+                "server answers"
+            ) from e
+        raise ConfigError(
+            f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path."
+        ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} is not a directory of this user or is writable by others, so server = auto does not use it; "
+            f"{folder} is not a directory of this user or is writable by others, so server = auto "
+            "does not use it; "
             "remove it, or set server to a path."
         )
 
 
 def _connect(path: str | Path) -> int:
-    """Return the process id of the server; 0 if it is in another container. Raises OSError without a server."""
+    """Return the process id of the server; 0 if it is in another container. Raises OSError without
+    a server.
+    """
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))
-        pid: int = _PEER.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
+        pid: int = _PEER.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[
+            0
+        ]
         return pid
 
 

@@ -50,20 +50,36 @@ METRICS: Final = (
     # Counted by engines.
     _counter("load_tokens_host", _ENGINE, "Tokens loaded from host memory"),
     _counter("load_tokens_disk", _ENGINE, "Tokens loaded from disk"),
-    _counter("load_lost_blocks", _ENGINE, "Blocks offered to vLLM whose chunk was evicted before the load was planned"),
+    _counter(
+        "load_lost_blocks",
+        _ENGINE,
+        "Blocks offered to vLLM whose chunk was evicted before the load was planned",
+    ),
     _counter("loaded_bytes", _ENGINE, "Bytes loaded into paged KV, all ranks"),
     _counter("load_seconds", _ENGINE, "Seconds spent loading, all ranks"),
     _counter("saved_chunks", _ENGINE, "Chunks saved and published"),
     _counter("saved_bytes", _ENGINE, "Bytes saved from paged KV, all ranks"),
     _counter("save_seconds", _ENGINE, "Seconds spent saving, all ranks"),
-    _counter("save_dropped_chunks", _ENGINE, "Saves dropped because no frame was free or the server did not answer"),
+    _counter(
+        "save_dropped_chunks",
+        _ENGINE,
+        "Saves dropped because no frame was free or the server did not answer",
+    ),
     _counter("save_failed_chunks", _ENGINE, "Saves whose copy failed"),
-    _counter("load_breaker_trips", _ENGINE, "Times that loads and saves were paused because loads failed"),
+    _counter(
+        "load_breaker_trips", _ENGINE, "Times that loads and saves were paused because loads failed"
+    ),
     _counter("verify_failures", _ENGINE, "Chunks that failed verification when loaded"),
-    _counter("layout_mismatches", _ENGINE, "Chunks saved by an engine with another memory layout; not loaded, and kept"),
+    _counter(
+        "layout_mismatches",
+        _ENGINE,
+        "Chunks saved by an engine with another memory layout; not loaded, and kept",
+    ),
     _counter("hook_errors", _ENGINE, "Errors inside kvloft that were turned into misses"),
     _counter("server_late", _ENGINE, "Requests that the server did not answer in time"),
-    _counter("server_late_chunks", _ENGINE, "Chunks not saved because the server did not answer in time"),
+    _counter(
+        "server_late_chunks", _ENGINE, "Chunks not saved because the server did not answer in time"
+    ),
     _counter("server_lost", _ENGINE, "Lost connections to the server"),
     # Counted by each store: an engine's own, or a namespace of a server.
     _counter("commits", _SPACE, "Chunks saved and published"),
@@ -71,8 +87,16 @@ METRICS: Final = (
     _counter("reserve_dropped", _SPACE, "Saves dropped because no frame was free"),
     _counter("host_evictions", _BOTH, "Chunks evicted from host memory"),
     _counter("disk_evictions", _BOTH, "Chunks evicted from disk"),
-    _counter("quota_evictions", _BOTH, "Chunks evicted from host memory because their tenant was at its quota"),
-    _counter("quota_disk_evictions", _BOTH, "Chunks evicted from disk because their tenant was at its quota"),
+    _counter(
+        "quota_evictions",
+        _BOTH,
+        "Chunks evicted from host memory because their tenant was at its quota",
+    ),
+    _counter(
+        "quota_disk_evictions",
+        _BOTH,
+        "Chunks evicted from disk because their tenant was at its quota",
+    ),
     _counter(
         "quota_dropped",
         _BOTH,
@@ -90,13 +114,27 @@ METRICS: Final = (
     _counter("disk_reads", _SPACE, "Chunks read from disk"),
     _counter("disk_bytes_read", _BOTH, "Bytes read from disk"),
     _counter("disk_read_us", _NONE, "Microseconds that disk threads spent reading"),
-    _counter("disk_read_busy_us", _NONE, "Microseconds in which at least one chunk was queued for reading from disk"),
+    _counter(
+        "disk_read_busy_us",
+        _NONE,
+        "Microseconds in which at least one chunk was queued for reading from disk",
+    ),
     _counter("disk_read_errors", _BOTH, "Failed disk reads"),
     _counter("disk_verify_failures", _BOTH, "Chunks on disk that failed verification"),
-    _counter("disk_dropped", _BOTH, "Chunks never written to disk, because it was full or they were evicted first"),
-    _counter("disk_unwritten", _BOTH, "Chunks evicted from host memory before they were written to disk"),
+    _counter(
+        "disk_dropped",
+        _BOTH,
+        "Chunks never written to disk, because it was full or they were evicted first",
+    ),
+    _counter(
+        "disk_unwritten", _BOTH, "Chunks evicted from host memory before they were written to disk"
+    ),
     _counter("disk_removals", _BOTH, "Times that the disk directory was removed while in use"),
-    _counter("disk_trips", _BOTH, "Times that the circuit breaker of the disk opened after errors or a hang"),
+    _counter(
+        "disk_trips",
+        _BOTH,
+        "Times that the circuit breaker of the disk opened after errors or a hang",
+    ),
     _gauge("frames_total", _BOTH, "Frames in host memory"),
     _gauge("frames_share", _SPACE, "Frames in the namespace's share of host memory"),
     _gauge("frames_visible", _BOTH, "Frames with a published chunk"),
@@ -112,14 +150,22 @@ METRICS: Final = (
     _gauge("disk_pending", _SPACE, "Chunks queued for writing to disk"),
     _gauge("disk_slots", _NONE, "Slots in the files on disk"),
     _gauge("disk_bytes", _SPACE, "Bytes of the namespace's files on disk"),
-    _gauge("disk_broken", _BOTH, "1 while the circuit breaker of the disk is open after errors or a hang"),
+    _gauge(
+        "disk_broken",
+        _BOTH,
+        "1 while the circuit breaker of the disk is open after errors or a hang",
+    ),
     # Counted by a server for each namespace.
     _counter("lookups", _SPACE, "Prefix lookups from engines"),
     _counter("lookup_chunks", _SPACE, "Chunks looked up"),
     _counter("lookup_chunks_found", _SPACE, "Chunks found by lookups, in any tier"),
     _counter("load_chunks", _SPACE, "Chunks loaded by engines"),
     _counter("save_chunks", _NONE, "Chunks saved by engines"),
-    _counter("late_calls", _SPACE, "Requests that the server did not answer in time, as counted by engines"),
+    _counter(
+        "late_calls",
+        _SPACE,
+        "Requests that the server did not answer in time, as counted by engines",
+    ),
     _counter("late_chunks", _SPACE, "Chunks not saved because the server did not answer in time"),
     _gauge("frame_bytes", _SPACE, "Bytes of one frame"),
     _gauge("slabs", _SPACE, "Slabs of host memory assigned"),
@@ -134,10 +180,18 @@ METRICS: Final = (
     _gauge("server_host_bytes", _SERVER, "Limit of host memory in bytes"),
     _gauge("server_disk_bytes", _SERVER, "Limit of the disk directory in bytes"),
     _gauge("server_disk_unused", _SERVER, "1 while the server cannot use its disk directory"),
-    _gauge("server_disk_free_bytes", _SERVER, "Free bytes in the file system of the disk directory"),
+    _gauge(
+        "server_disk_free_bytes", _SERVER, "Free bytes in the file system of the disk directory"
+    ),
     _gauge("server_disk_closed_bytes", _SERVER, "Bytes of closed namespaces on disk"),
-    _gauge("quarantined_reservations", _SERVER, "Frames reserved until no process can write to them"),
-    _gauge("quarantined_leases", _NONE, "Leases of lost engines, kept until no process can read their frames"),
+    _gauge(
+        "quarantined_reservations", _SERVER, "Frames reserved until no process can write to them"
+    ),
+    _gauge(
+        "quarantined_leases",
+        _NONE,
+        "Leases of lost engines, kept until no process can read their frames",
+    ),
 )
 """All counters and gauges."""
 

@@ -1,21 +1,29 @@
-"""Exceptions of kvloft and exit statuses of its commands. The extension raises these exceptions, too.
+"""Exceptions of kvloft and exit statuses of its commands. The extension raises these exceptions,
+too.
 
-Wrong settings are raised at start only: inside a step, an error is a miss and is counted. Every module
-may import this one, so it must not import anything of kvloft.
+Wrong settings are raised at start only: inside a step, an error is a miss and is counted. Every
+module may import this one, so it must not import anything of kvloft.
 """
 
 import errno
 from typing import Final
 
-MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")}
-"""Errors of the machine that can pass without a change of settings; an engine starts despite them."""
+MAY_PASS: Final = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
+}
+"""Errors of the machine that can pass without a change of settings; an engine starts despite
+them.
+"""
 
 NOT_WRITTEN: Final = 4
 """Exit status of a command that could not write its output."""
 
 
 class ConfigError(ValueError):
-    """A setting or an argument is wrong; the message names it, its value, its source and the fix."""
+    """A setting or an argument is wrong; the message names it, its value, its source and the
+    fix.
+    """
 
 
 class UnsupportedError(ConfigError):

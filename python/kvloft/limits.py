@@ -10,10 +10,17 @@ from typing import Any, Final, NamedTuple
 from kvloft.config import Config, Quota, first_twice, has_unit, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
-KEYS: Final = {"quota": ("quota", parse_quota), "disk_quota": ("disk_quota", parse_quota), "ttl": ("ttl_s", parse_ttl)}
+KEYS: Final = {
+    "quota": ("quota", parse_quota),
+    "disk_quota": ("disk_quota", parse_quota),
+    "ttl": ("ttl_s", parse_ttl),
+}
 SALT_KEYS: Final = ("salt", "salt_file")
 MAX_SALT_BYTES: Final = 1 << 16
-WANTED: Final = "it must be a list of entries such as: {salt_file: a.salt, quota: 10%, disk_quota: 20%, ttl: 24h}"
+WANTED: Final = (
+    "it must be a list of entries such as: {salt_file: a.salt, quota: 10%, disk_quota: 20%, ttl: "
+    "24h}"
+)
 
 
 class Limits(NamedTuple):
@@ -33,7 +40,9 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value in the file of ``salt_limits``: its place for messages, the setting for all salts, and the value."""
+    """A value in the file of ``salt_limits``: its place for messages, the setting for all salts,
+    and the value.
+    """
 
     blame: str
     setting: str
@@ -46,21 +55,34 @@ def tenant_limits(config: Config) -> TenantLimits | None:
     """Return the limits in ``config``; None without any. Raises ConfigError for an invalid file."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
-    limits = TenantLimits(salted, own.pop(None, Limits()), tuple((salt, each) for salt, each in own.items() if salt is not None))
+    limits = TenantLimits(
+        salted,
+        own.pop(None, Limits()),
+        tuple((salt, each) for salt, each in own.items() if salt is not None),
+    )
     return None if limits == TenantLimits(Limits(), Limits(), ()) else limits
 
 
 def given_limits(config: Config) -> Iterator[Given]:
-    """Yield the values in the file of ``salt_limits``, in order. Raises ConfigError for an invalid file."""
+    """Yield the values in the file of ``salt_limits``, in order. Raises ConfigError for an invalid
+    file.
+    """
     for blame, entry in _entries(config.salt_limits) if config.salt_limits is not None else ():
         for key, (_, parse) in KEYS.items():
             if (raw := entry.get(key)) is not None:
                 value = _parsed(parse, raw, f"{blame}: {key}")
-                yield Given(f"{blame}: {key}", f"salt_{key}", value, isinstance(value, int) and not has_unit(raw))
+                yield Given(
+                    f"{blame}: {key}",
+                    f"salt_{key}",
+                    value,
+                    isinstance(value, int) and not has_unit(raw),
+                )
 
 
 def read_salt(raw: bytes, source: str) -> str:
-    """Return the salt in a file's bytes without one newline at the end. Raises ConfigError, which names ``source``."""
+    """Return the salt in a file's bytes without one newline at the end. Raises ConfigError, which
+    names ``source``.
+    """
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
@@ -90,13 +112,18 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
         entries = yaml.safe_load(text)
         keys = _keys_of(text)
     except OSError as e:
-        raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from None
+        raise ConfigError(
+            f"{blame} cannot be read ({e.strerror}); it must name a YAML file."
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError):  # their messages can quote a salt
         raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
     if not isinstance(entries, list):
         raise ConfigError(f"{blame} is not a list; {WANTED}.")
     for nth, entry in enumerate(entries, 1):
-        if (twice := first_twice(keys[nth - 1])) in (*SALT_KEYS, *KEYS):  # any other key can be a salt
+        if (twice := first_twice(keys[nth - 1])) in (
+            *SALT_KEYS,
+            *KEYS,
+        ):  # any other key can be a salt
             raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
 
@@ -107,14 +134,23 @@ def _keys_of(text: str) -> list[list[str]]:
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     entries = node.value if isinstance(node, yaml.SequenceNode) else []
-    return [[key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else [] for entry in entries]
+    return [
+        [key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else []
+        for entry in entries
+    ]
 
 
 def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:
     if not isinstance(entry, dict) or len([key for key in entry if key in SALT_KEYS]) != 1:
-        raise ConfigError(f"{blame}: expected one of salt and salt_file (salt: null for requests without one); {WANTED}.")
+        raise ConfigError(
+            f"{blame}: expected one of salt and salt_file (salt: null for requests without one); "
+            f"{WANTED}."
+        )
     if unknown := [key for key in entry if key not in (*KEYS, *SALT_KEYS)]:
-        raise ConfigError(f"{blame}: {str(unknown[0])[:40]!r} is not known; known keys are {', '.join((*SALT_KEYS, *KEYS))}.")
+        raise ConfigError(
+            f"{blame}: {str(unknown[0])[:40]!r} is not known; known keys are "
+            f"{', '.join((*SALT_KEYS, *KEYS))}."
+        )
     if "salt_file" in entry:
         salt: str | None = _salt_in(entry["salt_file"], blame, folder)
     elif (salt := entry["salt"]) is not None and (not isinstance(salt, str) or not salt):
@@ -136,7 +172,9 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
         reason = e.strerror if isinstance(e, OSError) else "it is not a path"
         raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
     if len(raw) > MAX_SALT_BYTES:
-        raise ConfigError(f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only.")
+        raise ConfigError(
+            f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only."
+        )
     return read_salt(raw, f"{blame}: salt_file {name}")
 
 
@@ -144,5 +182,11 @@ def _parsed(parse: Any, value: object, blame: str) -> Any:
     try:
         return None if value is None else parse(value)
     except (ValueError, TypeError, ArithmeticError):
-        wanted = 'a time from 1s to 3650d, such as "24h" or "7d"' if parse is parse_ttl else 'a part such as "10%", or a size'
-        raise ConfigError(f"{blame} is not allowed; it must be {wanted}, or null for no limit.") from None
+        wanted = (
+            'a time from 1s to 3650d, such as "24h" or "7d"'
+            if parse is parse_ttl
+            else 'a part such as "10%", or a size'
+        )
+        raise ConfigError(
+            f"{blame} is not allowed; it must be {wanted}, or null for no limit."
+        ) from None

@@ -1,4 +1,5 @@
-"""Checks of settings against this machine before the model is known: errors if they cannot work, otherwise warnings.
+"""Checks of settings against this machine before the model is known: errors if they cannot work,
+otherwise warnings.
 
 Changes nothing and creates no directory. Must not depend on vLLM or the store.
 """
@@ -23,7 +24,9 @@ MAX_LOCK_BYTES: Final = 32
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise ConfigError if disk_path has a parent that is not a directory, or salt_limits is invalid."""
+    """Raise ConfigError if disk_path has a parent that is not a directory, or salt_limits is
+    invalid.
+    """
     if config.server in (None, AUTO):  # otherwise the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
@@ -31,12 +34,14 @@ def refuse_impossible(config: Config) -> None:
     nearest = _nearest(Path(config.disk_path))
     if PROC in (nearest, *nearest.parents):
         raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be created, because {PROC} is not writable; "
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be created, "
+            f"because {PROC} is not writable; "
             "set disk_path to a writable local directory."
         )
     if not nearest.is_dir():
         raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, because {nearest} is a file; "
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, "
+            f"because {nearest} is a file; "
             "set disk_path to a writable local directory."
         )
 
@@ -44,13 +49,16 @@ def refuse_impossible(config: Config) -> None:
 def refuse_here(config: Config) -> None:
     """Raise ConfigError if no engine can start with these settings on this machine.
 
-    A disk_path without write permission is not an error: permissions, free space and mounts can change while the
-    engine runs with host memory.
+    A disk_path without write permission is not an error: permissions, free space and mounts can
+    change while the engine runs with host memory.
     """
     refuse_impossible(config)
     text = _memory(config.host_size)
     if text is not None:
-        raise ConfigError(f"{text} Set another host_size; this value came from {_source(config.origin('host_size'))}.")
+        raise ConfigError(
+            f"{text} Set another host_size; this value came from "
+            f"{_source(config.origin('host_size'))}."
+        )
 
 
 def _source(origin: str) -> str:
@@ -58,9 +66,15 @@ def _source(origin: str) -> str:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError for NUMA nodes whose memory this process must not use, according to ``status``."""
+    """Raise ConfigError for NUMA nodes whose memory this process must not use, according to
+    ``status``.
+    """
     try:
-        lists = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("Mems_allowed_list:")]
+        lists = [
+            line.split()[1]
+            for line in status.read_text().splitlines()
+            if line.startswith("Mems_allowed_list:")
+        ]
     except (OSError, IndexError):
         return
     for text in lists:
@@ -68,7 +82,8 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
         unknown = [node for node in nodes if not any(end[0] <= node <= end[-1] for end in ends)]
         if unknown:
             raise ConfigError(
-                f"--numa: NUMA node {unknown[0]} does not exist or is not allowed for this process; allowed nodes: {text} "
+                f"--numa: NUMA node {unknown[0]} does not exist or is not allowed for this "
+                f"process; allowed nodes: {text} "
                 "(see `nvidia-smi topo -m` for each GPU's node)."
             )
 
@@ -79,7 +94,9 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
     ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
     """
     if config.server is not None:
-        return _bare(config) if config.server == AUTO else []  # the server checks its memory and disk
+        return (
+            _bare(config) if config.server == AUTO else []
+        )  # the server checks its memory and disk
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
@@ -92,15 +109,22 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 def _bare(config: Config) -> list[str]:
     """Return a warning for each number without a unit that is probably a mistake."""
-    numbers = [(f"{key} = {number} ({config.origin(key)})", key, number) for key, number in config.bare_numbers.items()]
+    numbers = [
+        (f"{key} = {number} ({config.origin(key)})", key, number)
+        for key, number in config.bare_numbers.items()
+    ]
     if config.server != AUTO:  # the server reads the file itself
         numbers += [
-            (f"{each.blame} = {each.value}", each.setting, int(each.value)) for each in given_limits(config) if each.is_bare
+            (f"{each.blame} = {each.value}", each.setting, int(each.value))
+            for each in given_limits(config)
+            if each.is_bare
         ]
     return [
         f"{what} has no unit, so it is in {unit}; did you mean {number}{meant}?"
         for what, key, number in numbers
-        for unit, meant, most in [("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)]
+        for unit, meant, most in [
+            ("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)
+        ]
         if 0 < number < most
     ]
 
@@ -111,28 +135,44 @@ def _unit(key: str, size: int) -> str:
 
 def _in_vain(config: Config) -> Iterator[str]:
     """Yield a warning for each quota that limits nothing, and for one that stores nothing."""
-    if config.salt_quota == 0 and config.salt_limits is None:  # with that file, only its salts are stored
+    if (
+        config.salt_quota == 0 and config.salt_limits is None
+    ):  # with that file, only its salts are stored
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
         yield f"{given} stores nothing of requests with a cache_salt; remove it for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
     for key in wholes:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
             all_of = "the namespace's host memory" if key == "salt_quota" else "disk_size"
-            yield f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; remove it for no limit."
-    quotas = [(key, f" ({config.origin(key)})", key, quota) for key in wholes if (quota := getattr(config, key)) is not None]
-    quotas += [(each.blame, "", each.setting, each.value) for each in given_limits(config) if each.setting in wholes]
+            yield (
+                f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; "
+                "remove it for no limit."
+            )
+    quotas = [
+        (key, f" ({config.origin(key)})", key, quota)
+        for key in wholes
+        if (quota := getattr(config, key)) is not None
+    ]
+    quotas += [
+        (each.blame, "", each.setting, each.value)
+        for each in given_limits(config)
+        if each.setting in wholes
+    ]
     for name, origin, key, quota in quotas:
         whole = getattr(config, wholes[key])
         if key == "salt_disk_quota" and config.disk_path is None:
             yield f"{name} = {format_quota(quota)} does nothing without disk_path."
         elif isinstance(quota, int) and quota > whole:
             given, least = format_size(quota), format_size(whole)
-            yield f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it limits nothing."
+            yield (
+                f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it limits "
+                "nothing."
+            )
 
 
 def _nearest(path: Path) -> Path:
     """Return the closest existing parent, or the path, as far as this user can see."""
-    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110 (Path.exists raises for hidden paths)
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
 def _memory(host_size: int) -> str | None:
@@ -140,7 +180,8 @@ def _memory(host_size: int) -> str | None:
     if host_size <= memory:
         return None
     return (
-        f"host_size = {format_size(host_size)} is more than this machine's memory of {size_text(memory)}; "
+        f"host_size = {format_size(host_size)} is more than this machine's memory of "
+        f"{size_text(memory)}; "
         "an engine with this setting does not start here."
     )
 
@@ -149,7 +190,9 @@ def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
     if os.access(nearest, os.W_OK | os.X_OK) and PROC not in (nearest, *nearest.parents):
         return None
-    return f"disk_path = {path} cannot be created or written here, because {nearest} is not writable."
+    return (
+        f"disk_path = {path} cannot be created or written here, because {nearest} is not writable."
+    )
 
 
 def _others(path: Path) -> str | None:
@@ -159,13 +202,17 @@ def _others(path: Path) -> str | None:
     if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return None
     return (
-        f"disk_path = {path} belongs to another user or is writable by others (mode {found.st_mode & 0o7777:o}), so it is not "
-        f"used: run `chown {os.geteuid()} {path}` and `chmod go-w {path}`, or set another disk_path."
+        f"disk_path = {path} belongs to another user or is writable by others (mode "
+        f"{found.st_mode & 0o7777:o}), so it is not "
+        f"used: run `chown {os.geteuid()} {path}` and `chmod go-w {path}`, or set another "
+        "disk_path."
     )
 
 
 def _room(path: Path, disk_size: int) -> str | None:
-    """Return a warning if disk_size exceeds the free space plus the files that the directory already has."""
+    """Return a warning if disk_size exceeds the free space plus the files that the directory
+    already has.
+    """
     try:
         free = shutil.disk_usage(_nearest(path)).free
         ours = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.dat"))
@@ -174,8 +221,10 @@ def _room(path: Path, disk_size: int) -> str | None:
     if disk_size <= free + ours:
         return None
     return (
-        f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available to disk_path = {path}; "
-        "when the disk is full, new chunks replace old ones or are dropped and counted (disk_dropped)."
+        f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available "
+        f"to disk_path = {path}; "
+        "when the disk is full, new chunks replace old ones or are dropped and counted "
+        "(disk_dropped)."
     )
 
 
@@ -186,20 +235,30 @@ def _company(path: Path) -> str | None:
         return None
     if not names or "lock" in names:
         return None
-    return f"disk_path = {path} contains files that are not kvloft's; they are kept, but a separate directory is easier to delete."
+    return (
+        f"disk_path = {path} contains files that are not kvloft's; they are kept, but a separate "
+        "directory is easier to delete."
+    )
 
 
 def _nested(path: Path) -> str | None:
-    """Return a warning if the directory is in another disk directory, whose disk_size does not count it."""
+    """Return a warning if the directory is in another disk directory, whose disk_size does not
+    count it.
+    """
     for above in Path(os.path.realpath(path)).parents:
         lock = above / "lock"
         try:
-            is_disk = lock.is_file() and lock.stat().st_size <= MAX_LOCK_BYTES and lock.read_text().strip().isdecimal()
+            is_disk = (
+                lock.is_file()
+                and lock.stat().st_size <= MAX_LOCK_BYTES
+                and lock.read_text().strip().isdecimal()
+            )
         except (OSError, ValueError):
             continue
         if is_disk:
             return (
-                f"disk_path = {path} is in {above}, the disk directory of another engine or server, whose disk_size does not "
+                f"disk_path = {path} is in {above}, the disk directory of another engine or "
+                "server, whose disk_size does not "
                 "count it and whose removal deletes it; set disk_path to a separate directory."
             )
     return None

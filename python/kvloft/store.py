@@ -9,8 +9,11 @@ from kvloft.limits import tenant_limits
 from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
-def open_store(config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None) -> _core.Session:
-    """Return a new session. ``description`` is one line about ``namespace``; ``disk_path`` is this engine's directory.
+def open_store(
+    config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None
+) -> _core.Session:
+    """Return a new session. ``description`` is one line about ``namespace``; ``disk_path`` is this
+    engine's directory.
 
     Raises ConfigError if a setting is wrong.
     """
@@ -43,7 +46,14 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
 def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, int]]:
     """Return the KV cache groups as a session takes them."""
     return [
-        (shape.number_of(nth), group.kind, group.block_tokens, group.blocks_per_unit, group.kept_blocks, group.reach)
+        (
+            shape.number_of(nth),
+            group.kind,
+            group.block_tokens,
+            group.blocks_per_unit,
+            group.kept_blocks,
+            group.reach,
+        )
         for nth, group in enumerate(shape.groups)
     ]
 
@@ -51,4 +61,8 @@ def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, i
 def arena_of(store: _core.Session) -> ArenaSpec | None:
     """Return the arena for workers to map; None while there is no server."""
     path = store.arena_path
-    return ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id, store.lifeline) if path else None
+    return (
+        ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id, store.lifeline)
+        if path
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Version and git revision of this build, from the extension. The version's only source is Cargo.toml."""
+"""Version and git revision of this build, from the extension. The version's only source is
+Cargo.toml.
+"""
 
 from typing import Final
 

@@ -1,6 +1,8 @@
-//! Emits `KVLOFT_REVISION`: the git revision this build was made from, or "unknown". Reads no network.
+//! Emits `KVLOFT_REVISION`: the git revision this build was made from, or "unknown". Reads no
+//! network.
 //!
-//! An sdist has no repository, so `scripts/wheels.sh` puts the revision into `rust/py/REVISION` before it packs one.
+//! An sdist has no repository, so `scripts/wheels.sh` puts the revision into `rust/py/REVISION`
+//! before it packs one.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,6 @@
-"""Lets these tests import the emulated GPU of `tests/gpu`, the models of `tests/model`, and `benches`."""
+"""Lets these tests import the emulated GPU of `tests/gpu`, the models of `tests/model`, and
+`benches`.
+"""
 
 import sys
 from pathlib import Path

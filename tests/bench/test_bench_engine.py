@@ -1,5 +1,5 @@
-"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are one sentence, and an engine that dies costs only
-its own row. What it measures runs on a GPU."""
+"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are one sentence, and an
+engine that dies costs only its own row. What it measures runs on a GPU."""
 
 import json
 import subprocess
@@ -16,7 +16,11 @@ from kvloft.bench import command
 from kvloft.cli.__main__ import main
 from kvloft.errors import UnsupportedError
 
-MAINS = {"copy": lambda argv: main(["bench", "copy", *argv]), "engine": engine.main, "equality": equality.main}
+MAINS = {
+    "copy": lambda argv: main(["bench", "copy", *argv]),
+    "engine": engine.main,
+    "equality": equality.main,
+}
 
 CHILD = """
 import json, sys
@@ -35,16 +39,22 @@ for phase in options["phases"]:
             pass
     turns.leave()
 print("RESULT", json.dumps({"name": name, "cold": {"cold_ms": 1.5}, "totals": {"loads": 5, "bad_chunks": 0}}), flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that take turns and measure nothing; "native" dies before its first."""
 
-    def start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> subprocess.Popen[bytes]:
+    def start(
+        name: str, options: dict[str, Any], log: Path, gpu: int | None
+    ) -> subprocess.Popen[bytes]:
         with log.open("w") as file:
-            return subprocess.Popen([sys.executable, "-c", CHILD, name, json.dumps(options)], stdout=file, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                [sys.executable, "-c", CHILD, name, json.dumps(options)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
 
     monkeypatch.setattr(engine, "_start", start)
 
@@ -60,9 +70,14 @@ def asked_of(log: Path) -> dict[str, Any]:
 def test_an_engine_that_dies_costs_only_its_own_row(tmp_path: Path, together: bool) -> None:
     said: list[str] = []
     found = run(
-        connectors=("none", "native", "kvloft"), phases=("cold", "wave"), options={"num_blocks": 10}, log_dir=tmp_path,
-        timeout_s=600.0, together=together, progress=said.append,
-    )  # fmt: skip
+        connectors=("none", "native", "kvloft"),
+        phases=("cold", "wave"),
+        options={"num_blocks": 10},
+        log_dir=tmp_path,
+        timeout_s=600.0,
+        together=together,
+        progress=said.append,
+    )
     assert list(found) == ["none", "native", "kvloft"]
     assert "this one cannot start" in found["native"]["error"]
     assert "error" not in found["none"]
@@ -71,43 +86,80 @@ def test_an_engine_that_dies_costs_only_its_own_row(tmp_path: Path, together: bo
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = tmp_path / "started"
-    ready = f"import time; open({str(started)!r}, 'w'); print({peers.LMCACHE_READY!r}, flush=True); time.sleep(6000)"
-    fails = f"import os, time\nwhile not os.path.exists({str(started)!r}): time.sleep(0.01)\nraise SystemExit('no such pool')"
+    ready = (
+        f"import time; open({str(started)!r}, 'w'); print({peers.LMCACHE_READY!r}, flush=True); "
+        "time.sleep(6000)"
+    )
+    fails = (
+        f"import os, time\nwhile not os.path.exists({str(started)!r}): time.sleep(0.01)\nraise "
+        "SystemExit('no such pool')"
+    )
     for name, program in {"lmcache-server": ready, "pegaflow": fails}.items():
-        monkeypatch.setitem(peers.SERVERS, name, lambda _, program=program: ([sys.executable, "-c", program], {}))
+        monkeypatch.setitem(
+            peers.SERVERS, name, lambda _, program=program: ([sys.executable, "-c", program], {})
+        )
     found = run(
-        connectors=("pegaflow", "lmcache-server"), phases=("cold",), options={"num_blocks": 10}, log_dir=tmp_path / "logs",
-        timeout_s=600.0, together=True, progress=lambda _: None,
-    )  # fmt: skip
+        connectors=("pegaflow", "lmcache-server"),
+        phases=("cold",),
+        options={"num_blocks": 10},
+        log_dir=tmp_path / "logs",
+        timeout_s=600.0,
+        together=True,
+        progress=lambda _: None,
+    )
     assert list(found) == ["pegaflow", "lmcache-server"]
     assert "no such pool" in found["pegaflow"]["error"] and "cold" not in found["pegaflow"]
-    assert found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
-    assert asked_of(tmp_path / "logs/engine_lmcache-server.log")["floods"], "a peer keeps blocks: prompts are to empty the cache"
+    assert (
+        found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
+    )
+    assert asked_of(tmp_path / "logs/engine_lmcache-server.log")["floods"], (
+        "a peer keeps blocks: prompts are to empty the cache"
+    )
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_engines_that_take_too_long_are_killed_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "CHILD", "import time; time.sleep(6000)")  # pytest's own timeout would fail this
+def test_engines_that_take_too_long_are_killed_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        globals(), "CHILD", "import time; time.sleep(6000)"
+    )  # pytest's own timeout would fail this
     found = run(
-        connectors=("none", "kvloft"), phases=("cold",), options={"num_blocks": 10}, log_dir=tmp_path, timeout_s=0.5,
-        together=True, progress=lambda _: None,
-    )  # fmt: skip
-    assert all("--timeout" in result["error"] and "empty" in result["error"] for result in found.values())
+        connectors=("none", "kvloft"),
+        phases=("cold",),
+        options={"num_blocks": 10},
+        log_dir=tmp_path,
+        timeout_s=0.5,
+        together=True,
+        progress=lambda _: None,
+    )
+    assert all(
+        "--timeout" in result["error"] and "empty" in result["error"] for result in found.values()
+    )
 
 
 @pytest.mark.usefixtures("fake_engines")
 def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
     found = run(
-        connectors=("none", "kvloft"), phases=("cold", "decode"), options={"num_blocks": 10}, log_dir=tmp_path,
-        timeout_s=600.0, together=True, progress=lambda _: None,
-    )  # fmt: skip
+        connectors=("none", "kvloft"),
+        phases=("cold", "decode"),
+        options={"num_blocks": 10},
+        log_dir=tmp_path,
+        timeout_s=600.0,
+        together=True,
+        progress=lambda _: None,
+    )
     shared, alone = (asked_of(tmp_path / f"engine_kvloft{end}.log") for end in ("", "_alone"))
     assert not shared["floods"]
     assert (shared["names"], shared["phases"]) == (["none", "kvloft"], ["cold"])
     assert (alone["names"], alone["phases"]) == (["kvloft"], ["decode"])
-    assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, "5 in each of its two processes"
+    assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, (
+        "5 in each of its two processes"
+    )
     assert not any("error" in result for result in found.values())
 
 
@@ -116,7 +168,10 @@ def test_without_a_connector_there_is_none_to_detach() -> None:
     found = engine._groups(names, ("cold", "attached"), together=True)
     assert found == [(["none", "kvloft"], ["cold"]), (["kvloft"], ["attached"])]
     assert engine._groups(names, ("attached",), together=True) == [(["kvloft"], ["attached"])]
-    assert engine._groups(names, ("cold", "attached"), together=False) == [(["none"], ["cold"]), (["kvloft"], ["cold", "attached"])]
+    assert engine._groups(names, ("cold", "attached"), together=False) == [
+        (["none"], ["cold"]),
+        (["kvloft"], ["cold", "attached"]),
+    ]
 
 
 def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,10 +184,14 @@ def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixt
     assert said.split("is none of ")[1].split(", ") == list(PHASES)
 
 
-def test_nothing_to_measure_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_measure_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert engine._groups(("none",), ("attached",), together=False) == []
     monkeypatch.setattr(engine, "gpu_bytes", lambda: 150 << 30)
-    assert engine.main(["--connectors", "none", "--phases", "attached", "--logs", str(tmp_path)]) == 2
+    assert (
+        engine.main(["--connectors", "none", "--phases", "attached", "--logs", str(tmp_path)]) == 2
+    )
     assert "nothing to measure" in capsys.readouterr().err
 
 
@@ -164,7 +223,9 @@ def test_engines_share_a_gpu_only_where_all_have_room() -> None:
         ("copy --plot /nowhere/x.png", "cannot be written"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_sentence(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused_in_one_sentence(
+    argv: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         MAINS[argv.split()[0]](argv.split()[1:])
     assert words in capsys.readouterr().err.splitlines()[-1]
@@ -176,7 +237,9 @@ def test_a_wrong_setup_lists_those_there_are(capsys: pytest.CaptureFixture[str])
     assert "'zzz' is none of reference, hnd" in capsys.readouterr().err
 
 
-def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_copy_is_no_missing_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(**_: Any) -> None:
         raise RuntimeError("loaded pages differ from the saved pages")
 
@@ -187,7 +250,9 @@ def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize("what", ["copy", "engine", "equality"])
-def test_without_a_gpu_no_engine_starts(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_no_engine_starts(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert MAINS[what]([]) == 2

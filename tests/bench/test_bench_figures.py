@@ -1,4 +1,6 @@
-"""What GPU benches make of what they measured: percentiles, medians of runs, the report's verdicts; on figures made up here."""
+"""What GPU benches make of what they measured: percentiles, medians of runs, the report's verdicts;
+on figures made up here.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,13 @@ REPORT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 
 def test_percentiles_are_of_the_sorted_steps_in_milliseconds() -> None:
     found = _percentiles("alone", [n / 1000 for n in range(200, 0, -1)])
-    marks = {"alone_p50_ms": 101, "alone_p90_ms": 181, "alone_p99_ms": 199, "alone_steps": 200, "alone_max_ms": 200}
+    marks = {
+        "alone_p50_ms": 101,
+        "alone_p90_ms": 181,
+        "alone_p99_ms": 199,
+        "alone_steps": 200,
+        "alone_max_ms": 200,
+    }
     assert found == pytest.approx(marks)
     assert _percentiles("alone", []) == {}
 
@@ -37,12 +45,20 @@ def test_one_disturbed_run_does_not_decide() -> None:
 
 
 def test_a_warm_first_token_is_beside_the_link_and_its_own_hit() -> None:
-    assert of_bound(10.0, [22.0, 33.0, 26.0], [10.0, 20.0, 10.0]) == {"shares_of_bound": [1.1, 1.1, 1.3], "warm_of_bound": 1.1}
+    assert of_bound(10.0, [22.0, 33.0, 26.0], [10.0, 20.0, 10.0]) == {
+        "shares_of_bound": [1.1, 1.1, 1.3],
+        "warm_of_bound": 1.1,
+    }
 
 
 def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
-    """Shares 0.9, 0.5 and 0.7 of ceilings 10, 20 and 30: medians one by one would make it 10 of 20."""
-    rig, ceiling = object.__new__(Rig), SimpleNamespace(limits=cycle((10.0, 20.0, 30.0)), shares=cycle((0.9, 0.5, 0.7)))
+    """Shares 0.9, 0.5 and 0.7 of ceilings 10, 20 and 30: medians one by one would make it 10 of
+    20.
+    """
+    rig, ceiling = (
+        object.__new__(Rig),
+        SimpleNamespace(limits=cycle((10.0, 20.0, 30.0)), shares=cycle((0.9, 0.5, 0.7))),
+    )
     rig.num_bytes = 10**9
 
     def gbps(_: str) -> float:
@@ -57,8 +73,23 @@ def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
 
 
 def test_the_table_shows_the_median_of_shares() -> None:
-    row = dict.fromkeys(WHATS, 49.0) | {f"{what}_share": share for what, share in zip(WHATS, (0.98, 1.0, 0.8, 0.5), strict=True)}
-    assert _rates(row) == ["49.00", "98.0%", "-", "49.00", "100.0%", "-", "49.00", "80.0%", "-", "49.00", "50.0%", "-"]
+    row = dict.fromkeys(WHATS, 49.0) | {
+        f"{what}_share": share for what, share in zip(WHATS, (0.98, 1.0, 0.8, 0.5), strict=True)
+    }
+    assert _rates(row) == [
+        "49.00",
+        "98.0%",
+        "-",
+        "49.00",
+        "100.0%",
+        "-",
+        "49.00",
+        "80.0%",
+        "-",
+        "49.00",
+        "50.0%",
+        "-",
+    ]
     row["compressed"] = dict(zip(WHATS, (68.0, 69.0, 60.0, 67.0), strict=True))
     assert _rates(row)[2::3] == ["68.00", "69.00", "60.00", "67.00"]
 
@@ -96,28 +127,47 @@ def test_the_report_judges_copies_by_their_own_ceiling(
     shares: dict[str, float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = {
-        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 500.0), "pages": [copy_row(**shares)], "beside": [],
+        "machine": {},
+        "ceiling": dict.fromkeys(("save", "load", "both"), 500.0),
+        "pages": [copy_row(**shares)],
+        "beside": [],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
-    }  # fmt: skip
-    (line,) = (text for text in report(tmp_path, capsys, copy=copy).splitlines() if text.startswith("| 4 KiB"))
+    }
+    (line,) = (
+        text
+        for text in report(tmp_path, capsys, copy=copy).splitlines()
+        if text.startswith("| 4 KiB")
+    )
     assert line.split("|")[8].strip(" *") == verdict
 
 
-def test_the_report_shows_every_figure_of_a_copy_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_every_figure_of_a_copy_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = {"save": 51.0, "load": 52.0, "both": 53.0, "save_idle": 54.0}
-    shares = {"save_share": 0.991, "load_share": 0.992, "both_share": 0.993, "save_idle_share": 0.974}
+    shares = {
+        "save_share": 0.991,
+        "load_share": 0.992,
+        "both_share": 0.993,
+        "save_idle_share": 0.974,
+    }
     row = {"page_bytes": 4096.0, **figures, **shares}
     older = {"page_bytes": 8192.0, "save": 49.0, "load": 49.5, "both": 45.0, "save_ceiling": 50.0}
     copy = {
-        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 50.0), "pages": [row, older], "beside": [],
+        "machine": {},
+        "ceiling": dict.fromkeys(("save", "load", "both"), 50.0),
+        "pages": [row, older],
+        "beside": [],
         "frames": [{**row, "order": "in pairs", "load_share": 0.97}],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
-    }  # fmt: skip
+    }
     out = report(tmp_path, capsys, copy=copy)
     cells = "51.00 | 99.10% | 52.00 | {}% | 53.00 | 99.30% | {} | 54.00 | 97.40% | **missed** |"
     assert f"| 4 KiB | {cells.format('99.20', 'met')}" in out
     assert f"| 64 KiB, frames in pairs | {cells.format('97.00', '**missed**')}" in out
-    assert "| 8 KiB | 49.00 | 98.00% | 49.50 | 99.00% | 45.00 | 90.00% | **missed** | - | - |" in out
+    assert (
+        "| 8 KiB | 49.00 | 98.00% | 49.50 | 99.00% | 45.00 | 90.00% | **missed** | - | - |" in out
+    )
 
 
 @pytest.mark.parametrize(("load", "verdict"), [(80.0, "met"), (65.0, "**missed**")])
@@ -126,27 +176,44 @@ def test_the_report_compares_compressed_copies_with_raw_ones(
 ) -> None:
     raw = {"page_bytes": 4096.0, "save": 50.0, "load": 52.0, "both": 45.0}
     copy = {
-        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 50.0), "beside": [],
+        "machine": {},
+        "ceiling": dict.fromkeys(("save", "load", "both"), 50.0),
+        "beside": [],
         "pages": [{**raw, "compressed": {"save": 75.0, "load": load, "both": 64.0}}],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
-    }  # fmt: skip
+    }
     out = report(tmp_path, capsys, copy=copy)
-    assert f"| 4 KiB | 75.00 | 0.667 | {load:.2f} | {52 / load:.3f} | 64.00 | 0.703 | {verdict} |" in out
+    assert (
+        f"| 4 KiB | 75.00 | 0.667 | {load:.2f} | {52 / load:.3f} | 64.00 | 0.703 | {verdict} |"
+        in out
+    )
 
 
 @pytest.mark.parametrize(("last_ms", "verdict"), [(2010.0, "met"), (2020.0, "**missed**")])
 def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1,000 tokens alone twice in 1 s each, 4,000 in a wave of 2 s: 6,000 in 4 s, and 0.25 or 0.5 % more with kvloft."""
+    """1,000 tokens alone twice in 1 s each, 4,000 in a wave of 2 s: 6,000 in 4 s, and 0.25 or 0.5 %
+    more with kvloft.
+    """
 
     def engine(*times_ms: float) -> dict[str, Any]:
         waves = [{"makespan_ms": times_ms[-1], "mean_ms": 1.0}]
-        return {"ttft": {"context": 1000}, "cold": {"all_ms": times_ms[:-1]}, "wave": {"cold": waves}}
+        return {
+            "ttft": {"context": 1000},
+            "cold": {"all_ms": times_ms[:-1]},
+            "wave": {"cold": waves},
+        }
 
-    out = report(tmp_path, capsys, engine={"none": engine(900.0, 1100.0, 2000.0), "kvloft": engine(1050.0, 950.5, last_ms)})
+    out = report(
+        tmp_path,
+        capsys,
+        engine={"none": engine(900.0, 1100.0, 2000.0), "kvloft": engine(1050.0, 950.5, last_ms)},
+    )
     (line,) = (text for text in out.splitlines() if text.startswith("| cold prefill of both"))
-    assert line.startswith("| cold prefill of both, tokens/s | 1,500 | 1,49") and line.endswith(f"| {verdict} |")
+    assert line.startswith("| cold prefill of both, tokens/s | 1,500 | 1,49") and line.endswith(
+        f"| {verdict} |"
+    )
 
 
 def test_the_report_knows_every_part() -> None:
@@ -157,10 +224,18 @@ def test_the_report_knows_every_part() -> None:
     assert found.COLD_PARTS == engine.COLD_PARTS
 
 
-def test_the_report_compares_rates_of_the_same_work_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_compares_rates_of_the_same_work_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def engine(one_ms: float, wave_ms: float | None, finished: int = 8) -> dict[str, Any]:
-        wave = {"cold": [{"makespan_ms": wave_ms, "mean_ms": 1.0, "finished": finished}], "cold_makespan_ms": wave_ms}
-        return {"cold": {"context": 1000, "cold_ms": one_ms, "all_ms": [one_ms]}, **({"wave": wave} if wave_ms else {})}
+        wave = {
+            "cold": [{"makespan_ms": wave_ms, "mean_ms": 1.0, "finished": finished}],
+            "cold_makespan_ms": wave_ms,
+        }
+        return {
+            "cold": {"context": 1000, "cold_ms": one_ms, "all_ms": [one_ms]},
+            **({"wave": wave} if wave_ms else {}),
+        }
 
     good = engine(1000.0, 4000.0)
     for none, ours in (
@@ -169,12 +244,19 @@ def test_the_report_compares_rates_of_the_same_work_only(tmp_path: Path, capsys:
         (good, {"wave": good["wave"]}),
         (good, engine(1000.0, 1500.0, 3)),  # a wave that hung
     ):
-        out = report(tmp_path, capsys, engine={"none": none, "kvloft": ours}, engine_again_1={"none": good, "kvloft": ours})
+        out = report(
+            tmp_path,
+            capsys,
+            engine={"none": none, "kvloft": ours},
+            engine_again_1={"none": good, "kvloft": ours},
+        )
         assert "cold prefill of both" not in out and "| median" not in out
     assert "cold prefill of both" in report(tmp_path, capsys, engine={"none": good, "kvloft": good})
 
 
-def test_the_report_says_which_engine_failed_and_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_which_engine_failed_and_counts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def engine(context: int) -> dict[str, Any]:
         waves = {"cold": [{"makespan_ms": 4000.0, "mean_ms": 1.0}], "cold_makespan_ms": 4000.0}
         return {"cold": {"context": context, "cold_ms": 1000.0, "all_ms": [1000.0]}, "wave": waves}
@@ -183,18 +265,30 @@ def test_the_report_says_which_engine_failed_and_counts_it(tmp_path: Path, capsy
     died = {**same, "kvloft": {"error": "ended with -11; the end of x:\nCUDA error"}}
     out = report(tmp_path, capsys, engine=same, engine_again_1=same, engine_again_2=died)
     assert "**kvloft failed** (`engine_again_2.json`): ended with -11; the end of x:" in out
-    assert "| kvloft failed in 1 | **missed** | **missed** | **missed** |" in out and "| median" not in out
+    assert (
+        "| kvloft failed in 1 | **missed** | **missed** | **missed** |" in out
+        and "| median" not in out
+    )
     (tmp_path / "engine_again_2.json").unlink()
-    out = report(tmp_path, capsys, engine=same, engine_again_1={"none": engine(4096), "kvloft": engine(4096)})
+    out = report(
+        tmp_path, capsys, engine=same, engine_again_1={"none": engine(4096), "kvloft": engine(4096)}
+    )
     assert "runs, each with new processes" not in out, "one run of each length"
 
 
-def test_the_report_says_what_a_cold_prompt_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_a_cold_prompt_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts = {"before_ms": 11.0, "gpu_ms": 1222.0, "between_ms": 2.0, "after_ms": 3.0}
     wave = {"cold_makespan_ms": 4000.0, "cold_parts": {**parts, "gpu_ms": 3900.0}}
     none = {"cold": {"cold_ms": 1236.0, **parts}, "wave": wave}
-    out = report(tmp_path, capsys, engine={"none": none, "native": {"cold": {"cold_ms": 1300.0}}}).splitlines()
-    for whole, gpu in (("TTFT of 32,768 tokens, cold", "1,222.00"), ("8 x 16k at once, cold: makespan", "3,900.00")):
+    out = report(
+        tmp_path, capsys, engine={"none": none, "native": {"cold": {"cold_ms": 1300.0}}}
+    ).splitlines()
+    for whole, gpu in (
+        ("TTFT of 32,768 tokens, cold", "1,222.00"),
+        ("8 x 16k at once, cold: makespan", "3,900.00"),
+    ):
         at = next(i for i, line in enumerate(out) if line.startswith(f"| {whole}"))
         assert out[at + 1 : at + 5] == [
             "| - until the first forward starts | 11.00 | - |  |  |",
@@ -204,28 +298,38 @@ def test_the_report_says_what_a_cold_prompt_is_made_of(tmp_path: Path, capsys: p
         ]
 
 
-@pytest.mark.parametrize(("warm", "verdict"), [([110.0, 205.0, 900.0], "met"), ([111.0, 212.0, 318.0], "**missed**")])
+@pytest.mark.parametrize(
+    ("warm", "verdict"), [([110.0, 205.0, 900.0], "met"), ([111.0, 212.0, 318.0], "**missed**")]
+)
 def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     warm: list[float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The link's time is 100 ms, the hits 10, 100 and 200: pair by pair, the median decides."""
     ttft = {"kv_bytes": 5e9, "all_ms": {"warm": warm, "hbm": [10.0, 100.0, 200.0]}}
     copy = {
-        "machine": {}, "ceiling": {"save": 50.0, "load": 50.0, "both": 50.0}, "pages": [], "beside": [],
+        "machine": {},
+        "ceiling": {"save": 50.0, "load": 50.0, "both": 50.0},
+        "pages": [],
+        "beside": [],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
-    }  # fmt: skip
+    }
     out = report(tmp_path, capsys, copy=copy, engine={"kvloft": {"ttft": ttft}})
-    (line,) = (text for text in out.splitlines() if text.startswith("Each warm TTFT beside 100.0 ms"))
+    (line,) = (
+        text for text in out.splitlines() if text.startswith("Each warm TTFT beside 100.0 ms")
+    )
     assert f"target 1.05; {verdict})" in line
 
 
 @pytest.mark.parametrize(
-    ("last", "verdicts"), [(1.004, ["met", "met", "met"]), (1.006, ["**missed**", "**missed**", "**missed**"])]
+    ("last", "verdicts"),
+    [(1.004, ["met", "met", "met"]), (1.006, ["**missed**", "**missed**", "**missed**"])],
 )
 def test_the_report_takes_the_median_of_runs_with_new_processes(
     last: float, verdicts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kvloft takes 0.9, 1.02 and ``last`` times as long; the second run had no plain engine, and counts for nothing."""
+    """Kvloft takes 0.9, 1.02 and ``last`` times as long; the second run had no plain engine, and
+    counts for nothing.
+    """
 
     def engine(times: float) -> dict[str, Any]:
         one, wave = 1000.0 * times, 4000.0 * times
@@ -234,32 +338,53 @@ def test_the_report_takes_the_median_of_runs_with_new_processes(
 
     runs = [{"none": engine(1.0), "kvloft": engine(times)} for times in (0.9, 7.0, 1.02, last)]
     del runs[1]["none"]
-    out = report(tmp_path, capsys, engine=runs[0], **{f"engine_again_{i}": run for i, run in enumerate(runs[1:])}).splitlines()
-    assert "| 2 | 1.0200 | 1.0200 | 0.9804 |" in out and not any(line.startswith("| 4 ") for line in out)
+    out = report(
+        tmp_path,
+        capsys,
+        engine=runs[0],
+        **{f"engine_again_{i}": run for i, run in enumerate(runs[1:])},
+    ).splitlines()
+    assert "| 2 | 1.0200 | 1.0200 | 0.9804 |" in out and not any(
+        line.startswith("| 4 ") for line in out
+    )
     (line,) = (text for text in out if text.startswith("| median"))
-    assert line == f"| median | {last:.4f} {verdicts[0]} | {last:.4f} {verdicts[1]} | {1 / last:.4f} {verdicts[2]} |"
+    assert (
+        line
+        == f"| median | {last:.4f} {verdicts[0]} | {last:.4f} {verdicts[1]} | {1 / last:.4f} {verdicts[2]} |"  # noqa: E501
+    )
 
 
-def test_the_report_compares_one_process_with_its_connector_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_compares_one_process_with_its_connector_and_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def kind(without_ms: float, with_ms: float) -> dict[str, Any]:
         return {
             "detached": {"ms": without_ms, "gpu_ms": without_ms - 20, "all_ms": [1, 2]},
             "attached": {"ms": with_ms, "gpu_ms": with_ms - 23, "all_ms": [1, 2]},
         }
 
-    measured: dict[str, Any] = {"attached": {"context": 32768, "prompts": kind(1000, 1005), "waves": kind(4000, 4021)}}
+    measured: dict[str, Any] = {
+        "attached": {"context": 32768, "prompts": kind(1000, 1005), "waves": kind(4000, 4021)}
+    }
     measured["attached"]["waves"]["detached"]["between_ms"] = 6.0
     out = report(tmp_path, capsys, engine_attached={"kvloft": measured})
     assert "in one process of kvloft" in out
     assert "| TTFT of 32,768 tokens (of 2) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
-    assert "| 8 x 16k at once: makespan (of 2) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |" in out
+    assert (
+        "| 8 x 16k at once: makespan (of 2) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |"
+        in out
+    )
     assert "| - from there to the end of the last forward | 980.00 | 982.00 | | |" in out
     assert "of that, between forwards" not in out, "what was not measured of both"
     del measured["attached"]["waves"]["attached"]["ms"]
-    assert "one process" not in report(tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}})
+    assert "one process" not in report(
+        tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}}
+    )
 
 
-def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_a_row_for_each_launch_that_was_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "ncu.txt").write_text(
         "==PROF== Connected to process 7\n"
         "  gather_chunks (66, 1, 1)x(512, 1, 1), Context 1, Stream 13, Device 0, CC 9.0\n"
@@ -277,42 +402,78 @@ def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, 
     assert "| `scatter_chunks` | 66 | 1,053.09 us | - | - | - |" in out
 
 
-def test_the_report_compares_chats_with_the_fastest_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_compares_chats_with_the_fastest_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def runs(*seconds: float) -> dict[str, Any]:
         return {
-            "runs": [{"makespan_s": s, "unfinished": 0, "known_tokens": 4, "cached_tokens": 3, "preemptions": 2} for s in seconds]
+            "runs": [
+                {
+                    "makespan_s": s,
+                    "unfinished": 0,
+                    "known_tokens": 4,
+                    "cached_tokens": 3,
+                    "preemptions": 2,
+                }
+                for s in seconds
+            ]
         }
 
-    cut_off = {"runs": [{"makespan_s": 1.0, "unfinished": 5}], "error": "5 turns were not answered in time"}
+    cut_off = {
+        "runs": [{"makespan_s": 1.0, "unfinished": 5}],
+        "error": "5 turns were not answered in time",
+    }
     found = report(
-        tmp_path, capsys, chats={"none": runs(59.0), "native": cut_off, "pegaflow": runs(34.0, 33.0), "kvloft": runs(33.4)}
+        tmp_path,
+        capsys,
+        chats={
+            "none": runs(59.0),
+            "native": cut_off,
+            "pegaflow": runs(34.0, 33.0),
+            "kvloft": runs(33.4),
+        },
     )
     assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most the fastest other's 33.5: met |" in found
     assert "| native | - | - | - | - | 5 turns" in found, "a run that was cut off is no makespan"
-    assert "**missed**" in report(tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)})
+    assert "**missed**" in report(
+        tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)}
+    )
 
 
 @pytest.mark.parametrize(("failed", "verdict"), [(0, "met"), (1, "**missed**")])
 def test_the_report_counts_saves_that_failed_at_start(
     failed: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    startup = {"rows": [{"at_s": 10.1}], "pinned_gib": 42.0, "saved_chunks": 9000, "failed_chunks": failed}
-    assert f"{failed:,} failed (target: 0; {verdict})" in report(tmp_path, capsys, engine_startup={"kvloft": {"startup": startup}})
+    startup = {
+        "rows": [{"at_s": 10.1}],
+        "pinned_gib": 42.0,
+        "saved_chunks": 9000,
+        "failed_chunks": failed,
+    }
+    assert f"{failed:,} failed (target: 0; {verdict})" in report(
+        tmp_path, capsys, engine_startup={"kvloft": {"startup": startup}}
+    )
 
 
 @pytest.mark.parametrize(
-    ("ours", "problems", "verdict"), [(12, [], "met"), (13, [], "**missed**"), (1, ["tokens differ"], "**missed**")]
+    ("ours", "problems", "verdict"),
+    [(12, [], "met"), (13, [], "**missed**"), (1, ["tokens differ"], "**missed**")],
 )
 def test_the_report_compares_preemptions_of_a_crowd(
     ours: int, problems: list[str], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"run": "crowd cold", "equal": 1, "total": 1, "loaded": 0, "differing": 0}
-    setups = {name: {"what": name, "runs": [{**row, "preemptions": count}]} for name, count in (("plain-pc", 10), ("hnd", ours))}
+    setups = {
+        name: {"what": name, "runs": [{**row, "preemptions": count}]}
+        for name, count in (("plain-pc", 10), ("hnd", ours))
+    }
     crowd = {"setups": setups, "problems": problems}
     assert f"tokens equal; {verdict})" in report(tmp_path, capsys, equality_crowd=crowd)
 
 
-def test_known_prompts_are_judged_by_the_link_and_hbm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_known_prompts_are_judged_by_the_link_and_hbm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     times = {"context": 32768, "cold_ms": 700.0, "hbm_ms": 100.0, "warm_ms": 125.0}
     engines = {
         "none": {"kv_blocks": 9, "ttft": {**times, "warm_ms": 0.0}},
@@ -328,33 +489,65 @@ def test_the_report_puts_our_server_beside_the_fastest_other(
 ) -> None:
     peers = {"served": ours, "pegaflow": 70.0, "lmcache-server": 90.0}
     chats = {
-        name: {"runs": [{"makespan_s": s, "preemptions": 0, "known_tokens": 4, "cached_tokens": 4, "unfinished": 0}]}
+        name: {
+            "runs": [
+                {
+                    "makespan_s": s,
+                    "preemptions": 0,
+                    "known_tokens": 4,
+                    "cached_tokens": 4,
+                    "unfinished": 0,
+                }
+            ]
+        }
         for name, s in peers.items()
     }
     died = {"dead": {"error": "its server did not get ready"}}
     out = report(
-        tmp_path, capsys, chats_peers=chats, engine_peers={name: {"ttft": {"warm_ms": ms}} for name, ms in peers.items()} | died
+        tmp_path,
+        capsys,
+        chats_peers=chats,
+        engine_peers={name: {"ttft": {"warm_ms": ms}} for name, ms in peers.items()} | died,
     )
-    assert f"served {ours:.1f}, pegaflow 70.0, lmcache-server 90.0 (target: ours not above another's; {verdict})" in out
-    assert f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most the fastest other's 70.0: {verdict} |" in out
+    assert (
+        f"served {ours:.1f}, pegaflow 70.0, lmcache-server 90.0 (target: ours not above another's; "
+        f"{verdict})" in out
+    )
+    assert (
+        f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most the fastest other's 70.0: "
+        f"{verdict} |" in out
+    )
     alone = report(tmp_path, capsys, engine_peers={"served": {"ttft": {"warm_ms": ours}}} | died)
     assert "beside others' servers" not in alone, "there is none to be beside"
 
 
-def test_the_report_says_what_was_wrong_in_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_was_wrong_in_a_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = [{"loaded": 5, "loaded_differing": 0}, {"loaded": 4, "loaded_differing": 1}]
     out = report(
-        tmp_path, capsys, ranks_pp2={"runs": {"warm": {"ranks": ranks}}, "problems": ["rank 1 loaded other pages\nand more"]},
-        ranks_tp2={"runs": {}, "problems": []}, ranks_died={"error": "ended with 1", "problems": ["ended with 1"]},
-    )  # fmt: skip
+        tmp_path,
+        capsys,
+        ranks_pp2={
+            "runs": {"warm": {"ranks": ranks}},
+            "problems": ["rank 1 loaded other pages\nand more"],
+        },
+        ranks_tp2={"runs": {}, "problems": []},
+        ranks_died={"error": "ended with 1", "problems": ["ended with 1"]},
+    )
     assert "| ranks_pp2 | warm | 5, 4 | 0, 1 |" in out
     assert "- ranks_pp2: **missed**; rank 1 loaded other pages\n- ranks_tp2: met" in out
     assert "- ranks_died: **missed**; ended with 1" in out
 
 
-def test_the_report_says_whose_tokens_were_left_in_hbm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_whose_tokens_were_left_in_hbm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Then its time is not that of a server: prompts between rounds were to empty the cache."""
-    both = {name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]} for name in ("served", "pegaflow")}
+    both = {
+        name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}
+        for name in ("served", "pegaflow")
+    }
     peers = {name: {"ttft": found} for name, found in both.items()}
     assert "left in HBM" not in report(tmp_path, capsys, engine_peers=peers)
     both["pegaflow"]["from_connector"] = [96, 32]

@@ -1,4 +1,6 @@
-"""What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no GPU."""
+"""What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no
+GPU.
+"""
 
 import gc
 import sys
@@ -44,11 +46,17 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collections")
-def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with emulated(1) as gpu:
         monkeypatch.setattr(parts, "driver", lanes.driver)
         clock = chain([0.0, 10.0, 10.5, 20.0, 20.25], repeat(30.0))
-        monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(clock), monotonic=time.monotonic))
+        monkeypatch.setattr(
+            parts,
+            "time",
+            SimpleNamespace(perf_counter=lambda: next(clock), monotonic=time.monotonic),
+        )
         model = Model(gpu)
         around = ForwardParts(model, lambda: gpu.compute)
         assert around.take(1.0) is None, "there was no forward"
@@ -59,7 +67,8 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
             assert found is not None
-            # An event counts what ran before it: behind the first event 3 forwards, 2 of sampling, 3 events at ends, 2 at begins.
+            # An event counts what ran before it: behind the first event 3 forwards, 2 of sampling,
+            # 3 events at ends, 2 at begins.
             assert found.gpu_s == 3 * 7 + 2 + 3 + 2
             assert found.between_s == 2 * 2, "a command of sampling, and the event"
             assert found.before_s in (0.5, 0.25)
@@ -88,7 +97,9 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
 
 
 class Wave:
-    """An engine whose requests finish one a step, with a forward in each step, or with none that a model's hooks see."""
+    """An engine whose requests finish one a step, with a forward in each step, or with none that a
+    model's hooks see.
+    """
 
     llm = None
 
@@ -135,16 +146,22 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_waves_are_taken_apart_where_their_forwards_can_be_seen(is_graph: bool, model: Model) -> None:
+def test_waves_are_taken_apart_where_their_forwards_can_be_seen(
+    is_graph: bool, model: Model
+) -> None:
     turns: Any = SimpleNamespace(mine=nullcontext)
     wave: Any = Wave(model, is_graph=is_graph)
-    found = engine_child.phase_wave(wave, turns, {"context": 64, "name": "kvloft", "colds": 12, "rounds": 1})
+    found = engine_child.phase_wave(
+        wave, turns, {"context": 64, "name": "kvloft", "colds": 12, "rounds": 1}
+    )
     assert len(found["cold"]) == 3 and len(found["warm"]) == 2 and found["cold_makespan_ms"] > 0
     if is_graph:
         assert found["cold_parts"] == {} and all(row["parts_ms"] == {} for row in found["cold"])
     else:
         assert found["cold_parts"]["gpu_ms"] == 1e3 * (8 * 7 + 8 + 7)
-        assert set(found["cold_parts"]) == set(engine.COLD_PARTS) == set(found["cold"][0]["parts_ms"])
+        assert (
+            set(found["cold_parts"]) == set(engine.COLD_PARTS) == set(found["cold"][0]["parts_ms"])
+        )
         of_first = found["cold"][0]["parts_ms"]
         assert sum(of_first[f"{part}_ms"] for part in ("before", "gpu", "after")) == pytest.approx(
             found["cold"][0]["makespan_ms"], abs=0.01
@@ -164,7 +181,10 @@ def test_a_wave_that_hangs_is_no_fast_wave(model: Model, monkeypatch: pytest.Mon
     class Hanging(Wave):
         def step(self) -> list[Any]:
             if next(steps) < 3:
-                return [SimpleNamespace(finished=False, request_id=f"{self.waiting[0]}-x"), *super().step()]
+                return [
+                    SimpleNamespace(finished=False, request_id=f"{self.waiting[0]}-x"),
+                    *super().step(),
+                ]
             clock.now += 0.01
             return []
 
@@ -186,7 +206,9 @@ def test_a_waves_makespan_is_until_its_last_prompt(model: Model) -> None:
 
     row = cold.wave(Slow(model, is_graph=True), [[1]] * 3)  # type: ignore[arg-type]
     assert (
-        row["finished"] == 3 and row["makespan_ms"] >= 60 and row["makespan_ms"] == pytest.approx(row["finished_ms"][-1], abs=0.1)
+        row["finished"] == 3
+        and row["makespan_ms"] >= 60
+        and row["makespan_ms"] == pytest.approx(row["finished_ms"][-1], abs=0.1)
     )
 
 
@@ -197,8 +219,12 @@ def test_a_trace_begins_with_its_wave(model: Model) -> None:
     assert cold.wave(Wave(model, is_graph=False), [[1]])["trace"] is None  # type: ignore[arg-type]
 
 
-def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward of the engine with its connector has a command more; each must find its way to its own column."""
+def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward of the engine with its connector has a command more; each must find its way to its
+    own column.
+    """
     away: list[str] = []
     order: list[str] = []
 
@@ -236,29 +262,45 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(mod
     for kind, length in (("attached", 8), ("detached", 7)):
         assert prompts[kind]["gpu_ms"] == 1e3 * (length + 1), "with the event before it"
         assert waves[kind]["gpu_ms"] == 1e3 * (8 * length + 8 + 7)
-        assert len(prompts[kind]["all_ms"]) == len(prompts[kind]["parts_ms"]) == 4 and prompts[kind]["ms"] == 500.0
+        assert (
+            len(prompts[kind]["all_ms"]) == len(prompts[kind]["parts_ms"]) == 4
+            and prompts[kind]["ms"] == 500.0
+        )
         assert len(waves[kind]["all_ms"]) == 2
     rows = engine.table({"kvloft": {"attached": found}})[1:]
     assert rows[0] == ("in one process, connector detached: TTFT cold, ms", "500.00")
     assert len(rows) == 4 * (1 + len(engine.COLD_PARTS))
 
 
-def test_a_connector_comes_back_whatever_happened_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_comes_back_whatever_happened_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     state = SimpleNamespace(_KV_CONNECTOR_AGENT="agent")
     for name in ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["vllm.distributed.kv_transfer"], "kv_transfer_state", state, raising=False)
+    monkeypatch.setattr(
+        sys.modules["vllm.distributed.kv_transfer"], "kv_transfer_state", state, raising=False
+    )
     scheduler = SimpleNamespace(connector="connector", defer_block_free=True)
     disabled: list[bool] = []
     runner = SimpleNamespace(kv_connector=SimpleNamespace(set_disabled=disabled.append))
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
+    executor = SimpleNamespace(
+        driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    )
     scheduler.has_requests = lambda: False
     core = SimpleNamespace(scheduler=scheduler, model_executor=executor, batch_queue=None)
     is_busy = False
-    engine: Any = SimpleNamespace(has_unfinished_requests=lambda: is_busy, engine_core=SimpleNamespace(engine_core=core))
+    engine: Any = SimpleNamespace(
+        has_unfinished_requests=lambda: is_busy, engine_core=SimpleNamespace(engine_core=core)
+    )
 
     def seen() -> tuple[Any, ...]:
-        return scheduler.connector, scheduler.defer_block_free, state._KV_CONNECTOR_AGENT, disabled[-1:]
+        return (
+            scheduler.connector,
+            scheduler.defer_block_free,
+            state._KV_CONNECTOR_AGENT,
+            disabled[-1:],
+        )
 
     with pytest.raises(KeyError), attached.detached(engine):
         assert seen() == (None, False, None, [True])

@@ -1,4 +1,5 @@
-"""The copy bench's rig on the emulated GPU: a run lasts from its data being there to its last byte, and says so if any was dropped.
+"""The copy bench's rig on the emulated GPU: a run lasts from its data being there to its last byte,
+and says so if any was dropped.
 
 Time is the number of commands run. Needs no GPU.
 """
@@ -54,14 +55,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     with emulated(3) as gpu:
         driver = lanes.driver
         cuda = SimpleNamespace(
-            _sleep=lambda _: [gpu.compute.enqueue(lambda: None) for _ in range(GATE_COMMANDS)], synchronize=driver.synchronize,
+            _sleep=lambda _: [gpu.compute.enqueue(lambda: None) for _ in range(GATE_COMMANDS)],
+            synchronize=driver.synchronize,
             current_stream=lambda *_: SimpleNamespace(cuda_stream=0),
-        )  # fmt: skip
+        )
         on_host = {name: getattr(torch, name) for name in ("uint8", "equal")}
         fake_torch = SimpleNamespace(
-            cuda=cuda, empty=lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
-            tensor=lambda values, device: torch.tensor(values), **on_host,
-        )  # fmt: skip
+            cuda=cuda,
+            empty=lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
+            tensor=lambda values, device: torch.tensor(values),
+            **on_host,
+        )
         for module in (rig_module, link_module):
             monkeypatch.setattr(module, "driver", driver)
             monkeypatch.setattr(module, "torch", fake_torch)
@@ -76,7 +80,9 @@ def make_rig(host: HostFrames, order: str = "ascending", slot_parts: int = 2) ->
 
 @pytest.mark.parametrize("order", FRAME_ORDERS)
 @pytest.mark.parametrize("what", ["save", "save_idle", "load", "both"])
-def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_timed_from_its_data_to_its_last_byte(
+    what: str, order: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mover, "SLOTS_AHEAD", 2)
     host = HostFrames(2 * CHUNKS * PART)
     link = Link(gpu, host)
@@ -95,10 +101,18 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gp
             gates = gpu.num_run
             seconds, _ = rig.seconds(what)
         begin = rig._begin.last.at  # type: ignore[attr-defined]
-        assert sum(num_bytes for _, num_bytes in link.copies) == CHUNKS * PAGE * (2 if what == "both" else 1)
-        assert not link.touched["read"] & link.touched["written"], "what is loaded is saved anew meanwhile"
-        assert begin <= min(when for when, _ in link.copies), "a copy began before the time that it counts from"
-        assert max(when for when, _ in link.copies) <= begin + seconds, "a copy ended after the time that counts"
+        assert sum(num_bytes for _, num_bytes in link.copies) == CHUNKS * PAGE * (
+            2 if what == "both" else 1
+        )
+        assert not link.touched["read"] & link.touched["written"], (
+            "what is loaded is saved anew meanwhile"
+        )
+        assert begin <= min(when for when, _ in link.copies), (
+            "a copy began before the time that it counts from"
+        )
+        assert max(when for when, _ in link.copies) <= begin + seconds, (
+            "a copy ended after the time that counts"
+        )
         assert (begin - gates >= GATE_COMMANDS) == (what in ("save", "both"))
     rig.close()
 
@@ -106,16 +120,23 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gp
 @pytest.mark.parametrize("order", FRAME_ORDERS)
 def test_saves_beside_loads_go_to_frames_that_are_not_read(order: str, gpu: Gpu) -> None:
     rig = make_rig(HostFrames(2 * CHUNKS * PART), order)
-    frames = {name: [copy.frame for copy in plan.chunks] for name, plan in (
-        ("saved", rig.save_plan()), ("loaded", rig.load_plan()), ("elsewhere", rig.save_plan(elsewhere=True))
-    )}  # fmt: skip
+    frames = {
+        name: [copy.frame for copy in plan.chunks]
+        for name, plan in (
+            ("saved", rig.save_plan()),
+            ("loaded", rig.load_plan()),
+            ("elsewhere", rig.save_plan(elsewhere=True)),
+        )
+    }
     assert frames["saved"] == frames["loaded"] and sorted(frames["saved"]) == list(range(CHUNKS))
     assert sorted(frames["elsewhere"]) == list(range(CHUNKS, 2 * CHUNKS))
     rig.close()
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops what there is no room for: its rate would be one of bytes that were not moved."""
+    """A mover drops what there is no room for: its rate would be one of bytes that were not
+    moved.
+    """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()
     monkeypatch.setattr(saves, "MAX_PIECES", 3)

@@ -1,4 +1,6 @@
-"""The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine takes another's figures with it."""
+"""The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine
+takes another's figures with it.
+"""
 
 import json
 import re
@@ -18,9 +20,15 @@ from benches.gpu.chats_child import Load, run_chats
 
 LOAD = {"num_chats": 3, "num_turns": 2, "first_tokens": 8, "more_tokens": 4, "generated_tokens": 2}
 RUN = {
-    "makespan_s": 2.0, "unfinished": 0, "prompt_tokens": 20, "known_tokens": 10, "cached_tokens": 5, "ttft_ms": [3.0, 1.0],
-    "preemptions": 7, "moved": {},
-}  # fmt: skip
+    "makespan_s": 2.0,
+    "unfinished": 0,
+    "prompt_tokens": 20,
+    "known_tokens": 10,
+    "cached_tokens": 5,
+    "ttft_ms": [3.0, 1.0],
+    "preemptions": 7,
+    "moved": {},
+}
 CHILD = """
 import json, sys, time
 name, options = sys.argv[1], json.loads(sys.argv[2])
@@ -37,7 +45,9 @@ if name == "kvloft":
 
 
 class FakeEngine:
-    """Answers everything in two steps: a first token, then the second; ids get a suffix, as vLLM's do."""
+    """Answers everything in two steps: a first token, then the second; ids get a suffix, as vLLM's
+    do.
+    """
 
     def __init__(self) -> None:
         self.engine = self
@@ -65,8 +75,11 @@ class FakeEngine:
                 del self.prompts[name]
             output = SimpleNamespace(token_ids=[1, 2][: self.steps[name]])
             yield SimpleNamespace(
-                request_id=f"{name}-0a1b", outputs=[output], finished=is_last, num_cached_tokens=len(prompt) // 2
-            )  # fmt: skip
+                request_id=f"{name}-0a1b",
+                outputs=[output],
+                finished=is_last,
+                num_cached_tokens=len(prompt) // 2,
+            )
 
     def abort_request(self, names: list[str]) -> None:
         self.aborted = names
@@ -75,7 +88,10 @@ class FakeEngine:
 def test_each_turn_says_everything_so_far() -> None:
     engine, clock = FakeEngine(), count()
     found = run_chats(
-        engine, Load(num_chats=11, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2), 10**9, lambda: next(clock)
+        engine,
+        Load(num_chats=11, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2),
+        10**9,
+        lambda: next(clock),
     )
     assert len(engine.sent) == 33 and not engine.aborted
     for prompt in engine.sent[11:]:
@@ -90,13 +106,18 @@ def test_each_turn_says_everything_so_far() -> None:
 def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
     engine, clock = FakeEngine(), count()
     found = run_chats(
-        engine, Load(num_chats=5, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2), 20, lambda: next(clock)
+        engine,
+        Load(num_chats=5, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2),
+        20,
+        lambda: next(clock),
     )
     assert found["unfinished"] > 0 and engine.aborted
 
 
 class Child(subprocess.Popen[bytes]):
-    """Has all the time that it needs; the one that goes on once its figures are printed is late then."""
+    """Has all the time that it needs; the one that goes on once its figures are printed is late
+    then.
+    """
 
     def __init__(self, argv: list[str], **more: Any) -> None:
         self._goes_on, self._log = "none" in argv, Path(more["stdout"].name)
@@ -104,7 +125,9 @@ class Child(subprocess.Popen[bytes]):
 
     def wait(self, timeout: float | None = None) -> int:
         while timeout is not None and self._goes_on and self.poll() is None:
-            if re.search(r"^RESULT .*\n", self._log.read_text(), re.MULTILINE):  # print writes a line in pieces
+            if re.search(
+                r"^RESULT .*\n", self._log.read_text(), re.MULTILINE
+            ):  # print writes a line in pieces
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
         return super().wait(timeout)
@@ -113,9 +136,13 @@ class Child(subprocess.Popen[bytes]):
 @pytest.fixture
 def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        child, "command", lambda _child, name, options: [sys.executable, "-c", CHILD, name, options, json.dumps(RUN)]
+        child,
+        "command",
+        lambda _child, name, options: [sys.executable, "-c", CHILD, name, options, json.dumps(RUN)],
     )
-    own = SimpleNamespace(Popen=Child, TimeoutExpired=subprocess.TimeoutExpired, STDOUT=subprocess.STDOUT)
+    own = SimpleNamespace(
+        Popen=Child, TimeoutExpired=subprocess.TimeoutExpired, STDOUT=subprocess.STDOUT
+    )
     monkeypatch.setattr(child, "subprocess", own)
     monkeypatch.setattr(chats, "KILL_S", 0.5)
     monkeypatch.setattr(chats, "LEAST_S", 0.1)
@@ -123,17 +150,35 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_children")
-def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.SERVERS, "pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}))
+def test_whatever_becomes_of_an_engine_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        peers.SERVERS,
+        "pegaflow",
+        lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}),
+    )
     kept: list[str] = []
     found = chats.run(
-        connectors=chats.CONNECTORS, rounds=2, options={"host_bytes": 1 << 30, "child_s": 600.0, "load": LOAD}, log_dir=tmp_path,
-        timeout_s=60_000.0, keep=lambda results: kept.append(json.dumps(results)), progress=lambda _: None,
-    )  # fmt: skip
-    assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], "killed after its figures were printed"
+        connectors=chats.CONNECTORS,
+        rounds=2,
+        options={"host_bytes": 1 << 30, "child_s": 600.0, "load": LOAD},
+        log_dir=tmp_path,
+        timeout_s=60_000.0,
+        keep=lambda results: kept.append(json.dumps(results)),
+        progress=lambda _: None,
+    )
+    assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], (
+        "killed after its figures were printed"
+    )
     assert "cannot start" in found["native"]["error"] and "not answered" in found["kvloft"]["error"]
-    assert "no such pool" in found["pegaflow"]["error"] and "not installed" in found["lmcache"]["error"]
-    assert len(kept) == 2 * len(chats.CONNECTORS) and json.loads(kept[0])["none"]["runs"], "what is there is kept after each"
+    assert (
+        "no such pool" in found["pegaflow"]["error"]
+        and "not installed" in found["lmcache"]["error"]
+    )
+    assert len(kept) == 2 * len(chats.CONNECTORS) and json.loads(kept[0])["none"]["runs"], (
+        "what is there is kept after each"
+    )
     rows = {row[0]: row for row in chats.table(found)}
     assert rows["kvloft"][1:5] == ("2.0", "2.0, 2.0", "10 of 20 (50.0%)", "7, 7")
     assert rows["native"][1] == "-" and rows["none"][5] == "3, 1"
@@ -150,13 +195,20 @@ def test_a_result_that_was_cut_off_by_a_kill_is_none(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fake_children")
 def test_without_time_no_engine_starts(tmp_path: Path) -> None:
     found = chats.run(
-        connectors=("none",), rounds=1, options={"host_bytes": 1 << 30, "child_s": 5.0}, log_dir=tmp_path, timeout_s=0.0,
-        keep=lambda _: None, progress=lambda _: None,
-    )  # fmt: skip
+        connectors=("none",),
+        rounds=1,
+        options={"host_bytes": 1 << 30, "child_s": 5.0},
+        log_dir=tmp_path,
+        timeout_s=0.0,
+        keep=lambda _: None,
+        progress=lambda _: None,
+    )
     assert found == {"none": {"runs": [], "error": "no time was left to start it"}}
 
 
-def test_without_a_gpu_no_chat_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_no_chat_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert chats.main([]) == 2

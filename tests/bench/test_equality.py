@@ -1,4 +1,6 @@
-"""The equality check itself: whatever goes wrong with tokens or pages, it must say so. Needs no GPU."""
+"""The equality check itself: whatever goes wrong with tokens or pages, it must say so. Needs no
+GPU.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,16 +23,35 @@ from kvloft.transfer.mover import Finished
 
 
 def run(tokens: list[list[int]], **audit: int) -> dict[str, Any]:
-    counts = dict.fromkeys(("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0) | audit
-    return {"tokens": tokens, "preemptions": 1, "moved": {"loaded_bytes": 5, "bad_chunks": 0}, "audit": counts}
+    counts = (
+        dict.fromkeys(
+            ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
+        )
+        | audit
+    )
+    return {
+        "tokens": tokens,
+        "preemptions": 1,
+        "moved": {"loaded_bytes": 5, "bad_chunks": 0},
+        "audit": counts,
+    }
 
 
 def good() -> dict[str, Any]:
     tokens = [[1, 2], [3, 4]]
-    warm = {"cold": run(tokens), "warm": run(tokens, loaded=3), "skipped_load": run([[9], [9]], loaded=3, loaded_differing=3)}
+    warm = {
+        "cold": run(tokens),
+        "warm": run(tokens, loaded=3),
+        "skipped_load": run([[9], [9]], loaded=3, loaded_differing=3),
+    }
     return {
         REFERENCE: {"phases": {"prompts": {"cold": {**run(tokens), "audit": {}}}}},
-        "hnd": {"phases": {"prompts": warm, "crowd": {"cold": run(tokens), "warm": run(tokens, loaded=1)}}},
+        "hnd": {
+            "phases": {
+                "prompts": warm,
+                "crowd": {"cold": run(tokens), "warm": run(tokens, loaded=1)},
+            }
+        },
     }
 
 
@@ -43,10 +64,14 @@ def test_nothing_wrong_is_no_problem() -> None:
 
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tokens differ": lambda runs: runs["warm"].update(tokens=[[1, 2], [3, 5]]),
-    "loaded pages differ or are unknown": lambda runs: runs["warm"]["audit"].update(loaded_differing=1),
+    "loaded pages differ or are unknown": lambda runs: runs["warm"]["audit"].update(
+        loaded_differing=1
+    ),
     "recomputed pages differ": lambda runs: runs["cold"]["audit"].update(resaved_differing=1),
     "nothing was loaded": lambda runs: runs["warm"]["audit"].update(loaded=0),
-    "tokens do not depend on the loaded KV": lambda runs: runs["skipped_load"].update(tokens=[[1, 2], [3, 4]]),
+    "tokens do not depend on the loaded KV": lambda runs: runs["skipped_load"].update(
+        tokens=[[1, 2], [3, 4]]
+    ),
     "the audit saw nothing": lambda runs: runs["skipped_load"]["audit"].update(loaded_differing=0),
     "tags failed": lambda runs: runs["warm"]["moved"].update(bad_chunks=1),
 }
@@ -70,7 +95,9 @@ def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
 
 
 class CopyingMover:
-    """Keeps clones of saved blocks and copies them back at once; ``spoil`` damages what it copies."""
+    """Keeps clones of saved blocks and copies them back at once; ``spoil`` damages what it
+    copies.
+    """
 
     def __init__(self, kv: list[torch.Tensor]) -> None:
         self.kv, self.kept, self.done, self.spoil = kv, {}, Finished(), False
@@ -137,19 +164,28 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
     poison(kv, 1)
     mover = CopyingMover(kv[:1])  # the second group's pages do not come back
     audit = PageAudit(mover, kv[:1], kv[1:])
-    chunks = [batch_of([ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),))]) for i in range(2)]
+    chunks = [
+        batch_of([ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),))]) for i in range(2)
+    ]
     batches = batch_of_groups((nth, list(chunk)) for nth, chunk in enumerate(chunks))
     mover.submit_saves([SavePlan(ReqId("r"), batches)])
     poison(kv, 2)
     mover.submit_loads([LoadPlan(ReqId("r"), 1, batches)])
     assert mover.poll().loads
     counts = audit.take_counts()
-    assert (counts["saved_0"], counts["saved_1"], counts["loaded_0"], counts["loaded_1"]) == (1, 1, 1, 1)
+    assert (counts["saved_0"], counts["saved_1"], counts["loaded_0"], counts["loaded_1"]) == (
+        1,
+        1,
+        1,
+        1,
+    )
     assert counts["loaded_differing"] == 1
 
 
 def kept() -> dict[str, Any]:
-    """What the phase `kept` gives of an engine with two groups whose kernels are not batch-invariant."""
+    """What the phase `kept` gives of an engine with two groups whose kernels are not
+    batch-invariant.
+    """
     told = {
         "kept": {"same_0": 5, "same_1": 1},
         "cached": [0, 32, 64],
@@ -160,7 +196,12 @@ def kept() -> dict[str, Any]:
     first, hbm, none = [[1], [2], [3]], [[1], [2], [4]], [[1], [8], [9]]
     warm = run(hbm, loaded=6, loaded_0=5, loaded_1=1) | told
     skipped = run(none, loaded=6, loaded_differing=6) | told
-    runs = {"cold": run(first) | told, "hbm": run(hbm) | told, "warm": warm, "skipped_load": skipped}
+    runs = {
+        "cold": run(first) | told,
+        "hbm": run(hbm) | told,
+        "warm": warm,
+        "skipped_load": skipped,
+    }
     return {"flash-groups": {"kv_groups": 2, "phases": {"kept": runs}}}
 
 
@@ -183,24 +224,39 @@ def test_what_is_not_as_in_vllms_own_cache_is_named(problem: str) -> None:
 
 def test_other_tokens_where_more_is_cached_are_rounding() -> None:
     found = kept()
-    found["flash-groups"]["phases"]["kept"]["warm"].update(tokens=[[1], [2], [5]], cached=[0, 32, 96])
+    found["flash-groups"]["phases"]["kept"]["warm"].update(
+        tokens=[[1], [2], [5]], cached=[0, 32, 96]
+    )
     assert problems(found) == []
 
 
 def test_pages_are_compared_with_what_vllm_held_by_its_own_names() -> None:
     blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(6)]
-    engine: Any = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks)))
-    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=engine)))
+    engine: Any = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks))
+    )
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=engine))
+    )
     groups = [[torch.zeros(6, 2, 4)], [torch.zeros(6, 3), torch.zeros(6, 5, dtype=torch.bfloat16)]]
     poison([kv for group in groups for kv in group], 1)
     kept = KeptBlocks(engine, groups)
-    blocks[1].block_hash, blocks[2].block_hash = (b"prefix" + group.to_bytes(4, "big") for group in (0, 1))
+    blocks[1].block_hash, blocks[2].block_hash = (
+        b"prefix" + group.to_bytes(4, "big") for group in (0, 1)
+    )
     assert kept.note() == 2
     for group, (source, to) in enumerate([(1, 3), (2, 4)]):
         for kv in groups[group]:
             kv[to] = kv[source]
-        blocks[to].block_hash, blocks[source].block_hash = blocks[source].block_hash, b"another" + group.to_bytes(4, "big")
-    assert kept.compare([(0, 3), (1, 4), (0, 1), (0, 5)]) == {"same_0": 1, "same_1": 1, "unnamed": 2}
+        blocks[to].block_hash, blocks[source].block_hash = (
+            blocks[source].block_hash,
+            b"another" + group.to_bytes(4, "big"),
+        )
+    assert kept.compare([(0, 3), (1, 4), (0, 1), (0, 5)]) == {
+        "same_0": 1,
+        "same_1": 1,
+        "unnamed": 2,
+    }
     groups[1][1][4, 2] += 1
     assert kept.compare([(0, 3), (1, 4)]) == {"same_0": 1, "differing_1": 1}
     assert kept.compare([(1, 3)]) == {"unnamed": 1}, "under the name of another group"

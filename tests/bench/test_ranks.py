@@ -1,4 +1,6 @@
-"""The check of several ranks itself: whatever goes wrong in any of them, it must say so. Needs no GPU."""
+"""The check of several ranks itself: whatever goes wrong in any of them, it must say so. Needs no
+GPU.
+"""
 
 from copy import deepcopy
 from typing import Any
@@ -53,7 +55,12 @@ def test_ranks_that_load_what_they_wrote_are_no_problem() -> None:
         ("crowd_warm", "ranks", [rank(9), rank(0)], "rank 1 loaded other pages"),
         ("skipped_load", "tokens", [[1, 2], [3, 4]], "do not depend"),
         ("warm", "cached", [0, 64], "less was found"),
-        ("warm", "ranks", [rank(6), rank(0)], "rank 1 loaded other pages than its forwards wrote, or none"),
+        (
+            "warm",
+            "ranks",
+            [rank(6), rank(0)],
+            "rank 1 loaded other pages than its forwards wrote, or none",
+        ),
         ("warm", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded other pages"),
         ("warm", "ranks", [rank(6), rank(6, unknown=1)], "rank 1 loaded other pages"),
         ("warm", "ranks", [rank(6), rank(6, bad_chunks=1)], "rank 1 loaded other pages"),
@@ -65,7 +72,9 @@ def test_what_is_wrong_in_one_rank_is_named(run: str, key: str, value: Any, word
     found["runs"][run][key] = value
     said = list(ranks.problems(found, 2))
     assert word in said[0]
-    assert len(said) == 1 or (run, key) == ("crowd", "tokens"), "what came after is compared with the crowd"
+    assert len(said) == 1 or (run, key) == ("crowd", "tokens"), (
+        "what came after is compared with the crowd"
+    )
 
 
 def test_a_rank_that_is_missing_and_an_engine_that_died_are_problems() -> None:

@@ -14,9 +14,17 @@ from benches.gpu import restart
 
 def life(**changes: Any) -> dict[str, Any]:
     return {
-        "started_s": 9.0, "answered_s": 9.5, "ttft_ms": 100.0, "cached": 4096, "first": [7, -0.5], "hbm_ms": 40.0,
-        "loaded_ms": 90.0, "loaded_cached": 4096, "first_loaded": [7, -0.5], **changes,
-    }  # fmt: skip
+        "started_s": 9.0,
+        "answered_s": 9.5,
+        "ttft_ms": 100.0,
+        "cached": 4096,
+        "first": [7, -0.5],
+        "hbm_ms": 40.0,
+        "loaded_ms": 90.0,
+        "loaded_cached": 4096,
+        "first_loaded": [7, -0.5],
+        **changes,
+    }
 
 
 def test_what_the_next_engine_lacks_is_named() -> None:
@@ -25,12 +33,16 @@ def test_what_the_next_engine_lacks_is_named() -> None:
     assert "found 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]
     for other in (life(first=[7, -0.4]), life(first_loaded=[9, -0.5])):
         assert "differ" in restart.problems([first, other], 4096)[0]
-    assert "engine 2 was not done" in restart.problems([first, {"error": "was not done in time"}], 4096)[0]
+    assert (
+        "engine 2 was not done"
+        in restart.problems([first, {"error": "was not done in time"}], 4096)[0]
+    )
     assert [row[0] for row in restart.table([first, life()])][1] == "ready after, s"
 
 
 @pytest.mark.parametrize(
-    ("code", "word"), [("raise SystemExit(3)", "ended with 3"), ("print(); print('RESULT {}', flush=True)", "")]
+    ("code", "word"),
+    [("raise SystemExit(3)", "ended with 3"), ("print(); print('RESULT {}', flush=True)", "")],
 )
 def test_an_engine_that_dies_is_an_error_and_one_that_answered_is_killed(
     code: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""The turns in which benches measure engines that share a GPU: strict, passed on where one fails, and not waited for too long."""
+"""The turns in which benches measure engines that share a GPU: strict, passed on where one fails,
+and not waited for too long.
+"""
 
 import threading
 from pathlib import Path
@@ -47,7 +49,10 @@ def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
         turns.leave()
 
     leave(tmp_path, "native")  # it never started
-    threads = [threading.Thread(target=take_turns, args=(name, count)) for name, count in (("kvloft", 4), ("none", 2))]
+    threads = [
+        threading.Thread(target=take_turns, args=(name, count))
+        for name, count in (("kvloft", 4), ("none", 2))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

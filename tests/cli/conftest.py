@@ -1,4 +1,6 @@
-"""Lets these tests import the models of `tests/model` and what is beside them, and gives them a server to watch."""
+"""Lets these tests import the models of `tests/model` and what is beside them, and gives them a
+server to watch.
+"""
 
 import sys
 import tempfile
@@ -22,8 +24,12 @@ def socket() -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
-        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=f"{folder}/disk", disk_bytes=1 << 20)) as server:
-            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        with closing(
+            _core.Server(path, host_bytes=1 << 20, disk_path=f"{folder}/disk", disk_bytes=1 << 20)
+        ) as server:
+            engine = _core.Session.connect(
+                path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+            )
             save(engine, [1, 2, 3])
             _, end = metrics.serve(("127.0.0.1", 0), server.status)
             end()

@@ -1,4 +1,6 @@
-"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is printed. Without vLLM."""
+"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is
+printed. Without vLLM.
+"""
 
 import json
 import os
@@ -54,12 +56,26 @@ def test_a_served_model_is_a_table_and_status_0(capsys: pytest.CaptureFixture[st
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "good", "--json", "--extra", '{"kv_groups": "all"}']) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["served"], report["missing"], report["extra"]) == (True, [], {"kv_groups": "all"})
-    assert [one["name"] for one in report["passes"]] == ["plain", "own", "cold", "host", "fork", "disk", "reset"]
+    assert (report["served"], report["missing"], report["extra"]) == (
+        True,
+        [],
+        {"kv_groups": "all"},
+    )
+    assert [one["name"] for one in report["passes"]] == [
+        "plain",
+        "own",
+        "cold",
+        "host",
+        "fork",
+        "disk",
+        "reset",
+    ]
     assert set(report["engines"]) == {"alone", "with kvloft", "with kvloft again"}
 
 
-def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "wrong"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("kvloft does NOT support wrong")
@@ -67,7 +83,9 @@ def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_reader_that_leaves_early_does_not_make_it_served(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_early_does_not_make_it_served(
+    more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as lines:
@@ -75,10 +93,14 @@ def test_a_reader_that_leaves_early_does_not_make_it_served(more: list[str], mon
         assert main(["check", "wrong", *more]) == 1
 
 
-def test_a_refusal_is_status_1_and_has_kvlofts_own_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_status_1_and_has_kvlofts_own_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "refused"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("vLLM did not run with kvloft: kvloft serves no such thing; run it without.")
+    assert last.endswith(
+        "vLLM did not run with kvloft: kvloft serves no such thing; run it without."
+    )
 
 
 def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,12 +112,16 @@ def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("wrong", [["--extra", "{"], ["--extra", '{"hostsize": 1}']])
-def test_a_wrong_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
+def test_a_wrong_setting_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
     assert main(["check", "good", *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [[], ["good", "--time-limit", "1"], ["good", "--dtype", "float32"]])
+@pytest.mark.parametrize(
+    "wrong", [[], ["good", "--time-limit", "1"], ["good", "--dtype", "float32"]]
+)
 def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["check", *wrong])
@@ -103,7 +129,9 @@ def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
 
 
 class Hours:
-    """In place of `time`: they pass in the first sleep after an engine hangs, however slowly it began."""
+    """In place of `time`: they pass in the first sleep after an engine hangs, however slowly it
+    began.
+    """
 
     def __init__(self, pids: Path) -> None:
         self._pids, self._passed_s = pids, 0.0
@@ -124,25 +152,34 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     original = check_engine.run_engine
-    monkeypatch.setattr("kvloft.cli.check.run_engine", lambda *a, **k: original(*a, **k | {"limit_s": 3000.0}))
+    monkeypatch.setattr(
+        "kvloft.cli.check.run_engine", lambda *a, **k: original(*a, **k | {"limit_s": 3000.0})
+    )
     monkeypatch.setattr(check_engine, "time", Hours(tmp_path / "pids"))
     assert main(["check", "hangs", "--", str(tmp_path / "pids")]) == 1
-    assert "it did not finish within 3000 s (--time-limit); its last event was 'started'" in capsys.readouterr().out
+    assert (
+        "it did not finish within 3000 s (--time-limit); its last event was 'started'"
+        in capsys.readouterr().out
+    )
     assert_gone(int((tmp_path / "pids").read_text().split()[0]))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_engines_and_removes_the_files(tmp_path: Path, sent: signal.Signals) -> None:
+def test_a_signal_ends_the_engines_and_removes_the_files(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
     program = (
         # A shell's background job, as this may be one of, ignores SIGINT.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
-        "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; check.importlib.util.find_spec = lambda name: 1; "
+        "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; "
+        "check.importlib.util.find_spec = lambda name: 1; "
         "sys.exit(main(sys.argv[1:]))"
     )
     pids = tmp_path / "pids"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "check", "hangs", "--", str(pids)], env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+        [sys.executable, "-c", program, "check", "hangs", "--", str(pids)],
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
     )
     while not hangs(pids):
         time.sleep(0.05)
@@ -158,9 +195,18 @@ def assert_gone(pid: int) -> None:
 
 
 TRUE = {
-    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.0005, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
-    "disk": 0, "drafted": 20, "accepted": 10, "errors": 0, "damaged": 0, "blocks": [0],
-}  # fmt: skip
+    "prompt": 20,
+    "tokens": [1, 2, 3],
+    "clear": [[-0.1, 4.0, 9], [-0.7, 0.0005, 8], [-0.1, 4.0, 9]],
+    "cached": 0,
+    "host": 0,
+    "disk": 0,
+    "drafted": 20,
+    "accepted": 10,
+    "errors": 0,
+    "damaged": 0,
+    "blocks": [0],
+}
 
 
 @pytest.mark.parametrize(
@@ -173,18 +219,33 @@ TRUE = {
         ([1, 2], "wrong"),  # too short
     ],
 )
-def test_answers_differ_by_rounding_only_where_two_tokens_are_as_good(tokens: list[int], kind: str) -> None:
+def test_answers_differ_by_rounding_only_where_two_tokens_are_as_good(
+    tokens: list[int], kind: str
+) -> None:
     found = compare("host", {"p": TRUE | {"tokens": tokens}}, {"p": TRUE}, near=0.01)
-    assert {name: getattr(found, name) for name in ("equal", "near", "wrong")} == {"equal": 0, "near": 0, "wrong": 0, kind: 1}
+    assert {name: getattr(found, name) for name in ("equal", "near", "wrong")} == {
+        "equal": 0,
+        "near": 0,
+        "wrong": 0,
+        kind: 1,
+    }
 
 
 def report(extra: dict[str, str] | None = None, /, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Of a run in which all went well, but for ``changes`` of a pass's answer or of an engine's facts."""
+    """Of a run in which all went well, but for ``changes`` of a pass's answer or of an engine's
+    facts.
+    """
     good = {"host": {"host": 16}, "disk": {"disk": 16}}
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")
-    told = [{"event": "pass", "name": n, "answers": {"p": TRUE | good.get(n, {}) | changes.get(n, {})}} for n in names]
+    told = [
+        {"event": "pass", "name": n, "answers": {"p": TRUE | good.get(n, {}) | changes.get(n, {})}}
+        for n in names
+    ]
     facts = {"dtype": "float32", "groups": [{}, {}], "request_bytes": 1 << 20, "max_model_len": 100}
-    starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "with kvloft")]
+    starts = [
+        {"event": "started", "facts": facts | changes.get(name, {})}
+        for name in ("alone", "with kvloft")
+    ]
     return make_report(
         [("alone", [starts[0], *told[:2]], None), ("with kvloft", [starts[1], *told[2:]], None)],
         {"model": "m", "extra": extra or {}, "ignored": []},
@@ -204,9 +265,15 @@ def test_a_good_run_is_served_without_a_remark() -> None:
         ({"cold": {"disk": 16}}, "although the cache should be empty"),
         ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
         ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
-        ({"host": {"host": 16, "accepted": 6}}, "6 draft tokens were accepted, but 10 for the same answers without a hit"),
+        (
+            {"host": {"host": 16, "accepted": 6}},
+            "6 draft tokens were accepted, but 10 for the same answers without a hit",
+        ),
         ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding decides every answer"),
-        ({"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}}, "log probabilities differ by up to 0.4"),
+        (
+            {"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}},
+            "log probabilities differ by up to 0.4",
+        ),
     ],
 )
 def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: str) -> None:
@@ -218,5 +285,8 @@ def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: st
 def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps() -> None:
     found = report({"kv_groups": "one"}, **{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
-    assert "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without" in found["remarks"][0]
+    assert (
+        "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without"
+        in found["remarks"][0]
+    )
     assert "set kv_groups to auto" in found["remarks"][1]

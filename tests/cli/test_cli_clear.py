@@ -12,7 +12,9 @@ from kvloft import _core
 from kvloft.cli.__main__ import main
 
 
-def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_empties_a_server_only_if_somebody_says_so(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["clear", "--socket", socket]) == 1
     assert "use --yes" in capsys.readouterr().err
     assert stats_of(socket)["frames_visible"] == 3
@@ -25,8 +27,12 @@ def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: py
         assert "no kvloft server answers" in capsys.readouterr().err
 
 
-def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a restart no engine has opened it yet; and it says so where it cannot tell which of several is meant."""
+def test_clear_empties_a_namespace_that_is_on_disk_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a restart no engine has opened it yet; and it says so where it cannot tell which of
+    several is meant.
+    """
 
     def chunks() -> list[int]:
         assert main(["inspect", str(tmp_path / "disk"), "--json"]) == 0
@@ -36,12 +42,18 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
         path = f"{folder}/run/kv.sock"
 
         def serve() -> _core.Server:
-            return _core.Server(path, host_bytes=1 << 20, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20)
+            return _core.Server(
+                path, host_bytes=1 << 20, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20
+            )
 
         with closing(serve()):
             for nth in (1, 2):
-                engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0)
-                chain = _core.KeyChain(_core.root_key(bytes([nth] * 32), None, None), block_tokens=1)
+                engine = _core.Session.connect(
+                    path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0
+                )
+                chain = _core.KeyChain(
+                    _core.root_key(bytes([nth] * 32), None, None), block_tokens=1
+                )
                 chain.append_tokens([1, 2, 3])
                 (saved,), _ = engine.reserve([(chain, (), 0, 0, 3, [[1, 2, 3]])])
                 assert saved is not None
@@ -52,13 +64,18 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
             assert chunks() == [3, 3]
             assert main(["clear", "--socket", path, "--yes"]) == 2
             said = capsys.readouterr().err
-            assert "open or on disk only; use --namespace with one of 0101010101010101, 0202020202020202" in said
+            assert (
+                "open or on disk only; use --namespace with one of 0101010101010101, "
+                "0202020202020202" in said
+            )
             assert main(["clear", "--socket", path, "--yes", "--namespace", "03"]) == 2
             assert "no such namespace" in capsys.readouterr().err
             assert main(["clear", "--socket", path, "--yes", "--namespace", "01" * 32]) == 0
             assert capsys.readouterr().out == "3 chunks removed\n"
             assert chunks() == [0, 3]
-            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes([2] * 32), timeout_s=60.0)
+            engine = _core.Session.connect(
+                path, frame_bytes=4096, namespace=bytes([2] * 32), timeout_s=60.0
+            )
             assert main(["clear", "--socket", path, "--yes", "--namespace", "02"]) == 0
             assert capsys.readouterr().out == "3 chunks removed\n"
             engine.close()

@@ -12,7 +12,9 @@ from kvloft.config import KEYS
 TWICE = '{"host_size": "1GiB", "host_size": "2GiB"}'
 
 
-def test_table_names_every_key_with_value_and_origin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_names_every_key_with_value_and_origin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
     assert main(["config"]) == 0
     out = capsys.readouterr().out
@@ -23,15 +25,22 @@ def test_table_names_every_key_with_value_and_origin(capsys: pytest.CaptureFixtu
 
 
 def test_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--json", "--extra", '{"disk_path": "/cache", "disk_size": "1GiB"}']) == 0
+    assert (
+        main(["config", "--json", "--extra", '{"disk_path": "/cache", "disk_size": "1GiB"}']) == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == list(KEYS)
     assert shown["disk_size"] == {"value": 1 << 30, "from": "kv_connector_extra_config"}
     assert shown["eviction"] == {"value": "adaptive", "from": "default"}
 
 
-@pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"])
-def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str], extra: str) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    capsys: pytest.CaptureFixture[str], extra: str
+) -> None:
     assert main(["config", "--extra", extra]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -40,10 +49,14 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixt
     assert len(captured.err) < 500
 
 
-def test_a_long_value_is_shown_whole_without_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_long_value_is_shown_whole_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / ("long" * 40)
     assert main(["config", "--extra", json.dumps({"disk_path": str(path)})]) == 0
-    shown = "".join("".join(line.split("│")[2:3]).strip() for line in capsys.readouterr().out.splitlines())
+    shown = "".join(
+        "".join(line.split("│")[2:3]).strip() for line in capsys.readouterr().out.splitlines()
+    )
     assert str(path) in shown
 
 
@@ -57,16 +70,24 @@ def test_a_file_as_disk_path_is_refused(capsys: pytest.CaptureFixture[str], tmp_
         assert captured.err.startswith(f"kvloft: disk_path = {path} (kv_connector_extra_config) ")
         assert f"{file} is a file" in captured.err
         assert captured.err.count("\n") == 1
-    assert main(["config", "--extra", json.dumps({"disk_path": str(tmp_path / "not" / "yet")})]) == 0
+    assert (
+        main(["config", "--extra", json.dumps({"disk_path": str(tmp_path / "not" / "yet")})]) == 0
+    )
 
 
 def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--json"]):
         for extra, text in (
-            ('{"host_size": "900TiB"}', "kvloft: host_size = 900TiB is more than this machine's memory of "),
+            (
+                '{"host_size": "900TiB"}',
+                "kvloft: host_size = 900TiB is more than this machine's memory of ",
+            ),
             (
                 '{"disk_path": "/proc/nope"}',
-                "kvloft: disk_path = /proc/nope (kv_connector_extra_config) cannot be created, because /proc is not writable;",
+                (
+                    "kvloft: disk_path = /proc/nope (kv_connector_extra_config) cannot be created, "
+                    "because /proc is not writable;"
+                ),
             ),
         ):
             assert main(["config", *flags, "--extra", extra]) == 2
@@ -86,7 +107,8 @@ def test_a_setting_that_is_there_twice_is_named(capsys: pytest.CaptureFixture[st
 def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", '{"host_size": "32000"}']) == 0
     assert capsys.readouterr().err == (
-        "kvloft: warning: host_size = 32000 (kv_connector_extra_config) has no unit, so it is in bytes; did you mean 32000MiB?\n"
+        "kvloft: warning: host_size = 32000 (kv_connector_extra_config) has no unit, so it is in "
+        "bytes; did you mean 32000MiB?\n"
     )
 
 
@@ -104,11 +126,24 @@ def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command:
     assert "`" not in capsys.readouterr().out
 
 
-COMMANDS = ["config", "size", "check", "serve", "status", "clear", "evict", "inspect", "verify", "bench"]
+COMMANDS = [
+    "config",
+    "size",
+    "check",
+    "serve",
+    "status",
+    "clear",
+    "evict",
+    "inspect",
+    "verify",
+    "bench",
+]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "copy"]])
-def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_help_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([*command, "--help"])
@@ -118,7 +153,9 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, "the list above is all"
 
 
-def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_has_is_not_shown_as_the_engines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
     for server, is_void in (("unix:/run/kvloft/kv.sock", True), ("auto", False)):
         monkeypatch.setenv("KVLOFT_SERVER", server)
@@ -128,13 +165,18 @@ def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFix
         assert main(["config", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["host_size"]["value"] == (None if is_void else 2 << 30)
-        assert shown["host_size"]["from"] == ("kvloft serve" if is_void else "environment variable KVLOFT_HOST_SIZE")
+        assert shown["host_size"]["from"] == (
+            "kvloft serve" if is_void else "environment variable KVLOFT_HOST_SIZE"
+        )
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["serve", "--hostsize=3", "--evict", "lru"], "unknown argument: --hostsize; did you mean --host-size?"),
+        (
+            ["serve", "--hostsize=3", "--evict", "lru"],
+            "unknown argument: --hostsize; did you mean --host-size?",
+        ),
         (["serve", "--evict", "lru"], "unknown argument: --evict; did you mean --eviction?"),
         (["status", "extra"], "unknown argument: extra\n"),
         (["bench", "copy", "--nothing"], "unknown argument: --nothing\n"),

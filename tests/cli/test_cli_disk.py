@@ -1,4 +1,6 @@
-"""`kvloft inspect` and `kvloft verify`: what a person and a script read, and the exit status on damage."""
+"""`kvloft inspect` and `kvloft verify`: what a person and a script read, and the exit status on
+damage.
+"""
 
 import json
 import os
@@ -19,7 +21,13 @@ FRAME = 4096
 NAMESPACE = b"n" * 32
 NUM_CHUNKS = 5
 OLDER_SUPERBLOCK = json.dumps(
-    {"format": 1, "frame_bytes": FRAME, "namespace": NAMESPACE.hex(), "description": "older", "checksum": "99e6f29cb29b9aaa"}
+    {
+        "format": 1,
+        "frame_bytes": FRAME,
+        "namespace": NAMESPACE.hex(),
+        "description": "older",
+        "checksum": "99e6f29cb29b9aaa",
+    }
 )
 
 
@@ -40,7 +48,15 @@ def folder(tmp_path: Path) -> Path:
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
     rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
     for _, frame, key, _ in rows:
-        part = {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [64], "num_blocks": 1, "rank": 0}
+        part = {
+            "offset": 0,
+            "part_bytes": FRAME,
+            "key": key,
+            "layout": bytes(32),
+            "page_bytes": [64],
+            "num_blocks": 1,
+            "rank": 0,
+        }
         arena.seal(frame, part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(60.0 * PACE)
@@ -57,7 +73,11 @@ def damage_one_payload(folder: Path) -> None:
     """Flip one payload bit of the first slot that holds a chunk."""
     path = frames_file(folder)
     data = bytearray(path.read_bytes())
-    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT03")
+    at = next(
+        i
+        for i in range(0, len(data), FRAME)
+        if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT03"
+    )
     data[at + 7] ^= 1
     path.write_bytes(data)
 
@@ -74,7 +94,9 @@ def test_a_long_list_of_damage_is_cut_and_says_so(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_folders_of_other_data_parallel_engines_are_named(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_of_other_data_parallel_engines_are_named(
+    folder: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("dp1", "dp12", "dpx", "other"):
         (folder / name).mkdir()
     assert main([command, str(folder)]) == 0
@@ -103,7 +125,9 @@ def test_a_problem_that_is_gone_a_moment_later_was_an_engine_at_work(
     assert "half written" in capsys.readouterr().out
 
 
-def test_inspect_shows_each_namespace_and_its_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_each_namespace_and_its_fields(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
     assert NAMESPACE.hex()[:16] in out
@@ -113,18 +137,30 @@ def test_inspect_shows_each_namespace_and_its_fields(folder: Path, capsys: pytes
 def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json", str(folder)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert (row["namespace"], row["chunks"], row["frame_bytes"]) == (NAMESPACE.hex()[:16], NUM_CHUNKS, FRAME)
+    assert (row["namespace"], row["chunks"], row["frame_bytes"]) == (
+        NAMESPACE.hex()[:16],
+        NUM_CHUNKS,
+        FRAME,
+    )
     assert row["fields"]["dtype"] == "torch.float32"
 
 
-def test_verify_of_a_sound_directory_is_status_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_a_sound_directory_is_status_0(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(folder)]) == 0
     assert "no damage" in capsys.readouterr().out
     assert main(["verify", "--json", str(folder)]) == 0
-    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": [], "other_format": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "chunks": NUM_CHUNKS,
+        "damage": [],
+        "other_format": [],
+    }
 
 
-def test_verify_finds_one_flipped_bit_and_is_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_one_flipped_bit_and_is_status_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage_one_payload(folder)
     assert main(["verify", "--json", str(folder)]) == 1
     shown = json.loads(capsys.readouterr().out)
@@ -141,7 +177,9 @@ def test_verify_of_a_truncated_file_is_status_1(folder: Path) -> None:
     assert main(["verify", "--json", str(folder)]) == 1
 
 
-@pytest.mark.parametrize(("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty beside")])
+@pytest.mark.parametrize(
+    ("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty beside")]
+)
 def test_verify_of_a_lost_index_is_status_1(
     folder: Path, capsys: pytest.CaptureFixture[str], num_bytes: int | None, says: str
 ) -> None:
@@ -160,14 +198,25 @@ def test_verify_of_a_lost_index_is_status_1(
 
 
 @pytest.mark.parametrize("is_json", [False, True])
-def test_damage_that_a_reader_does_not_wait_for_is_status_1_all_the_same(folder: Path, is_json: bool) -> None:
+def test_damage_that_a_reader_does_not_wait_for_is_status_1_all_the_same(
+    folder: Path, is_json: bool
+) -> None:
     damage_one_payload(folder)
-    argv = [sys.executable, "-m", "kvloft.cli", "verify", str(folder), *(["--json"] if is_json else [])]
+    argv = [
+        sys.executable,
+        "-m",
+        "kvloft.cli",
+        "verify",
+        str(folder),
+        *(["--json"] if is_json else []),
+    ]
     reader, writer = os.pipe()
     os.close(reader)
     try:
         environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as if it were a lot
-        done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environ)
+        done = subprocess.run(
+            argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environ
+        )
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
@@ -177,7 +226,10 @@ def test_what_cannot_be_written_is_not_the_status_of_damage(folder: Path) -> Non
     argv = [sys.executable, "-m", "kvloft.cli", "verify", str(folder)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (4, "kvloft: the output cannot be written (No space left on device)\n")
+    assert (done.returncode, done.stderr) == (
+        4,
+        "kvloft: the output cannot be written (No space left on device)\n",
+    )
 
 
 def make_older(folder: Path) -> None:
@@ -193,7 +245,10 @@ def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
     assert main(["verify", str(folder)]) == 3
     out = capsys.readouterr().out
     assert "no damage" in out
-    assert f"{NAMESPACE.hex()[:16]} is not damaged and was not checked: superblock.json is of format 1" in out
+    assert (
+        f"{NAMESPACE.hex()[:16]} is not damaged and was not checked: superblock.json is of format 1"
+        in out
+    )
     assert "starts this namespace over" in out
     assert main(["verify", "--json", str(folder)]) == 3
     shown = json.loads(capsys.readouterr().out)
@@ -202,17 +257,23 @@ def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
     assert json.loads(capsys.readouterr().out)[0]["problem"] == shown["other_format"][0]["problem"]
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
-    assert "3 no damage, but some namespaces are of another version" in " ".join(capsys.readouterr().out.split())
+    assert "3 no damage, but some namespaces are of another version" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
-def test_a_format_that_is_a_flipped_digit_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_format_that_is_a_flipped_digit_is_damage(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = frames_file(folder).with_name("superblock.json")
     path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
     assert main(["verify", "--json", str(folder)]) == 1
     assert "its checksum differs" in json.loads(capsys.readouterr().out)["damage"][0]["problem"]
 
 
-def test_damage_beside_an_older_format_is_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_beside_an_older_format_is_status_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_older(folder)
     (folder / "00112233445566aa").mkdir()
     assert main(["verify", "--json", str(folder)]) == 1
@@ -220,19 +281,32 @@ def test_damage_beside_an_older_format_is_status_1(folder: Path, capsys: pytest.
     assert (len(shown["damage"]), len(shown["other_format"])) == (1, 1)
 
 
-def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = _core.Session(frame_bytes=FRAME, host_bytes=8 * FRAME, namespace=NAMESPACE, disk_path=str(tmp_path), disk_bytes=1 << 20)
+def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = _core.Session(
+        frame_bytes=FRAME,
+        host_bytes=8 * FRAME,
+        namespace=NAMESPACE,
+        disk_path=str(tmp_path),
+        disk_bytes=1 << 20,
+    )
     assert main(["verify", str(tmp_path)]) == 2
     store.close()
     assert capsys.readouterr().err == (
-        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify again, "
+        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify "
+        "again, "
         "or use `kvloft inspect`, which needs no stop\n"
     )
     assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("nothing", "is not there"), ("x" * 300, "cannot be opened (File name too long (os error 36))")]
+    ("name", "why"),
+    [
+        ("nothing", "is not there"),
+        ("x" * 300, "cannot be opened (File name too long (os error 36))"),
+    ],
 )
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_wrong_directory_is_one_line_and_status_2(
@@ -241,18 +315,25 @@ def test_a_wrong_directory_is_one_line_and_status_2(
     assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    said = f"kvloft: {tmp_path / name} {why}: DIR must be what an engine or a server has as its disk_path\n"
+    said = (
+        f"kvloft: {tmp_path / name} {why}: DIR must be what an engine or a server has as its "
+        "disk_path\n"
+    )
     assert captured.err == said
 
 
-def test_a_lock_that_cannot_be_opened_is_no_setting_of_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_that_cannot_be_opened_is_no_setting_of_verify(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "lock").unlink()
     (folder / "lock").symlink_to("elsewhere")
     assert main(["verify", str(folder)]) == 2
     assert capsys.readouterr().err.startswith(f"kvloft: cannot open the lock file of {folder}: ")
 
 
-@pytest.mark.parametrize("description", ["\x1b[2Jmodel", json.dumps({"model": "\x1b]0;title\x07", "\x9b": "\n"})])
+@pytest.mark.parametrize(
+    "description", ["\x1b[2Jmodel", json.dumps({"model": "\x1b]0;title\x07", "\x9b": "\n"})]
+)
 def test_control_characters_in_a_description_are_escaped(description: str) -> None:
     shown = inspect.describe(description)
     assert shown.isprintable()

@@ -1,4 +1,6 @@
-"""What all commands have in common before they do anything: standard streams that are closed, and Ctrl-C at any moment."""
+"""What all commands have in common before they do anything: standard streams that are closed, and
+Ctrl-C at any moment.
+"""
 
 import importlib.metadata
 import os
@@ -31,7 +33,8 @@ class Interrupts:
 
 at, is_lost = sys.argv.pop(1), sys.argv.pop(1) == "True"
 sys.meta_path.insert(0, Interrupts())
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, as this may be one of, ignores it
+# a shell's background job, as this may be one of, ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 runpy.run_module("kvloft.cli", run_name="__main__", alter_sys=True)
 """
 
@@ -50,17 +53,31 @@ def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]"
             os.close(number)
 
     return subprocess.run(
-        [*COMMAND, *argv], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=120, preexec_fn=close
-    )  # fmt: skip
+        [*COMMAND, *argv],
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=close,
+    )
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["config"], ["config", "--json"], ["status", "--socket", "{}/kv.sock"], ["serve", "--socket", "{}/kv.sock"], ["--help"]],
+    [
+        ["config"],
+        ["config", "--json"],
+        ["status", "--socket", "{}/kv.sock"],
+        ["serve", "--socket", "{}/kv.sock"],
+        ["--help"],
+    ],
 )
 def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> None:
     done = closed([part.format(folder) for part in argv], 1)
-    assert (done.returncode, done.stderr) == (4, "kvloft: stdout is closed; redirect it to /dev/null to discard the output\n")
+    assert (done.returncode, done.stderr) == (
+        4,
+        "kvloft: stdout is closed; redirect it to /dev/null to discard the output\n",
+    )
     assert not list(folder.iterdir())
     assert closed(["config"], 0, 1, 2).returncode == 4
 
@@ -77,13 +94,32 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
     assert done.stderr.startswith("kvloft: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["config", "--json"], ["--help"], ["config", "--help"], ["--version"]])
-@pytest.mark.parametrize(("place", "reason"), [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")])
-def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(argv: list[str], place: str, reason: str) -> None:
-    """Python writes what it kept back as it ends: then an error would be a traceback, and the status 120."""
+@pytest.mark.parametrize(
+    "argv", [["config", "--json"], ["--help"], ["config", "--help"], ["--version"]]
+)
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")],
+)
+def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(
+    argv: list[str], place: str, reason: str
+) -> None:
+    """Python writes what it kept back as it ends: then an error would be a traceback, and the
+    status 120.
+    """
     with open(place, "r" if place == "/dev/null" else "w") as out:
-        done = subprocess.run([*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered())
-    assert (done.returncode, done.stderr) == (4, f"kvloft: the output cannot be written ({reason})\n")
+        done = subprocess.run(
+            [*COMMAND, *argv],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env=buffered(),
+        )
+    assert (done.returncode, done.stderr) == (
+        4,
+        f"kvloft: the output cannot be written ({reason})\n",
+    )
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"], ["config"]])
@@ -91,14 +127,21 @@ def test_what_is_lost_at_once_is_told_in_a_sentence(argv: list[str]) -> None:
     """Without a buffer, the error comes while argparse prints, which would ignore it."""
     with open("/dev/full", "w") as out:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
-        done = subprocess.run([*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
-    assert (done.returncode, done.stderr) == (4, "kvloft: the output cannot be written (No space left on device)\n")
+        done = subprocess.run(
+            [*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=env
+        )
+    assert (done.returncode, done.stderr) == (
+        4,
+        "kvloft: the output cannot be written (No space left on device)\n",
+    )
 
 
 def test_a_wrong_argument_is_status_2_where_stderr_is_full() -> None:
     with open("/dev/full", "w") as full:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
-        assert subprocess.run([*COMMAND, "nothing"], stderr=full, timeout=120, env=env).returncode == 2
+        assert (
+            subprocess.run([*COMMAND, "nothing"], stderr=full, timeout=120, env=env).returncode == 2
+        )
 
 
 @pytest.mark.parametrize("argv", [["config"], ["config", "--json"], ["--help"]])
@@ -106,7 +149,14 @@ def test_a_reader_that_is_gone_is_no_error(argv: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([*COMMAND, *argv], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered())
+        done = subprocess.run(
+            [*COMMAND, *argv],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env=buffered(),
+        )
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
@@ -118,20 +168,36 @@ def buffered() -> dict[str, str]:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(
-    "module", ["kvloft.cli.commands", "argparse", "kvloft.cli.serve", "kvloft.config", "kvloft.cli.metrics", "kvloft._core"]
+    "module",
+    [
+        "kvloft.cli.commands",
+        "argparse",
+        "kvloft.cli.serve",
+        "kvloft.config",
+        "kvloft.cli.metrics",
+        "kvloft._core",
+    ],
 )
-def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(module: str, is_lost: bool, folder: Path) -> None:
+def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(
+    module: str, is_lost: bool, folder: Path
+) -> None:
     """Also where an exception would be lost, as in a callback of the import system."""
-    interrupted([module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")])
+    interrupted(
+        [module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")]
+    )
 
 
-@pytest.mark.parametrize("module", ["kvloft.cli.commands", "rich.console", "kvloft.cli.hits", "kvloft._core"])
+@pytest.mark.parametrize(
+    "module", ["kvloft.cli.commands", "rich.console", "kvloft.cli.hits", "kvloft._core"]
+)
 def test_ctrl_c_is_quiet_while_another_command_loads_its_modules(module: str, folder: Path) -> None:
     interrupted([module, "False", "status", "--socket", str(folder / "kv.sock")])
 
 
 def interrupted(argv: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, *argv], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *argv], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
 
 
@@ -144,6 +210,9 @@ def test_version_is_cargos_and_names_the_revision() -> None:
 
 
 def test_without_a_command_it_prints_its_help() -> None:
-    bare, asked = (subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=120) for argv in ([], ["--help"]))
+    bare, asked = (
+        subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=120)
+        for argv in ([], ["--help"])
+    )
     assert (bare.returncode, bare.stderr) == (0, "")
     assert bare.stdout == asked.stdout and bare.stdout.startswith("usage: kvloft")

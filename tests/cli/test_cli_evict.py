@@ -1,4 +1,6 @@
-"""`kvloft evict` over a real server: a tenant is removed for good, and its salt is shown nowhere."""
+"""`kvloft evict` over a real server: a tenant is removed for good, and its salt is shown
+nowhere.
+"""
 
 import json
 import subprocess
@@ -41,7 +43,9 @@ def serving(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 
 def connect(socket: str, nth: int = 1) -> _core.Session:
-    return _core.Session.connect(socket, frame_bytes=FRAME, namespace=bytes([nth] * 32), timeout_s=60.0)
+    return _core.Session.connect(
+        socket, frame_bytes=FRAME, namespace=bytes([nth] * 32), timeout_s=60.0
+    )
 
 
 def chain_of(nth: int, adapter: tuple[str, str] | None, salt: str | None) -> _core.KeyChain:
@@ -62,36 +66,57 @@ def found(engine: _core.Session, nth: int = 1) -> list[int]:
     return [engine.lookup(chain_of(nth, adapter, salt))[1] for adapter, salt in ROOTS]
 
 
-def test_a_tenant_is_gone_after_a_kill_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tenant_is_gone_after_a_kill_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     secret = folder / "salt"
     secret.write_text(SALT + "\n")
     with serving(folder) as (socket, process):
         engine = connect(socket)
         save_all(engine)
         assert main(["evict", "--socket", socket, "--salt-file", str(secret)]) == 0
-        assert capsys.readouterr().out == "6 chunks evicted in 1 namespace: 24 KiB of host memory and 24 KiB on disk\n"
+        assert (
+            capsys.readouterr().out
+            == "6 chunks evicted in 1 namespace: 24 KiB of host memory and 24 KiB on disk\n"
+        )
         assert found(engine) == [3, 0, 0, 3]
         process.kill()
         process.wait()
     with serving(folder) as (socket, _):
-        assert found(connect(socket)) == [3, 0, 0, 3], "what was evicted is not found after a restart"
+        assert found(connect(socket)) == [3, 0, 0, 3], (
+            "what was evicted is not found after a restart"
+        )
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
         assert capsys.readouterr().out == "there are no chunks with that salt\n"
         assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
         assert capsys.readouterr().out == "there are no chunks with that salt in host memory\n"
 
 
-@pytest.mark.parametrize(("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)])
+@pytest.mark.parametrize(
+    ("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)]
+)
 def test_nothing_is_held_is_said_only_where_that_is_known(
-    found: dict[str, object], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: dict[str, object],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nothing = {"namespaces": 1, "chunks": 0, "host_bytes": 0, "disk_bytes": 0, "in_use": 0, "complete": True}
+    nothing = {
+        "namespaces": 1,
+        "chunks": 0,
+        "host_bytes": 0,
+        "disk_bytes": 0,
+        "in_use": 0,
+        "complete": True,
+    }
     monkeypatch.setattr(_core, "server_evict", lambda *_, **__: nothing | found)
     assert main(["evict", "--socket", "/nowhere", "--salt", SALT, "--host-only"]) == status
     assert "evicted in 1 namespace" in capsys.readouterr().out
 
 
-def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_engines_are_evicted_on_disk_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(folder) as (socket, process):
         for nth in (1, 2):
             save_all(connect(socket, nth), nth)
@@ -100,17 +125,27 @@ def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: py
     with serving(folder) as (socket, _):
         done = _evict(socket, ["--salt-file", "-", "--json", "--namespace", "02"], SALT)
         assert json.loads(done.stdout) == {
-            "namespaces": 1, "chunks": 6, "host_bytes": 0, "disk_bytes": 6 * FRAME, "in_use": 0, "complete": True,
-        }  # fmt: skip
+            "namespaces": 1,
+            "chunks": 6,
+            "host_bytes": 0,
+            "disk_bytes": 6 * FRAME,
+            "in_use": 0,
+            "complete": True,
+        }
         one, other = connect(socket, 1), connect(socket, 2)  # their namespaces stay open
         assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
         assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
-        assert "no such namespace; use --namespace with one of: 0101010101010101, 02" in capsys.readouterr().err
+        assert (
+            "no such namespace; use --namespace with one of: 0101010101010101, 02"
+            in capsys.readouterr().err
+        )
 
 
 def _evict(socket: str, more: list[str], stdin: str) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-m", "kvloft.cli", "evict", "--socket", socket, *more]
-    return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(
+        argv, input=stdin, capture_output=True, text=True, timeout=120, check=True
+    )
 
 
 def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,14 +155,18 @@ def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixtu
         lease = engine.acquire(chain_of(1, None, None))
         assert main(["evict", "--socket", socket, "--host-only"]) == 0
         said = capsys.readouterr().out
-        assert said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which stay\n"
+        assert (
+            said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which stay\n"
+        )
         assert lease.poll() == (3, 0)
         assert main(["status", "--socket", socket]) == 0
         assert "9 chunks removed by `kvloft evict`" in capsys.readouterr().out
         assert found(engine) == [3, 3, 3, 3]
 
 
-def test_the_log_tells_the_tag_and_not_the_salt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_tells_the_tag_and_not_the_salt(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(folder) as (socket, process):
         save_all(connect(socket))
         assert main(["evict", "--socket", socket, "--salt", SALT, "--json"]) == 0
@@ -140,7 +179,9 @@ def test_the_log_tells_the_tag_and_not_the_salt(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("option", ["--salt", "--namespace"])
-def test_bytes_that_are_no_text_are_a_wrong_argument(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text_are_a_wrong_argument(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["evict", "--socket", "/nowhere", option, "\udcff"])
     assert f"argument {option}: expected UTF-8" in capsys.readouterr().err
@@ -161,8 +202,12 @@ def test_without_a_server_it_says_so(folder: Path, capsys: pytest.CaptureFixture
         (["--salt-file", "{folder}/latin"], "expected UTF-8"),
     ],
 )
-def test_a_mistake_evicts_nothing(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_a_mistake_evicts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     (folder / "newline").write_text("\n")
     (folder / "latin").write_bytes(b"\xe9")
-    assert main(["evict", "--socket", "/nowhere", *(part.format(folder=folder) for part in argv)]) == 2
+    assert (
+        main(["evict", "--socket", "/nowhere", *(part.format(folder=folder) for part in argv)]) == 2
+    )
     assert said in capsys.readouterr().err

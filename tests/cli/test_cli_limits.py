@@ -1,4 +1,6 @@
-"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and no salt is shown."""
+"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and no salt is
+shown.
+"""
 
 import json
 import subprocess
@@ -32,12 +34,24 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     (folder / "run").mkdir(mode=0o700)
     (folder / "acme.salt").write_text(SALT + "\n")
     (folder / "limits.yaml").write_text(
-        "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"
+        "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: "
+        "30d}\n"
     )
     sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
-    limits = ["--salt-quota", "10%", "--salt-ttl", "24h", "--salt-limits", str(folder / "limits.yaml"), "--share", "0101=100"]
+    limits = [
+        "--salt-quota",
+        "10%",
+        "--salt-ttl",
+        "24h",
+        "--salt-limits",
+        str(folder / "limits.yaml"),
+        "--share",
+        "0101=100",
+    ]
     argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *limits]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().endswith(f"/disk up to 4 MiB; {bounds(folder)}\n")
@@ -49,7 +63,8 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 def bounds(folder: Path) -> str:
     return (
         "each salt: at most 10% of its namespace's host memory, expires after 1d; "
-        f"other limits for single salts: {folder / 'limits.yaml'}; fixed shares of host memory: 0101 100%"
+        f"other limits for single salts: {folder / 'limits.yaml'}; fixed shares of host memory: "
+        "0101 100%"
     )
 
 
@@ -65,7 +80,9 @@ def test_people_see_what_tenants_have_and_no_salt(
     server: tuple[str, "subprocess.Popen[str]"], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     socket, process = server
-    engine = _core.Session.connect(socket, frame_bytes=FRAME, namespace=bytes([1] * 32), timeout_s=60.0)
+    engine = _core.Session.connect(
+        socket, frame_bytes=FRAME, namespace=bytes([1] * 32), timeout_s=60.0
+    )
     assert [save(engine, salt, 0, 30) for salt in (SALT, OTHER, None)] == [5, 25, 30]
     assert engine.flush(60.0)
     (space,) = _core.server_status(socket)["namespaces"]
@@ -97,19 +114,35 @@ def test_people_see_what_tenants_have_and_no_salt(
     whole = f"Limits: {bounds(folder)}"
     assert shown[0].splitlines()[6] == whole
     first = shown[2].splitlines()[0]
-    assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, "short: `status` has it all"
-    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has no chunks in open namespaces")):
+    assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, (
+        "short: `status` has it all"
+    )
+    for salt, its_tag, said in (
+        (SALT, tag, "marked * below"),
+        ("none's", None, "it has no chunks in open namespaces"),
+    ):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
-        line = next(line for line in shown[-1].splitlines() if line.startswith("The salt's tag is "))
+        line = next(
+            line for line in shown[-1].splitlines() if line.startswith("The salt's tag is ")
+        )
         assert said in line
         assert its_tag is None or its_tag in line
-        assert [row.split()[0] for row in shown[-1].splitlines() if " * " in row[:20]] == ([its_tag] if its_tag else [])
-        assert all(len(row) <= 80 for row in shown[-1].splitlines() if not row.startswith(("Limits", "The kvloft", "disk path")))
+        assert [row.split()[0] for row in shown[-1].splitlines() if " * " in row[:20]] == (
+            [its_tag] if its_tag else []
+        )
+        assert all(
+            len(row) <= 80
+            for row in shown[-1].splitlines()
+            if not row.startswith(("Limits", "The kvloft", "disk path"))
+        )
     assert main(["status", "--watch", "--count", "1", "--socket", socket, "--salt", SALT]) == 0
     shown.append(capsys.readouterr().out)
     assert f"{tag} *" in shown[-1]
-    assert main(["status", "--socket", socket, "--salt-file", str(folder / "acme.salt"), "--json"]) == 0
+    assert (
+        main(["status", "--socket", socket, "--salt-file", str(folder / "acme.salt"), "--json"])
+        == 0
+    )
     shown.append(capsys.readouterr().out)
     assert json.loads(shown[-1])["salt_tag"] == tag
     process.terminate()
@@ -120,15 +153,25 @@ def test_people_see_what_tenants_have_and_no_salt(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--salt-quota", "110%"], 'salt_quota = "110%" (command line) is not allowed; it must be a part such as "10%"'),
+        (
+            ["--salt-quota", "110%"],
+            'salt_quota = "110%" (command line) is not allowed; it must be a part such as "10%"',
+        ),
         (["--salt-quota", "null"], 'it must be a part such as "10%", or a size such as "8GiB".\n'),
-        (["--salt-ttl", "0s"], 'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d'),
+        (
+            ["--salt-ttl", "0s"],
+            'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d',
+        ),
         (["--salt-disk-quota", "1%"], "does nothing without disk_path"),
         (["--salt-limits", "/none/such.yaml"], "salt_limits = /none/such.yaml cannot be read"),
     ],
 )
-def test_wrong_limits_are_one_sentence(options: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", *options]) == 2
+def test_wrong_limits_are_one_sentence(
+    options: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", *options]) == 2
+    )
     assert said in capsys.readouterr().err
 
 
@@ -136,17 +179,22 @@ def tenant(tag: str | None, ttl_s: int | None = None) -> dict[str, object]:
     return {"tag": tag, "host": 1, "disk": 0, "max_host": None, "max_disk": None, "ttl_s": ttl_s}
 
 
-@pytest.mark.parametrize(("num_salts", "said"), [(1, []), (2, ["and 1 smaller tenant"]), (3, ["and 2 smaller tenants"])])
+@pytest.mark.parametrize(
+    ("num_salts", "said"), [(1, []), (2, ["and 1 smaller tenant"]), (3, ["and 2 smaller tenants"])]
+)
 def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) -> None:
     space = {"tenants": [tenant("ab")], "frame_bytes": FRAME, "stats": {"salts": num_salts}}
     assert tenant_table(space, 8)[1:] == said
 
 
 @pytest.mark.parametrize(
-    ("num_salts", "said"), [(1, "it has no chunks in open namespaces"), (2, "it is not among the largest tenants")]
+    ("num_salts", "said"),
+    [(1, "it has no chunks in open namespaces"), (2, "it is not among the largest tenants")],
 )
 def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str) -> None:
-    spaces: list[dict[str, object]] = [{"tenants": [tenant("ab"), tenant(None)], "stats": {"salts": num_salts}}]
+    spaces: list[dict[str, object]] = [
+        {"tenants": [tenant("ab"), tenant(None)], "stats": {"salts": num_salts}}
+    ]
     assert whose("cd", spaces) == f"The salt's tag is cd; {said}."
 
 
@@ -156,9 +204,18 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
         ({}, ""),
         ({"salt_quota": "(none)", "numa": "(none)", "disk_size": "1GiB"}, ""),
         ({"salt_quota": KEYS["salt_quota"].show(10)}, "each salt: at most 10B of host memory"),
-        ({"salt_quota": "1GiB", "salt_disk_quota": "5%"}, "each salt: at most 1GiB of host memory, at most 5% of the disk"),
-        ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits for single salts: /a.yaml; host memory on NUMA nodes 0,1"),
-        ({"share": "3f9a 25%, 77 5%", "numa": "0"}, "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0"),
+        (
+            {"salt_quota": "1GiB", "salt_disk_quota": "5%"},
+            "each salt: at most 1GiB of host memory, at most 5% of the disk",
+        ),
+        (
+            {"salt_limits": "/a.yaml", "numa": "0,1"},
+            "limits for single salts: /a.yaml; host memory on NUMA nodes 0,1",
+        ),
+        (
+            {"share": "3f9a 25%, 77 5%", "numa": "0"},
+            "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0",
+        ),
     ],
 )
 def test_bounds_are_told_in_words(settings: dict[str, str], said: str) -> None:

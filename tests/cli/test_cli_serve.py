@@ -33,10 +33,24 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serves_until_a_signal_and_then_has_everything_on_disk(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     socket, disk = folder / "run" / "kv.sock", folder / "disk"
-    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--disk-path", str(disk), "--disk-size", "1MiB"]
-    process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", *argv], stdout=subprocess.PIPE, text=True)
+    argv = [
+        "serve",
+        "--socket",
+        str(socket),
+        "--host-size",
+        "1MiB",
+        "--disk-path",
+        str(disk),
+        "--disk-size",
+        "1MiB",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvloft.cli", *argv], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
@@ -52,7 +66,9 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
             "hit rate: none yet: no lookups\n"
             "No engine has connected yet, so no memory is in use.\n"
         )
-        engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        engine = _core.Session.connect(
+            str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+        )
         chain = _core.KeyChain(bytes(32), block_tokens=1)
         chain.append_tokens([1, 2, 3])
         (chunks,), _ = engine.reserve([(chain, (), 0, 0, 3, [[4, 5, 6]])])
@@ -61,13 +77,19 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         assert main(["status", "--socket", str(socket), "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         (space,) = shown["namespaces"]
-        assert (space["namespace"], space["stats"]["frames_visible"], len(space["engines"])) == ("00" * 32, 3, 1)
+        assert (space["namespace"], space["stats"]["frames_visible"], len(space["engines"])) == (
+            "00" * 32,
+            3,
+            1,
+        )
         assert main(["status", "--socket", f"unix:{socket}"]) == 0
         out = capsys.readouterr().out
         assert "12 KiB" in out
         assert f"process {engine_pid()}" in out
         process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)  # as timeout(1) does: one to the process, one to its group
+        process.send_signal(
+            signal.SIGINT
+        )  # as timeout(1) does: one to the process, one to its group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("stopped")
@@ -81,9 +103,13 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(number: signal.Signals, folder: Path) -> None:
+def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(
+    number: signal.Signals, folder: Path
+) -> None:
     with served(folder) as (process, socket):
-        engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        engine = _core.Session.connect(
+            socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+        )
         assert save(engine, range(200)) == 200
         process.send_signal(number)
         rest, _ = process.communicate(timeout=120)
@@ -96,12 +122,21 @@ def test_a_terminal_that_closes_ends_it_with_its_last_writes(folder: Path) -> No
     """The kernel sends SIGHUP then, and what is printed has nowhere to go."""
     ours, its = pty.openpty()
     try:
-        with served(folder, stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=take_terminal) as (
+        with served(
+            folder,
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+        ) as (
             process,
             socket,
         ):
             until_it_listens(socket)
-            engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            engine = _core.Session.connect(
+                socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+            )
             assert save(engine, range(3)) == 3
             os.close(its)
             os.close(ours)
@@ -116,8 +151,15 @@ def test_a_terminal_that_closes_ends_it_with_its_last_writes(folder: Path) -> No
 
 
 def test_nohup_is_heeded(folder: Path) -> None:
-    with served(folder, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, _):
-        (ignored,) = re.findall(r"^SigIgn:\s*([0-9a-f]+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    with served(folder, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (
+        process,
+        _,
+    ):
+        (ignored,) = re.findall(
+            r"^SigIgn:\s*([0-9a-f]+)$",
+            Path(f"/proc/{process.pid}/status").read_text(),
+            re.MULTILINE,
+        )
         assert int(ignored, 16) & 1 << signal.SIGHUP - 1
 
 
@@ -125,11 +167,19 @@ def test_nohup_is_heeded(folder: Path) -> None:
 def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_background: bool) -> None:
     disk, log = folder / "disk", folder / "run" / "second.log"
     with served(folder) as (first, _):
-        trouble = f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
+        trouble = (
+            f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
+        )
         warning = f"kvloft: warning: {trouble}; the server uses host memory only and retries\n"
         first_line = f"host 4 MiB, disk {disk} not in use, retrying ({trouble})\n"
         more = ["--linger", "1s", "--background", str(log)] if is_background else []
-        with served(folder, "second", more, stderr=subprocess.PIPE, wanted="" if is_background else "serves at") as (
+        with served(
+            folder,
+            "second",
+            more,
+            stderr=subprocess.PIPE,
+            wanted="" if is_background else "serves at",
+        ) as (
             second,
             socket,
         ):
@@ -150,7 +200,9 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
     (folder / "disk").chmod(0o777)
     with served(folder, stderr=subprocess.STDOUT, wanted="kvloft: warning: ") as (process, _):
         assert process.stdout is not None
-        assert process.stdout.readline().endswith(f"host 4 MiB, disk {folder}/disk not in use, retrying\n")
+        assert process.stdout.readline().endswith(
+            f"host 4 MiB, disk {folder}/disk not in use, retrying\n"
+        )
         process.terminate()
         rest, _ = process.communicate(timeout=120)
         assert "chmod" not in rest, "it is told once, where both are one log"
@@ -158,24 +210,33 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(is_stderr_full: bool, unbuffered: str, folder: Path) -> None:
+def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(
+    is_stderr_full: bool, unbuffered: str, folder: Path
+) -> None:
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         err = full if is_stderr_full else subprocess.PIPE
         with served(folder, stdout=full, stderr=err, env=env) as (process, socket):
             until_it_listens(socket)
-            engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            engine = _core.Session.connect(
+                socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+            )
             assert save(engine, range(3)) == 3
             process.terminate()
             said = process.communicate(timeout=120)[1]
             assert process.returncode == 0
             engine.close()
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 3
-    lost = "kvloft: warning: the log cannot be written (No space left on device); the server continues without it\n"
+    lost = (
+        "kvloft: warning: the log cannot be written (No space left on device); the server "
+        "continues without it\n"
+    )
     assert said == (None if is_stderr_full else lost)
 
 
-def test_a_log_goes_on_once_there_is_room_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_goes_on_once_there_is_room_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Full:
         def __init__(self) -> None:
             self.is_full, self.lines = True, list[str]()
@@ -193,7 +254,9 @@ def test_a_log_goes_on_once_there_is_room_again(monkeypatch: pytest.MonkeyPatch,
     log.tell("one", "two")
     out.is_full = False
     log.tell("three")
-    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2} three\n", "".join(out.lines))
+    assert re.fullmatch(
+        r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2} three\n", "".join(out.lines)
+    )
     assert capsys.readouterr().err.count("the log cannot be written") == 1
 
 
@@ -209,22 +272,43 @@ def test_a_reason_is_said_once_to_whoever_reads_both_logs(is_one_place: bool, fo
             out = process.communicate(timeout=120)[0]
         err.seek(0)
         texts = [out] if is_one_place else [out, err.read()]
-    assert [text.count("may be written by other users") for text in texts] == [1] * len(texts), texts
+    assert [text.count("may be written by other users") for text in texts] == [1] * len(texts), (
+        texts
+    )
 
 
 @pytest.mark.parametrize(("make", "status"), [("file", 2), ("open", 0), ("denied", 0)])
-def test_only_a_disk_path_that_can_never_be_one_stops_the_start(make: str, status: int, folder: Path) -> None:
+def test_only_a_disk_path_that_can_never_be_one_stops_the_start(
+    make: str, status: int, folder: Path
+) -> None:
     disk = folder / "disk"
     if make == "file":
         disk.touch()
     else:
         disk.mkdir()
         disk.chmod(0o777 if make == "open" else 0o700)
-    argv = ["serve", "--socket", str(folder / "run" / "kv.sock"), "--host-size", "1MiB", "--disk-path", str(disk), "--linger", "0s"]
+    argv = [
+        "serve",
+        "--socket",
+        str(folder / "run" / "kv.sock"),
+        "--host-size",
+        "1MiB",
+        "--disk-path",
+        str(disk),
+        "--linger",
+        "0s",
+    ]
     denied = "import os; os.access = lambda *_: False" if make == "denied" else ""
-    code = ["import sys", "from kvloft.cli import serve", "from kvloft.cli.__main__ import main", "serve.FIRST_ENGINE_S = 0.0"]
+    code = [
+        "import sys",
+        "from kvloft.cli import serve",
+        "from kvloft.cli.__main__ import main",
+        "serve.FIRST_ENGINE_S = 0.0",
+    ]
     code += [denied, f"sys.exit(main({argv!r}))"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, "serves at" in done.stdout) == (status, status == 0), done.stderr
 
 
@@ -251,7 +335,9 @@ def without_nohup() -> None:
 def served(
     folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
-    """A server with a disk in ``folder``, once it said a first line that holds what is ``wanted``, if that can be read."""
+    """A server with a disk in ``folder``, once it said a first line that holds what is ``wanted``,
+    if that can be read.
+    """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     keywords = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": without_nohup} | more
@@ -269,18 +355,38 @@ def served(
 def save(engine: _core.Session, tokens: Iterable[int]) -> int:
     chain, tokens = _core.KeyChain(bytes(32), block_tokens=1), list(tokens)
     chain.append_tokens(tokens)
-    (chunks,), _ = engine.reserve([(chain, (), 0, 0, len(tokens), [[token + 1 for token in tokens]])])
+    (chunks,), _ = engine.reserve(
+        [(chain, (), 0, 0, len(tokens), [[token + 1 for token in tokens]])]
+    )
     assert chunks is not None
     return engine.settle(chunks.tickets())[0]
 
 
 def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
     socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
-    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--linger", "1s", "--background", str(log)]
-    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
-    assert done.stderr == f"kvloft: created {folder}/run for the socket, accessible to this user only\n"
+    argv = [
+        "serve",
+        "--socket",
+        str(socket),
+        "--host-size",
+        "1MiB",
+        "--linger",
+        "1s",
+        "--background",
+        str(log),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120
+    )
+    assert (
+        done.stderr
+        == f"kvloft: created {folder}/run for the socket, accessible to this user only\n"
+    )
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
-    said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
+    said = re.fullmatch(
+        rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n",
+        done.stdout,
+    )
     assert said is not None and done.returncode == 0, done.stdout
     with ended(int(said[1])):
         assert "serves at" in log.read_text() and _core.server_status(str(socket))
@@ -288,7 +394,9 @@ def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder
 
 @contextlib.contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """A server in the background is no child of this process: it ends with the block, and is gone then."""
+    """A server in the background is no child of this process: it ends with the block, and is gone
+    then.
+    """
     process = os.pidfd_open(pid)
     try:
         yield
@@ -304,11 +412,16 @@ def engine_pid() -> int:
     return int(Path("/proc/self").resolve().name)
 
 
-def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_server_on_a_socket_ends_with_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     socket = str(folder / "run" / "kv.sock")
     _first = _core.Server(socket, host_bytes=1 << 20)
     done = subprocess.run(
-        [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvloft: another kvloft server listens at")
@@ -320,10 +433,19 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: 
     ("argv", "said"),
     [
         ([], "the socket is missing"),
-        (["--socket", "unix:" + "x" * 200], f"--socket 'unix:{75 * 'x'}...': expected a path of 1 to 107 bytes."),
+        (
+            ["--socket", "unix:" + "x" * 200],
+            f"--socket 'unix:{75 * 'x'}...': expected a path of 1 to 107 bytes.",
+        ),
         (["--socket", "\udcff"], r"--socket '\udcff': expected a path of 1 to 107 bytes."),
         (["--socket", ""], "--socket '': expected a path of 1 to 107 bytes."),
-        (["--socket", "auto"], "--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto."),
+        (
+            ["--socket", "auto"],
+            (
+                "--socket auto: expected a path; for the socket of server = auto, set "
+                "KVLOFT_SERVER=auto."
+            ),
+        ),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
@@ -338,26 +460,59 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
 
 def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--host-size", "many"]) == 2
-    assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')
+    assert capsys.readouterr().err.startswith(
+        'kvloft: host_size = "many" (command line) is not allowed'
+    )
 
 
 @pytest.mark.parametrize("is_from_environment", [False, True])
 def test_folders_above_the_sockets_are_not_made(
-    is_from_environment: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_from_environment: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     socket = f"{folder}/typed/wrong/kv.sock"
     if is_from_environment:
         monkeypatch.setenv("KVLOFT_SERVER", socket)
-    assert main(["serve", "--host-size", "1MiB", *([] if is_from_environment else ["--socket", socket])]) == 2
-    given = f"server = unix:{socket} (environment variable KVLOFT_SERVER)" if is_from_environment else f"--socket {socket}"
-    assert capsys.readouterr().err == f"kvloft: {given}: {folder}/typed does not exist; create it, or use another path.\n"
+    assert (
+        main(
+            ["serve", "--host-size", "1MiB", *([] if is_from_environment else ["--socket", socket])]
+        )
+        == 2
+    )
+    given = (
+        f"server = unix:{socket} (environment variable KVLOFT_SERVER)"
+        if is_from_environment
+        else f"--socket {socket}"
+    )
+    assert (
+        capsys.readouterr().err
+        == f"kvloft: {given}: {folder}/typed does not exist; create it, or use another path.\n"
+    )
     assert not list(folder.iterdir())
 
 
 def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = folder / "typed" / "kv.log"
-    assert main(["serve", "--host-size", "1MiB", "--socket", f"{folder}/kv.sock", "--background", str(log)]) == 2
-    said = f"kvloft: --background {log}: the file cannot be written ({folder}/typed does not exist); use another file.\n"
+    assert (
+        main(
+            [
+                "serve",
+                "--host-size",
+                "1MiB",
+                "--socket",
+                f"{folder}/kv.sock",
+                "--background",
+                str(log),
+            ]
+        )
+        == 2
+    )
+    said = (
+        f"kvloft: --background {log}: the file cannot be written ({folder}/typed does not exist); "
+        "use another file.\n"
+    )
     assert capsys.readouterr().err == said
     assert not list(folder.iterdir())
 
@@ -373,41 +528,68 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
     [
         (
             ["--socket", "/tmp/kv.sock"],
-            "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; give --socket a path",
+            (
+                "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; "  # noqa: E501
+                "give --socket a path"
+            ),
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
             "--share: shares must be .* at most 100 in total, not 101",
         ),
         (
-            ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
+            [
+                "--socket",
+                "{folder}/run/kv.sock",
+                "--share",
+                "3fa=6",
+                "--share",
+                "4=4",
+                "--share",
+                "3f=4",
+            ],
             "--share: two shares match .* 3f covers 3fa",
         ),
         (["--socket", "{folder}/file"], "is not a socket; give --socket another path"),
-        (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "use another host or port"),
+        (
+            ["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"],
+            "use another host or port",
+        ),
     ],
 )
-def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, folder: Path) -> None:
+def test_a_place_that_will_not_do_is_one_sentence(
+    more: list[str], wanted: str, folder: Path
+) -> None:
     (folder / "file").touch()
     (folder / "run").mkdir()
     argv = ["serve", "--host-size", "1MiB", *(part.format(folder=folder) for part in more)]
-    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(rf"kvloft: [^\n]*{wanted}[^\n]*\n", done.stderr), done.stderr
     assert "serves at" not in done.stdout
 
 
-def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert looks_left([([1], 1), ([1], 1), ([], 1)], monkeypatch) == 0
 
 
-def test_an_engine_that_came_and_went_between_two_looks_was_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert looks_left([([], 1), ([], 1)], monkeypatch) == 0, "it waits no minute for the first"
-    assert looks_left([([], 1), ([], 2), ([], 2), ([], 2)], monkeypatch) == 1, "the second counts as well"
+    assert looks_left([([], 1), ([], 2), ([], 2), ([], 2)], monkeypatch) == 1, (
+        "the second counts as well"
+    )
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many are left, each the engines and how many came, once a server ends that does not linger."""
+    """How many are left, each the engines and how many came, once a server ends that does not
+    linger.
+    """
 
     class Watched:
         def take_events(self) -> list[str]:
@@ -428,13 +610,22 @@ def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPat
         ("", "expected a node for each rank"),
         ("0,", "expected a node for each rank"),
         ("0;1", "expected a node for each rank"),
-        ("0,63", "--numa: NUMA node 63 does not exist or is not allowed for this process; allowed nodes: 0"),
+        (
+            "0,63",
+            (
+                "--numa: NUMA node 63 does not exist or is not allowed for this process; allowed "
+                "nodes: 0"
+            ),
+        ),
     ],
 )
 def test_a_numa_node_that_cannot_be_is_one_sentence(
     nodes: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", "--numa", nodes]) == 2
+    assert (
+        main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", "--numa", nodes])
+        == 2
+    )
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
     assert not list(folder.iterdir())
@@ -446,6 +637,8 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     server = _core.Server(socket, host_bytes=1 << 20, numa=[0, 0])
     engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
     (said,) = [event for event in server.take_events() if "memory" in event]
-    assert said == "host memory is on NUMA nodes 0, 0" or said.endswith("; the system chooses the NUMA nodes")
+    assert said == "host memory is on NUMA nodes 0, 0" or said.endswith(
+        "; the system chooses the NUMA nodes"
+    )
     engine.close()
     server.close(0.0)

@@ -8,7 +8,12 @@ import pytest
 
 from kvloft.cli.__main__ import main
 
-LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
 DEEPSEEK_V3 = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -18,21 +23,36 @@ DEEPSEEK_V3 = {
 }
 GEMMA3_27B = {
     "text_config": {
-        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "hidden_size": 5376,
-        "sliding_window": 1024, "sliding_window_pattern": 6,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
     }
-}  # fmt: skip
+}
 QWEN3_NEXT = {
-    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
     "full_attention_interval": 4,
-}  # fmt: skip
+}
 GPT_OSS = {
-    "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
     "layer_types": ["sliding_attention", "full_attention"] * 18,
-}  # fmt: skip
+}
 
 
-def size(folder: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+def size(
+    folder: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], *flags: str
+) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["size", str(folder), "--json", *flags]) == 0
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -50,7 +70,12 @@ def size(folder: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str
     ],
 )
 def test_size_of_a_known_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], token_kib: float, window_kib: int, num_states: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    token_kib: float,
+    window_kib: int,
+    num_states: int,
 ) -> None:
     figures = size(tmp_path, config, capsys)
     assert figures["token_bytes"] == token_kib * 1024
@@ -78,8 +103,13 @@ def test_table_says_how_many_tokens_fit(tmp_path: Path, capsys: pytest.CaptureFi
     assert "8,192" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"num_hidden_layers": 2}', '{"num_hidden_layers": 1, "num_attention_heads": "x"}'])
-def test_unusable_config_is_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"num_hidden_layers": 2}', '{"num_hidden_layers": 1, "num_attention_heads": "x"}'],
+)
+def test_unusable_config_is_one_sentence_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     (tmp_path / "config.json").write_text(text)
     assert main(["size", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -87,7 +117,9 @@ def test_unusable_config_is_one_sentence_and_status_2(tmp_path: Path, capsys: py
     assert error.count("\n") == 1
 
 
-def test_unknown_kind_of_layer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_kind_of_layer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "layer_types": ["quantum"] * 32}))
     assert main(["size", str(tmp_path)]) == 2
     assert "quantum" in capsys.readouterr().err

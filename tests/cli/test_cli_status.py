@@ -1,4 +1,6 @@
-"""`kvloft status`: what an operator reads first about a server, and the same figures for a script."""
+"""`kvloft status`: what an operator reads first about a server, and the same figures for a
+script.
+"""
 
 import io
 import json
@@ -42,10 +44,15 @@ def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str)
         "hit rate: 75.0% of 8 chunks looked up",
     ]
     status["stats"]["server_disk_closed_bytes"] = 1 << 28
-    assert "512 MiB of 1 GiB (50.0%) in files" in shown_first(status)[2], "also of namespaces that are not open"
+    assert "512 MiB of 1 GiB (50.0%) in files" in shown_first(status)[2], (
+        "also of namespaces that are not open"
+    )
     del status["stats"]["server_disk_free_bytes"]
     assert shown_first(status)[2].endswith("(50.0%) in files"), "before the first look"
-    assert shown_first(status | {"stats": status["stats"] | {"server_disk_bytes": 0}})[2] == "disk: none"
+    assert (
+        shown_first(status | {"stats": status["stats"] | {"server_disk_bytes": 0}})[2]
+        == "disk: none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,12 @@ def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
     free: int, left: int, is_full: bool, socket: str
 ) -> None:
     taken = stats_of(socket)["disk_bytes"]
-    status = looked_at(socket, server_disk_bytes=taken + left, server_disk_free_bytes=free, server_disk_closed_bytes=0)
+    status = looked_at(
+        socket,
+        server_disk_bytes=taken + left,
+        server_disk_free_bytes=free,
+        server_disk_closed_bytes=0,
+    )
     said = "The file system of /a/disk is full"
     told = [line for line in shown_first(status) if line.startswith(said)]
     assert len(told) == is_full
@@ -73,23 +85,40 @@ def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
     assert (said in drawn.export_text()) == is_full
 
 
-def test_a_disk_that_fails_is_a_problem_that_is_told_once(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_fails_is_a_problem_that_is_told_once(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]
     space["stats"]["disk_broken"] = 1
-    said = ["The kvloft server at unix:/kv.sock has 1 problem:", "The disk tier is paused: reads or writes fail; they are retried."]
+    said = [
+        "The kvloft server at unix:/kv.sock has 1 problem:",
+        "The disk tier is paused: reads or writes fail; they are retried.",
+    ]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
-    assert shown_first(status)[:2] == [said[0], "The disk /a/disk is not in use; the server's log gives the reason."]
+    assert shown_first(status)[:2] == [
+        said[0],
+        "The disk /a/disk is not in use; the server's log gives the reason.",
+    ]
 
 
-def test_json_has_what_a_person_reads_first_and_all_that_it_had(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_what_a_person_reads_first_and_all_that_it_had(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in (["status", "--json"], ["status", "--watch", "--json", "--count", "1"]):
         assert main([command[0], "--socket", socket, *command[1:]]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert {"host_bytes", "slab_bytes", "stats", "settings", "namespaces"} <= shown.keys()
-        sizes = [shown[name] for name in ("host_used_bytes", "host_size_bytes", "disk_size_bytes", "engines")]
-        assert (sizes, shown["problems"], shown["disk_path"]) == ([3 * 4096, 1 << 20, 1 << 20, 1], [], None)
+        sizes = [
+            shown[name]
+            for name in ("host_used_bytes", "host_size_bytes", "disk_size_bytes", "engines")
+        ]
+        assert (sizes, shown["problems"], shown["disk_path"]) == (
+            [3 * 4096, 1 << 20, 1 << 20, 1],
+            [],
+            None,
+        )
         assert shown["disk_files_bytes"] == stats_of(socket)["disk_bytes"] > 0
         assert shown["disk_free_bytes"] == shown["stats"]["server_disk_free_bytes"] > 0
         assert shown["hit_rate"] is None
@@ -110,7 +139,9 @@ def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes
     for name in (names[1], wholes[1]):
         assert main(["evict", "--socket", socket, "--namespace", name, "--host-only"]) == 0
         assert main(["clear", "--socket", socket, "--namespace", name, "--yes"]) == 0
-    assert [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]] == [3, 0]
+    assert [
+        space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]
+    ] == [3, 0]
     other.close()
 
 

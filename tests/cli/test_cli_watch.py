@@ -1,4 +1,6 @@
-"""`kvloft serve --metrics`, `kvloft status --watch` and examples/deploy: with a real server, and by the tools that read them."""
+"""`kvloft serve --metrics`, `kvloft status --watch` and examples/deploy: with a real server, and by
+the tools that read them.
+"""
 
 import contextlib
 import fcntl
@@ -35,14 +37,26 @@ from kvloft.counters import Scope, exported
 from kvloft.errors import ConfigError, LateError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
-COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks")
+COUNTS = (
+    "lookups",
+    "lookup_chunks",
+    "lookup_chunks_found",
+    "load_chunks",
+    "save_chunks",
+    "late_calls",
+    "late_chunks",
+)
 OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
 
 
 def scrape(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
-    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def test_prometheus_reads_what_status_says(socket: str) -> None:
@@ -55,12 +69,21 @@ def test_prometheus_reads_what_status_says(socket: str) -> None:
     assert (found["kvloft_engines"], found["kvloft_frame_bytes"]) == (1, 4096)
     assert found["kvloft_build_info"] == 1
     (space,) = status["namespaces"]
-    assert (found["kvloft_slabs"], found["kvloft_host_bytes"]) == (space["slabs"], status["host_bytes"]) == (1, 1 << 20)
-    names = {f"kvloft_{m.name}{'' if m.is_gauge else '_total'}" for m in (*exported(Scope.NAMESPACE), *exported(Scope.SERVER))}
+    assert (
+        (found["kvloft_slabs"], found["kvloft_host_bytes"])
+        == (space["slabs"], status["host_bytes"])
+        == (1, 1 << 20)
+    )
+    names = {
+        f"kvloft_{m.name}{'' if m.is_gauge else '_total'}"
+        for m in (*exported(Scope.NAMESPACE), *exported(Scope.SERVER))
+    }
     assert names <= found.keys()
 
 
-def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_namespace_has_its_numbers_and_is_cleared_alone(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = _core.Session.connect(socket, frame_bytes=8192, namespace=b"\x1a" * 32, timeout_s=60.0)
     save(other, [7, 8])
     url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
@@ -81,7 +104,9 @@ def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys
         assert "0000000000000000, 1a1a1a1a1a1a1a1a" in capsys.readouterr().err
     assert main(["clear", "--socket", socket, "--yes", "--namespace", "1A1A"]) == 0
     assert capsys.readouterr().out == "2 chunks removed\n"
-    visible = [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]]
+    visible = [
+        space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]
+    ]
     assert visible == [3, 0]
     other.close()
 
@@ -95,16 +120,22 @@ def test_before_the_first_engine_there_are_numbers_too() -> None:
         try:
             assert scrape(url)["kvloft_engines"] == 0
             port = int(url.split(":")[2].split("/")[0])
-            with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{port} \(Address already in use\)"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"cannot listen at 127\.0\.0\.1:{port} \(Address already in use\)",
+            ):
                 metrics.serve(("127.0.0.1", port), server.status)
         finally:
             end()
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("9180", ("127.0.0.1", 9180)), ("[::]:1", ("::", 1)), ("0.0.0.0:80", ("0.0.0.0", 80))]
+    ("text", "wanted"),
+    [("9180", ("127.0.0.1", 9180)), ("[::]:1", ("::", 1)), ("0.0.0.0:80", ("0.0.0.0", 80))],
 )
-def test_only_this_machine_may_ask_unless_a_host_is_named(text: str, wanted: tuple[str, int]) -> None:
+def test_only_this_machine_may_ask_unless_a_host_is_named(
+    text: str, wanted: tuple[str, int]
+) -> None:
     assert metrics.address(text) == wanted
 
 
@@ -121,9 +152,20 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--interval=0", "--interval=nan", "--interval=x", "--interval=61min", "--interval=50ms", "--count=0", "--count=-1"]
+    "option",
+    [
+        "--interval=0",
+        "--interval=nan",
+        "--interval=x",
+        "--interval=61min",
+        "--interval=50ms",
+        "--count=0",
+        "--count=-1",
+    ],
 )
-def test_watch_says_which_intervals_and_counts_are_allowed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_says_which_intervals_and_counts_are_allowed(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["status", "--watch", "--socket", "/nowhere/kv.sock", option])
     assert "expected a number" in capsys.readouterr().err
@@ -131,21 +173,35 @@ def test_watch_says_which_intervals_and_counts_are_allowed(option: str, capsys: 
 
 def test_interval_takes_times_as_other_options_do() -> None:
     parser = build_parser("status")
-    intervals = [parser.parse_args(["status", f"--interval={text}"]).interval for text in ("2", "0.5", "500ms", "2s", "1h")]
+    intervals = [
+        parser.parse_args(["status", f"--interval={text}"]).interval
+        for text in ("2", "0.5", "500ms", "2s", "1h")
+    ]
     assert intervals == [2.0, 0.5, 0.5, 2.0, 3600.0]
 
 
-def test_watch_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_shows_tiers_engines_and_rates(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
     assert out.count("tier") == 2, "each look: not on a terminal, none is drawn over another"
     assert "saved" in out
-    assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
+    assert (
+        main(
+            ["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]
+        )
+        == 0
+    )
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     (first,), (second,) = first["namespaces"], second["namespaces"]
     assert (first["stats"]["frames_visible"], first["chunks_per_s"]) == (3, {})
     assert second["chunks_per_s"].keys() == watch.RATES.keys()
-    assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == ({"loaded": 0.0, "saved": 0.0}, None, None)
+    assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == (
+        {"loaded": 0.0, "saved": 0.0},
+        None,
+        None,
+    )
     assert main(["status", "--watch", "--socket", f"{socket}.none"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
 
@@ -166,13 +222,21 @@ def test_watch_reports_a_late_answer_and_continues(
     monkeypatch.setattr(_core, "server_status", status)
     options = ["--count", "4", "--interval", "0.1", *(["--json"] if is_json else [])]
     assert main(["status", "--watch", "--socket", socket, *options]) == 0
-    out, late = capsys.readouterr().out, "The server has not answered for 0 s; its process is stopped or busy."
+    out, late = (
+        capsys.readouterr().out,
+        "The server has not answered for 0 s; its process is stopped or busy.",
+    )
     if not is_json:
-        assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], "the rates span the late refreshes"
+        assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], (
+            "the rates span the late refreshes"
+        )
         return
     first, *rows, last = map(json.loads, out.splitlines())
     assert rows == [{"problems": [late]}] * 2
-    assert first["namespaces"][0]["chunks_per_s"] == {} and last["namespaces"][0]["chunks_per_s"].keys() == watch.RATES.keys()
+    assert (
+        first["namespaces"][0]["chunks_per_s"] == {}
+        and last["namespaces"][0]["chunks_per_s"].keys() == watch.RATES.keys()
+    )
 
 
 def test_watch_waits_for_a_server_that_does_not_answer_yet(
@@ -182,14 +246,32 @@ def test_watch_waits_for_a_server_that_does_not_answer_yet(
     with socketlib.socket(socketlib.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "silent.sock"))
         silent.listen()
-        assert main(["status", "--watch", "--socket", str(tmp_path / "silent.sock"), "--count", "2", "--interval", "0.1"]) == 0
+        assert (
+            main(
+                [
+                    "status",
+                    "--watch",
+                    "--socket",
+                    str(tmp_path / "silent.sock"),
+                    "--count",
+                    "2",
+                    "--interval",
+                    "0.1",
+                ]
+            )
+            == 0
+        )
     captured = capsys.readouterr()
     assert captured.out.count("The server has not answered") == 2 and captured.err == ""
 
 
-def test_watch_shows_the_last_state_below_a_late_answer(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_shows_the_last_state_below_a_late_answer(
+    socket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(watch, "Console", lambda: Console(width=80, height=24, file=screen, force_terminal=True))
+    monkeypatch.setattr(
+        watch, "Console", lambda: Console(width=80, height=24, file=screen, force_terminal=True)
+    )
     monkeypatch.setenv("TERM", "xterm")
     answers = iter([_core.server_status(socket), LateError("timed out")])
 
@@ -213,7 +295,9 @@ def test_watch_shows_the_late_answers_that_engines_counted(socket: str) -> None:
     assert "Late answers: 7; chunks not saved because of them: 12." in drawn.export_text()
 
 
-def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hit_rates_are_told_of_each_engine_and_of_all(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
     chain = _core.KeyChain(bytes(32), block_tokens=1)
     chain.append_tokens([1, 2, 3, 4])
@@ -225,11 +309,16 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     shown = json.loads(capsys.readouterr().out)
     (space,) = shown["namespaces"]
     told = [{name: engine[name] for name in COUNTS} for engine in space["engines"]]
-    assert told == [dict(zip(COUNTS, counts, strict=True)) for counts in ([0, 0, 0, 0, 3, 0, 0], [2, 8, 6, 3, 0, 0, 0])]
+    assert told == [
+        dict(zip(COUNTS, counts, strict=True))
+        for counts in ([0, 0, 0, 0, 3, 0, 0], [2, 8, 6, 3, 0, 0, 0])
+    ]
     assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3, 0, 0]
     assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
-    assert capsys.readouterr().out.count("75.0%") == 3, "of the one that asked and of all, first and below; not of the other"
+    assert capsys.readouterr().out.count("75.0%") == 3, (
+        "of the one that asked and of all, first and below; not of the other"
+    )
     before = _core.server_status(socket)
     known = _core.KeyChain(bytes(32), block_tokens=1)
     known.append_tokens([1, 2])
@@ -241,10 +330,16 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     other.close()
 
 
-@pytest.mark.parametrize(("late", "said"), [((0, 0), None), ((2, 0), ["2", "0"]), ((1, 1200), ["1", "1,200"])])
-def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(late: tuple[int, int], said: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    ("late", "said"), [((0, 0), None), ((2, 0), ["2", "0"]), ((1, 1200), ["1", "1,200"])]
+)
+def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(
+    late: tuple[int, int], said: list[str] | None
+) -> None:
     lines = late_lines({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))})
-    assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == ([] if said is None else [said])
+    assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == (
+        [] if said is None else [said]
+    )
     assert all("server_timeout" in line for line in lines)
 
 
@@ -252,11 +347,21 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20, shares=[("01", 25)])):
-            engines = [_core.Session.connect(path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0) for n in (1, 2)]
+            engines = [
+                _core.Session.connect(
+                    path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0
+                )
+                for n in (1, 2)
+            ]
             for command in (["status"], ["status", "--watch", "--count", "1"]):
                 assert main([*command, "--socket", path]) == 0
-                titles = [line for line in capsys.readouterr().out.splitlines() if " host memory" in line]
-                assert [title.endswith(" host memory, share 25%") for title in titles] == [True, False]
+                titles = [
+                    line for line in capsys.readouterr().out.splitlines() if " host memory" in line
+                ]
+                assert [title.endswith(" host memory, share 25%") for title in titles] == [
+                    True,
+                    False,
+                ]
             assert [engine.stats()["frames_share"] for engine in engines] == [64, 192]
             for engine in engines:
                 engine.close()
@@ -265,13 +370,18 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
 def test_large_numbers_fit_80_columns_and_watch_uses_the_same_words(socket: str) -> None:
     status = _core.server_status(socket)
     (space,) = status["namespaces"]
-    space["stats"] = dict.fromkeys(space["stats"], 999_999) | {"disk_broken": 1, "share_percent": 100}
+    space["stats"] = dict.fromkeys(space["stats"], 999_999) | {
+        "disk_broken": 1,
+        "share_percent": 100,
+    }
     space["slabs"] = 1 << 22
     (engine,) = space["engines"]
     space["engines"] = [dict.fromkeys(engine, 999_999) | {"pid": 4_194_304}]
     rates = {space["namespace"]: dict.fromkeys(watch.RATES, 1_234_567.0)}
     none = dict.fromkeys(COUNTS, 0)
-    before = status | {"namespaces": [space | {"stats": none, "engines": [none | {"pid": 4_194_304}]}]}
+    before = status | {
+        "namespaces": [space | {"stats": none, "engines": [none | {"pid": 4_194_304}]}]
+    }
     consoles = [Console(width=80, record=True, file=io.StringIO()) for _ in range(2)]
     consoles[0].print(watch.picture(status, rates, before))
     status_command._print(status | {"namespaces": [space]}, socket, consoles[1])
@@ -279,23 +389,42 @@ def test_large_numbers_fit_80_columns_and_watch_uses_the_same_words(socket: str)
     for console in consoles:
         lines = [line.rstrip() for line in console.export_text().splitlines()]
         assert not any("…" in line or len(line) > 80 for line in lines)
-        rows = [line.split()[0] for line in lines if line.startswith(("host  ", "disk  ", "process", "all"))]
+        rows = [
+            line.split()[0]
+            for line in lines
+            if line.startswith(("host  ", "disk  ", "process", "all"))
+        ]
         assert rows == ["host", "disk", "all", "process", "process"], "each row is one line"
-        heads.append([line.replace(" now", "").split() for line in lines if line.startswith(("tier ", "engine ", "chunks "))])
+        heads.append(
+            [
+                line.replace(" now", "").split()
+                for line in lines
+                if line.startswith(("tier ", "engine ", "chunks "))
+            ]
+        )
     assert heads[0] == heads[1]
     assert len(heads[0]) == 3
 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999_999, "999,999"), (1_000_000, "1 M"), (1_234_567, "1.23 M"), (999_600_000, "1 G"), (10**14, "100 T")],
+    [
+        (0, "0"),
+        (999_999, "999,999"),
+        (1_000_000, "1 M"),
+        (1_234_567, "1.23 M"),
+        (999_600_000, "1 G"),
+        (10**14, "100 T"),
+    ],
 )
 def test_a_count_is_short(number: int, text: str) -> None:
     assert count_text(number) == text
 
 
 @pytest.mark.parametrize(("num_engines", "num_more"), [(1, 0), (2, 3), (9, 17)])
-def test_watch_fits_a_terminal_of_24_rows_or_says_what_does_not(socket: str, num_engines: int, num_more: int) -> None:
+def test_watch_fits_a_terminal_of_24_rows_or_says_what_does_not(
+    socket: str, num_engines: int, num_more: int
+) -> None:
     status = _core.server_status(socket) | {"settings": {"salt_quota": "10%"}}
     (space,) = status["namespaces"]
     space["engines"] *= num_engines
@@ -315,9 +444,26 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
     """What two looks write to a terminal of that type with 24 rows."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--socket", socket, "--count", "2", "--interval", "100ms"]
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": term}
-    with open(ours, "rb", buffering=0) as screen, subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env) as process:
+    argv = [
+        sys.executable,
+        "-m",
+        "kvloft.cli",
+        "status",
+        "--watch",
+        "--socket",
+        socket,
+        "--count",
+        "2",
+        "--interval",
+        "100ms",
+    ]
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    } | {"TERM": term}
+    with (
+        open(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env) as process,
+    ):
         os.close(its)
         drawn = b""
         with contextlib.suppress(OSError):  # once the other end is closed
@@ -328,7 +474,10 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
 
 
 def test_watch_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) -> None:
-    others = [_core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0) for _ in range(3)]
+    others = [
+        _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        for _ in range(3)
+    ]
     assert b"more rows: make the window taller, or use --json" in drawn_on_terminal(socket, "xterm")
     for other in others:
         other.close()
@@ -345,16 +494,26 @@ def test_options_of_watch_need_it(option: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "kvloft: --interval and --count need --watch.\n"
 
 
-def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_a_server_cannot_have_is_shown(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         disk, path = str(Path(socket).parents[1] / "disk"), f"{folder}/run/kv.sock"
         settings = {"disk_path": disk}
-        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=disk, disk_bytes=1 << 20, settings=settings)) as server:
-            assert f"disk_path {disk} is in use by process {os.getpid()}" in str(server.disk_trouble())
+        with closing(
+            _core.Server(
+                path, host_bytes=1 << 20, disk_path=disk, disk_bytes=1 << 20, settings=settings
+            )
+        ) as server:
+            assert f"disk_path {disk} is in use by process {os.getpid()}" in str(
+                server.disk_trouble()
+            )
             said = f"The disk {disk} is not in use; the server's log gives the reason."
             for has_engine in (False, True):
                 if has_engine:
-                    engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+                    engine = _core.Session.connect(
+                        path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0
+                    )
                 for command in (["status"], ["status", "--watch", "--count", "1"]):
                     assert main([*command, "--socket", path]) == 0
                     shown = " ".join(capsys.readouterr().out.split())
@@ -366,49 +525,80 @@ def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.C
 
 
 def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
-    old, new = {"lookup_chunks": 10, "lookup_chunks_found": 5}, {"lookup_chunks": 14, "lookup_chunks_found": 8}
+    old, new = (
+        {"lookup_chunks": 10, "lookup_chunks_found": 5},
+        {"lookup_chunks": 14, "lookup_chunks_found": 8},
+    )
     assert (hit_rate(old), hit_rate(new, old)) == (0.5, 0.75)
     assert (hit_rate(old, old), hit_rate(old, new)) == (None, None)
-    assert watch.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {"loaded": 2.0, "saved": 1.0}
+    assert watch.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {
+        "loaded": 2.0,
+        "saved": 1.0,
+    }
 
 
-def test_what_a_namespace_depends_on_is_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_namespace_depends_on_is_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    fields = {"model": "a/model", "empty": "", "dtype": "bfloat16", "nothing": "None", "window": "[4, 5]" * 30}
+    fields = {
+        "model": "a/model",
+        "empty": "",
+        "dtype": "bfloat16",
+        "nothing": "None",
+        "window": "[4, 5]" * 30,
+    }
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20)):
             for nth, text in enumerate([json.dumps(fields), "[a person's own]"]):
                 engine = _core.Session.connect(
-                    path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0, description=text
+                    path,
+                    frame_bytes=4096,
+                    namespace=bytes([nth] * 32),
+                    timeout_s=60.0,
+                    description=text,
                 )
                 assert main(["status", "--socket", path]) == 0
                 lines = capsys.readouterr().out.splitlines()
                 engine.close()
-    assert [line.split() for line in lines if line.startswith("model")] == [["model", "a/model", "dtype", "bfloat16"]]
-    assert "[a person's own]" in lines and not any("empty" in line or "nothing" in line for line in lines)
+    assert [line.split() for line in lines if line.startswith("model")] == [
+        ["model", "a/model", "dtype", "bfloat16"]
+    ]
+    assert "[a person's own]" in lines and not any(
+        "empty" in line or "nothing" in line for line in lines
+    )
     assert max(map(len, lines)) <= 80 and "".join(lines).replace(" ", "").count("[4,5]") == 30
 
 
 def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be one of, ignores it
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a shell's background job, as this may be one of, ignores it
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed
+    ) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=120)[1] == b""
         assert process.returncode == 0
 
 
-def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_stands_is_not_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socketlib.socket(socketlib.AF_UNIX) as stands:
         stands.bind(str(tmp_path / "stands.sock"))
         stands.listen()
         assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
     said = capsys.readouterr().err
-    assert "timed out; the server's process is stopped or busy, and may still execute the command" in said
+    assert (
+        "timed out; the server's process is stopped or busy, and may still execute the command"
+        in said
+    )
     assert "start one" not in said
 
 
@@ -419,7 +609,9 @@ def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
         return {"namespaces": [{"namespace": name, "stats": stats}]}
 
     old, new = look(b"a", names), look(b"a", names | {"commits": 30})
-    assert watch.rates_of(new, 4.0, old) == {b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in watch.RATES}}
+    assert watch.rates_of(new, 4.0, old) == {
+        b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in watch.RATES}
+    }
     assert watch.rates_of(old, 4.0, new) == {}
     assert watch.rates_of(look(b"b", names), 4.0, old) == {}
 

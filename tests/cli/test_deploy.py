@@ -1,7 +1,8 @@
-"""examples/deploy: the files use options and settings that kvloft has, and server and engines share one socket.
+"""examples/deploy: the files use options and settings that kvloft has, and server and engines share
+one socket.
 
-The files follow the specifications of compose and Kubernetes, as checked by other projects' tools. The systemd unit's
-command is started with the directories that systemd would make.
+The files follow the specifications of compose and Kubernetes, as checked by other projects' tools.
+The systemd unit's command is started with the directories that systemd would make.
 """
 
 import argparse
@@ -48,10 +49,14 @@ def of_compose() -> list[Container]:
     found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     containers = []
     for service in found["services"].values():
-        mounts = {inside: name for name, inside in (volume.split(":") for volume in service["volumes"])}
+        mounts = {
+            inside: name for name, inside in (volume.split(":") for volume in service["volumes"])
+        }
         assert set(mounts.values()) <= set(found["volumes"])
         argv = [default(part) for part in (*service.get("entrypoint", []), *service["command"])]
-        containers.append(Container(argv, mounts, int(service["stop_grace_period"].removesuffix("s"))))
+        containers.append(
+            Container(argv, mounts, int(service["stop_grace_period"].removesuffix("s")))
+        )
     return containers
 
 
@@ -65,12 +70,22 @@ def of_kubernetes() -> list[Container]:
         if document["kind"] == "PersistentVolumeClaim":
             continue
         template = document["spec"]["template"]
-        assert document["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert (
+            document["spec"]["selector"]["matchLabels"].items()
+            <= template["metadata"]["labels"].items()
+        )
         spec = template["spec"]
-        paths = {volume["name"]: volume.get("hostPath", {}).get("path", volume["name"]) for volume in spec["volumes"]}
+        paths = {
+            volume["name"]: volume.get("hostPath", {}).get("path", volume["name"])
+            for volume in spec["volumes"]
+        }
         for one in spec["containers"]:
             mounts = {mount["mountPath"]: paths[mount["name"]] for mount in one["volumeMounts"]}
-            containers.append(Container([*one["command"], *one["args"]], mounts, spec["terminationGracePeriodSeconds"]))
+            containers.append(
+                Container(
+                    [*one["command"], *one["args"]], mounts, spec["terminationGracePeriodSeconds"]
+                )
+            )
     return containers
 
 
@@ -83,7 +98,9 @@ def transfer_config(argv: list[str]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("containers", [of_compose(), of_kubernetes()], ids=["compose", "kubernetes"])
+@pytest.mark.parametrize(
+    "containers", [of_compose(), of_kubernetes()], ids=["compose", "kubernetes"]
+)
 def test_a_server_and_engines_share_a_socket(containers: list[Container]) -> None:
     server, *engines = containers
     assert server.argv[:2] == ["kvloft", "serve"]
@@ -105,11 +122,15 @@ def test_a_server_and_engines_share_a_socket(containers: list[Container]) -> Non
 
 def test_every_probe_has_a_timeout_and_asks_the_server_at_its_socket() -> None:
     (server,), (engine,) = (
-        document["spec"]["template"]["spec"]["containers"] for document in manifests() if "selector" in document["spec"]
+        document["spec"]["template"]["spec"]["containers"]
+        for document in manifests()
+        if "selector" in document["spec"]
     )
     probes = [one[name] for one in (server, engine) for name in one if name.endswith("Probe")]
     assert len(probes) == 4
-    assert all(probe["timeoutSeconds"] >= 5 for probe in probes), "kubernetes' own is 1 s, and kvloft status takes most of that"
+    assert all(probe["timeoutSeconds"] >= 5 for probe in probes), (
+        "kubernetes' own is 1 s, and kvloft status takes most of that"
+    )
     program, *argv = server["readinessProbe"]["exec"]["command"]
     assert program == "kvloft"
     assert parsed(argv).socket == parsed([*server["command"], *server["args"]][1:]).socket
@@ -123,14 +144,18 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
 
 
 def test_an_image_whose_entrypoint_is_vllm_serve_starts_both() -> None:
-    """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command has arguments only."""
+    """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command
+    has arguments only.
+    """
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert [service.get("entrypoint") for service in services.values()] == [
         ["kvloft", "serve"],
         ["vllm", "serve"],
         ["vllm", "serve"],
     ]
-    assert services["kvloft"]["command"][0].startswith("--") and services["engine-0"]["command"][0].startswith("${MODEL")
+    assert services["kvloft"]["command"][0].startswith("--") and services["engine-0"]["command"][
+        0
+    ].startswith("${MODEL")
 
 
 def test_the_production_stacks_engines_use_the_daemon_sets_socket() -> None:
@@ -147,7 +172,14 @@ def test_the_production_stacks_engines_use_the_daemon_sets_socket() -> None:
 
 
 def of_compose_spec(path: Path) -> int:
-    argv = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    argv = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(path),
+    ]
     return subprocess.run(argv, capture_output=True, timeout=120, check=False).returncode
 
 
@@ -161,7 +193,11 @@ def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
 def test_kubernetes_understands_the_manifests(version: str) -> None:
     documents = manifests()
-    assert [document["kind"] for document in documents] == ["DaemonSet", "PersistentVolumeClaim", "Deployment"]
+    assert [document["kind"] for document in documents] == [
+        "DaemonSet",
+        "PersistentVolumeClaim",
+        "Deployment",
+    ]
     for document in documents:
         kubernetes_validate.validate(document, version, strict=True)
         if document["kind"] == "PersistentVolumeClaim":
@@ -175,31 +211,52 @@ def test_kubernetes_understands_the_manifests(version: str) -> None:
 UNIT = (DEPLOY / "kvloft.service").read_text()
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert verified(tmp_path, UNIT) == ""
-    assert "sometimes" in verified(tmp_path, UNIT.replace("Restart=on-failure", "Restart=sometimes")), "it sees mistakes"
+    assert "sometimes" in verified(
+        tmp_path, UNIT.replace("Restart=on-failure", "Restart=sometimes")
+    ), "it sees mistakes"
 
 
 def verified(folder: Path, text: str) -> str:
     unit = folder / "kvloft.service"
     unit.write_text(text.replace("/opt/kvloft/bin/kvloft", "/bin/true"))
-    argv, env = ["systemd-analyze", "verify", str(unit)], os.environ | {"XDG_RUNTIME_DIR": str(folder)}
+    argv, env = (
+        ["systemd-analyze", "verify", str(unit)],
+        os.environ | {"XDG_RUNTIME_DIR": str(folder)},
+    )
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env).stderr
 
 
 def unit_command(run: Path, cache: Path) -> list[str]:
-    """The unit's command, with these directories in place of /run and /var/cache, and with small sizes."""
+    """The unit's command, with these directories in place of /run and /var/cache, and with small
+    sizes.
+    """
     (line,) = re.findall(r"^ExecStart=/opt/kvloft/bin/kvloft (.*)$", UNIT, re.MULTILINE)
-    for written, here in {"%t": str(run), "%C": str(cache), "64GiB": "16MiB", "500GiB": "64MiB", "9180": "0"}.items():
+    for written, here in {
+        "%t": str(run),
+        "%C": str(cache),
+        "64GiB": "16MiB",
+        "500GiB": "64MiB",
+        "9180": "0",
+    }.items():
         assert written in line
         line = line.replace(written, here)
     return [*KVLOFT, *line.split()]
 
 
 def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> None:
-    """systemd makes RuntimeDirectory below %t and CacheDirectory below %C, for the unit's user only."""
-    lines = {f"{kind}Directory{rest}" for kind in ("Runtime", "Cache") for rest in ("=kvloft", "Mode=0700")}
+    """systemd makes RuntimeDirectory below %t and CacheDirectory below %C, for the unit's user
+    only.
+    """
+    lines = {
+        f"{kind}Directory{rest}"
+        for kind in ("Runtime", "Cache")
+        for rest in ("=kvloft", "Mode=0700")
+    }
     assert lines <= set(UNIT.splitlines())
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
         run, cache = Path(folder, "run"), Path(folder, "cache")
@@ -211,7 +268,10 @@ def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> Non
             try:
                 assert f"unix:{run}/kvloft/kvloft.sock" in server.stdout.readline()
                 status = [*KVLOFT, "status", "--socket", f"{run}/kvloft/kvloft.sock"]
-                assert subprocess.run(status, capture_output=True, timeout=120, check=False).returncode == 0
+                assert (
+                    subprocess.run(status, capture_output=True, timeout=120, check=False).returncode
+                    == 0
+                )
                 assert (cache / "kvloft" / "disk").is_dir()
                 server.send_signal(signal.SIGTERM)
                 server.stdout.read()
@@ -221,5 +281,7 @@ def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> Non
 
 
 def test_the_image_installs_this_version() -> None:
-    (version,) = re.findall(r'^ARG KVLOFT="kvloft\[cu13\]==(.*)"$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    (version,) = re.findall(
+        r'^ARG KVLOFT="kvloft\[cu13\]==(.*)"$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+    )
     assert version == kvloft.__version__

@@ -6,7 +6,9 @@ from kvloft import _core
 def save(engine: _core.Session, prompt: list[int]) -> None:
     chain = _core.KeyChain(bytes(32), block_tokens=1)
     chain.append_tokens(prompt)
-    (chunks,), _ = engine.reserve([(chain, (), 0, 0, len(prompt), [[block + 1 for block in range(len(prompt))]])])
+    (chunks,), _ = engine.reserve(
+        [(chain, (), 0, 0, len(prompt), [[block + 1 for block in range(len(prompt))]])]
+    )
     assert chunks is not None
     engine.settle(chunks.tickets())
 

@@ -1,4 +1,5 @@
-"""What is announced of the real store, replayed, is what it answers: after any steps, lost keys, a full book, restarts.
+"""What is announced of the real store, replayed, is what it answers: after any steps, lost keys, a
+full book, restarts.
 
 The store is the engine's own or a server's (`announced.py`). Steps: ``KV_EVENT_STEPS``.
 """
@@ -39,7 +40,9 @@ def test_the_replayed_index_is_what_the_store_answers(
     world.close()
 
 
-def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(tmp_path: Path) -> None:
+def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(
+    tmp_path: Path,
+) -> None:
     world = World(1, tmp_path, capacity=100, slots=40)
     prompt = max(world.prompts, key=len)
     world.save(prompt, whole=True)
@@ -73,9 +76,12 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
 def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
     world = World(4, tmp_path, capacity=100, slots=40)
     core = SchedulerCore(
-        world.store, lambda _view: world.chain((1, 1)), PlanSettings(CacheShape((GroupShape(BLOCK),))), clock=time.monotonic,
+        world.store,
+        lambda _view: world.chain((1, 1)),
+        PlanSettings(CacheShape((GroupShape(BLOCK),))),
+        clock=time.monotonic,
         announcer=world.announcer,
-    )  # fmt: skip
+    )
     world.save(max(world.prompts, key=len), whole=True)
     world.store.settle(world.tickets)
     world.index.replay(world.announcer.take())
@@ -90,7 +96,9 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
 
 
 def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
-    """A router may drop a block whose parent it does not know. Later requests have only the beginning, and only the end."""
+    """A router may drop a block whose parent it does not know. Later requests have only the
+    beginning, and only the end.
+    """
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
     for prompt in (longest, longest[: 2 * BLOCK]):
@@ -104,14 +112,20 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
     world.announcer.take()
     world.announcer.repeat()
     world.announcer.note(live, *end)
-    told = [event for event in world.announcer.take() if isinstance(event, Stored) and event.tier == HOST]
+    told = [
+        event
+        for event in world.announcer.take()
+        if isinstance(event, Stored) and event.tier == HOST
+    ]
     assert [block.hash for event in told for block in event.blocks] == [
         hash_of(longest[:end]) for end in range(BLOCK, len(longest) + 1, BLOCK)
     ]
     world.close()
 
 
-def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_again_begins_anew_where_it_was_half_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(announcing, "SLICE", 1)
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
@@ -121,14 +135,18 @@ def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, m
         world.announcer.take()
     for _ in range(2):
         world.announcer.repeat()
-        told = [event.blocks[0].hash for event in world.announcer.take() if isinstance(event, Stored)]
+        told = [
+            event.blocks[0].hash for event in world.announcer.take() if isinstance(event, Stored)
+        ]
         assert told[0] == hash_of(longest[:BLOCK])
     world.close()
 
 
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
     world = World(2, tmp_path, capacity=100, slots=40)
-    world.announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=2)
+    world.announcer = Announcer(
+        world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=2
+    )
     for prompt in ((1, 1), (1, 2), (2, 2)):
         world.save(prompt, whole=True)
         world.store.settle(world.tickets)
@@ -139,14 +157,18 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.save((1, 2), whole=True)
     world.save((1, 1), whole=True)
     world.index.replay(world.announcer.take())
-    assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, "another request has it: it is told again"
+    assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, (
+        "another request has it: it is told again"
+    )
     longest = max(world.prompts, key=len)
     for _ in range(2):
         world.save(longest, whole=True)
         world.store.settle(world.tickets)
         world.tickets.clear()
         world.index.replay(world.announcer.take())
-    assert world.index.tiers[HOST] == {hash_of(longest[:BLOCK]), hash_of(longest[: 2 * BLOCK])}, "its beginning, not its end"
+    assert world.index.tiers[HOST] == {hash_of(longest[:BLOCK]), hash_of(longest[: 2 * BLOCK])}, (
+        "its beginning, not its end"
+    )
     world.close()
 
 
@@ -179,17 +201,26 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
     def chunks(text: str) -> list[tuple[Any, Any, range]]:
         rows = [(each[0], range(*map(int, each[1:].split("-")))) for each in text.split()]
         prompts = [(ord(name),) * 6 * BLOCK for name, _ in rows]
-        return [(SimpleNamespace(prompt=own), world.chain(own), nths) for own, (_, nths) in zip(prompts, rows, strict=True)]
+        return [
+            (SimpleNamespace(prompt=own), world.chain(own), nths)
+            for own, (_, nths) in zip(prompts, rows, strict=True)
+        ]
 
     for live, chain, nths in chunks(requests):
         announcer.note(live, chain, nths)
-    assert set(announcer._known) == {chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths}
-    assert len(announcer._recent) == len(kept.split()), "or a step may look at many before it finds one that can go"
+    assert set(announcer._known) == {
+        chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths
+    }
+    assert len(announcer._recent) == len(kept.split()), (
+        "or a step may look at many before it finds one that can go"
+    )
     world.close()
 
 
 def test_an_error_about_a_requests_blocks_costs_what_is_told_of_them_alone(tmp_path: Path) -> None:
-    """It may come from what a newer vLLM has in a request. The next note finds a book that is right."""
+    """It may come from what a newer vLLM has in a request. The next note finds a book that is
+    right.
+    """
     world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))
 

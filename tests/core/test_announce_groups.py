@@ -1,6 +1,8 @@
-"""What is announced of several KV cache groups, replayed, is what the real store answers of each: windows and states, too.
+"""What is announced of several KV cache groups, replayed, is what the real store answers of each:
+windows and states, too.
 
-Groups' blocks have one size, or several. The oracle is lookups of every prefix, and of a window's blocks what a hit can need.
+Groups' blocks have one size, or several. The oracle is lookups of every prefix, and of a window's
+blocks what a hit can need.
 """
 
 import random
@@ -20,15 +22,24 @@ from kvloft.store import groups_of
 
 SHAPES = {
     "one size": (
-        GroupShape(2, kind="window", reach=3), GroupShape(2), GroupShape(2, kind="state"), GroupShape(2),
+        GroupShape(2, kind="window", reach=3),
+        GroupShape(2),
+        GroupShape(2, kind="state"),
+        GroupShape(2),
         GroupShape(2, kind="local", reach=6),
     ),
     "several": (
-        GroupShape(2, 6, kind="window", reach=5), GroupShape(4, 3), GroupShape(6, 2), GroupShape(6, 2, kind="window", reach=20),
+        GroupShape(2, 6, kind="window", reach=5),
+        GroupShape(4, 3),
+        GroupShape(6, 2),
+        GroupShape(6, 2, kind="window", reach=20),
         GroupShape(4, 3, kind="window", reach=1),
     ),
-    "only windows": (GroupShape(2, 2, kind="window", reach=2), GroupShape(4, 1, kind="window", reach=9)),
-}  # fmt: skip
+    "only windows": (
+        GroupShape(2, 2, kind="window", reach=2),
+        GroupShape(4, 1, kind="window", reach=9),
+    ),
+}
 MAX_CHUNKS = 7
 """Of a prompt."""
 Place = tuple[int, bytes]
@@ -36,14 +47,18 @@ Place = tuple[int, bytes]
 
 
 class World:
-    """A store with few frames and slots, and a subscriber, for whom an event that contradicts what it was told is an error."""
+    """A store with few frames and slots, and a subscriber, for whom an event that contradicts what
+    it was told is an error.
+    """
 
     def __init__(self, seed: int, groups: tuple[GroupShape, ...], disk: str) -> None:
         self.rng, self.shape = random.Random(seed), CacheShape(groups)
         self.size = self.shape.unit_tokens
         self.states = [nth for nth, group in enumerate(groups) if group.kind == "state"]
         halves = [tuple(self.rng.choices((1, 2), k=self.size)) for _ in range(3)]
-        self.prompts = [sum(self.rng.choices(halves, k=self.rng.randint(1, MAX_CHUNKS)), ()) for _ in range(20)]
+        self.prompts = [
+            sum(self.rng.choices(halves, k=self.rng.randint(1, MAX_CHUNKS)), ()) for _ in range(20)
+        ]
         self.store = _core.Session(
             frame_bytes=FRAME,
             namespace=NAMESPACE,
@@ -53,7 +68,9 @@ class World:
             disk_threads=2,
             groups=groups_of(self.shape),
         )
-        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames)
+        self.arena = _core.Arena.open(
+            self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames
+        )
         self.store.watch(16)
         self.announcer = Announcer(self.store, self.shape, describe)
         prefixes = {prompt[:end] for prompt in self.prompts for end in range(1, len(prompt) + 1)}
@@ -70,33 +87,58 @@ class World:
     def save(self) -> None:
         """As the scheduler half does: all groups' blocks, and the state at the prompt's end."""
         prompt = self.rng.choice(self.prompts)
-        num_chunks, live, chain = len(prompt) // self.size, SimpleNamespace(prompt=prompt), self.chain(prompt)
+        num_chunks, live, chain = (
+            len(prompt) // self.size,
+            SimpleNamespace(prompt=prompt),
+            self.chain(prompt),
+        )
         start = self.rng.choice([0, 0, num_chunks - 1])
-        tables = [list(range(1, len(prompt) // group.block_tokens + 1)) for group in self.shape.groups]
+        tables = [
+            list(range(1, len(prompt) // group.block_tokens + 1)) for group in self.shape.groups
+        ]
         row: Any = (chain, list(prompt), len(prompt), start, num_chunks, tables)
         (batches,), _ = self.store.reserve([row])
-        reserved = [batches, *self.store.reserve_states([(chain, nth, num_chunks - 1, 9) for nth in self.states])]
+        reserved = [
+            batches,
+            *self.store.reserve_states([(chain, nth, num_chunks - 1, 9) for nth in self.states]),
+        ]
         for batch in (found for found in reserved if found):
             for chunk in batch:
-                spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
+                spec = {
+                    "offset": 0,
+                    "part_bytes": FRAME,
+                    "key": chunk.key,
+                    "layout": b"l" * 32,
+                    "page_bytes": [64],
+                    "rank": 0,
+                }
                 self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
             self.store.settle(batch.tickets())
         self.announcer.note(live, chain, range(start, num_chunks))
         self.announcer.note_states(live, chain, num_chunks)  # type: ignore[arg-type]
         ends = [prompt[: self.size * (nth + 1)] for nth in range(start, num_chunks)]
         others = [nth for nth in range(len(self.shape.groups)) if nth not in self.states]
-        self.noted |= {(group, end) for end in ends for group in others} | {(group, prompt) for group in self.states}
+        self.noted |= {(group, end) for end in ends for group in others} | {
+            (group, prompt) for group in self.states
+        }
 
     def discard(self) -> None:
         prompt = self.rng.choice(self.prompts)
-        nth, group = self.rng.randrange(len(prompt) // self.size), self.rng.randrange(len(self.shape.groups))
+        nth, group = (
+            self.rng.randrange(len(prompt) // self.size),
+            self.rng.randrange(len(self.shape.groups)),
+        )
         self.store.discard([self.chain(prompt).key(nth, self.shape.number_of(group))])
 
     def hear(self) -> None:
         for event in self.announcer.take():
             known, size = self.told[event.tier], self.shape.groups[event.group].block_tokens
             is_stored = isinstance(event, Stored)
-            for each in (block.hash for block in event.blocks) if isinstance(event, Stored) else event.hashes:
+            for each in (
+                (block.hash for block in event.blocks)
+                if isinstance(event, Stored)
+                else event.hashes
+            ):
                 assert ((event.group, each) in known) != is_stored, "told twice"
                 (known.add if is_stored else known.remove)((event.group, each))
                 self.num_removed += not is_stored
@@ -121,18 +163,30 @@ class World:
         self.seen |= {group for group, _ in stored}
 
     def there(self, tier: int) -> Iterator[Place]:
-        """Blocks that lookups find in host (0) or anywhere (1) of what requests had, and that a hit may need."""
+        """Blocks that lookups find in host (0) or anywhere (1) of what requests had, and that a hit
+        may need.
+        """
         for nth, prefix in self.noted:
-            group, chain, num_chunks = self.shape.groups[nth], self.chain(prefix), len(prefix) // self.size
-            ((_, tiers),), _ = self.store.changes([chain.key(num_chunks - 1, self.shape.number_of(nth))], 0)
+            group, chain, num_chunks = (
+                self.shape.groups[nth],
+                self.chain(prefix),
+                len(prefix) // self.size,
+            )
+            ((_, tiers),), _ = self.store.changes(
+                [chain.key(num_chunks - 1, self.shape.number_of(nth))], 0
+            )
             found = tiers & 1 if tier == 0 else tiers & 3
-            first = max(len(prefix) - self.size, len(prefix) - group.reach if group.kind == "window" else 0)
+            first = max(
+                len(prefix) - self.size, len(prefix) - group.reach if group.kind == "window" else 0
+            )
             for end in range(len(prefix), first, -group.block_tokens) if found else ():
                 yield nth, hash_of(prefix[:end])
 
 
 @pytest.mark.parametrize("groups", SHAPES.values(), ids=SHAPES)
-def test_the_replayed_index_is_what_the_store_answers_of_each_group(groups: tuple[GroupShape, ...], tmp_path: Any) -> None:
+def test_the_replayed_index_is_what_the_store_answers_of_each_group(
+    groups: tuple[GroupShape, ...], tmp_path: Any
+) -> None:
     world = World(5, groups, str(tmp_path / "disk"))
     for nth in range(1, 601):
         world.rng.choices((world.save, world.discard, world.hear), (6, 1, 4))[0]()

@@ -1,9 +1,10 @@
-"""What subscribers know, in any order of what can happen: requests, chunks that come and go, lost keys, resets, late subscribers.
+"""What subscribers know, in any order of what can happen: requests, chunks that come and go, lost
+keys, resets, late subscribers.
 
-The store is a model here, so that a tier may change between any two looks at it. One subscriber hears all from the start, others
-join later and take every event for granted. The oracle: at rest, all that is there of the chunks that the book has room for
-(`Book`) is known, and nothing that is not there. Rest comes although requests go on (`calm`), and however often keys were lost
-before.
+The store is a model here, so that a tier may change between any two looks at it. One subscriber
+hears all from the start, others join later and take every event for granted. The oracle: at rest,
+all that is there of the chunks that the book has room for (`Book`) is known, and nothing that is
+not there. Rest comes although requests go on (`calm`), and however often keys were lost before.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,14 @@ import pytest
 from announced import describe, hash_of
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvloft.plan import announcer as announcing
 from kvloft.plan.announcer import Announcer
@@ -22,11 +30,19 @@ from kvloft.plan.kv_events import DISK, HOST, TIERS, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
 SLICE, COMING = 3, 4
-SHAPE = CacheShape((
-    GroupShape(1, 4, kind="window", reach=2), GroupShape(2, 2), GroupShape(4, kind="state"), GroupShape(4, kind="window", reach=7),
-))  # fmt: skip
+SHAPE = CacheShape(
+    (
+        GroupShape(1, 4, kind="window", reach=2),
+        GroupShape(2, 2),
+        GroupShape(4, kind="state"),
+        GroupShape(4, kind="window", reach=7),
+    )
+)
 SIZE, STATE = SHAPE.unit_tokens, 2
-PROMPTS = [tuple(digit for unit in units for digit in (unit,) * SIZE) for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))]
+PROMPTS = [
+    tuple(digit for unit in units for digit in (unit,) * SIZE)
+    for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))
+]
 Key = tuple[int, tuple[int, ...]]
 """A group and the prefix: the machine's keys."""
 
@@ -74,7 +90,8 @@ class Store:
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes first, by row and place in it.
+    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes
+    first, by row and place in it.
 
     What a leaf hangs on was of use as long as the leaf.
     """
@@ -129,7 +146,11 @@ class Subscriber:
 class Machine(RuleBasedStateMachine):
     """One engine's life, until it withdraws."""
 
-    @initialize(capacity=st.sampled_from((1, 4, 100)), most=st.sampled_from((2, 9, 1000)), shared=st.booleans())
+    @initialize(
+        capacity=st.sampled_from((1, 4, 100)),
+        most=st.sampled_from((2, 9, 1000)),
+        shared=st.booleans(),
+    )
     def begin(self, capacity: int, most: int, shared: bool) -> None:
         self.store, self.most, self.is_shared, self.is_over = Store(capacity), most, shared, False
         self.book, self.num_rows = Book(), 0
@@ -143,8 +164,13 @@ class Machine(RuleBasedStateMachine):
         chain: Any = Chain(prompt)
         live: Any = SimpleNamespace(prompt=prompt)
         self.announcer.note(live, chain, range(start, stop))
-        others = [SHAPE.main, *(nth for nth in range(len(SHAPE.groups)) if nth not in (STATE, SHAPE.main))]
-        rows: list[list[Key]] = [[(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]]
+        others = [
+            SHAPE.main,
+            *(nth for nth in range(len(SHAPE.groups)) if nth not in (STATE, SHAPE.main)),
+        ]
+        rows: list[list[Key]] = [
+            [(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]
+        ]
         if stop == chain.num_blocks:
             self.announcer.note_states(live, chain, stop)
             rows.append([(STATE, prompt)])
@@ -154,7 +180,9 @@ class Machine(RuleBasedStateMachine):
             for key in keys:
                 self.noted[key] = None
                 self.noted.move_to_end(key)
-                if not self.store.where.get(key, 0) & HOST:  # also what is on disk: it may leave that meanwhile
+                if (
+                    not self.store.where.get(key, 0) & HOST
+                ):  # also what is on disk: it may leave that meanwhile
                     self.store.coming.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
@@ -183,7 +211,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.store.where.values()))
     def move(self, data: st.DataObject, where: int) -> None:
         """To disk, back, or away: evicted, discarded or damaged."""
-        self.store.put(data.draw(st.sampled_from(sorted(key for key, tiers in self.store.where.items() if tiers))), where)
+        self.store.put(
+            data.draw(
+                st.sampled_from(sorted(key for key, tiers in self.store.where.items() if tiers))
+            ),
+            where,
+        )
 
     @rule(data=st.data(), where=st.sampled_from(TIERS))
     @precondition(lambda self: self.is_shared and self.noted)
@@ -223,10 +256,20 @@ class Machine(RuleBasedStateMachine):
                 self.store.coming = pending
             self.step()
         # A book from which something left has more room than its model.
-        last = [] if self.is_over else self.book if self.is_shared or len(self.noted) <= self.most else []
+        last = (
+            []
+            if self.is_over
+            else self.book
+            if self.is_shared or len(self.noted) <= self.most
+            else []
+        )
         for tier in TIERS:
             here = [key for key, where in self.store.where.items() if where & tier]
-            may = set().union(*(blocks_of(key) for key in here if key in self.noted)) if not self.is_over else set()
+            may = (
+                set().union(*(blocks_of(key) for key in here if key in self.noted))
+                if not self.is_over
+                else set()
+            )
             must = set().union(*(blocks_of(key) for key in here if key in last))
             assert must <= self.subscribers[0].known[tier] <= may
             assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
@@ -246,12 +289,16 @@ class Machine(RuleBasedStateMachine):
             assert self.announcer._to_look_up.keys() <= known and recent <= known
             inner = {parent(key) for key in known} - {None}
             assert known - inner <= recent and self.announcer._children.keys() == inner
-            assert len(known) <= self.most and (not self.is_shared or self.is_over or known == self.book.keys())
+            assert len(known) <= self.most and (
+                not self.is_shared or self.is_over or known == self.book.keys()
+            )
 
 
 def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcing, "SLICE", SLICE)
-    run_state_machine_as_test(Machine, settings=settings(max_examples=4 * settings().max_examples))  # each takes little time
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=4 * settings().max_examples)
+    )  # each takes little time
 
 
 def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_ends() -> None:

@@ -1,4 +1,6 @@
-"""`_core.ChunkBatch` is `chunk_batch.Chunks`, however it is cut, sorted, joined and sent; and what is no batch is refused."""
+"""`_core.ChunkBatch` is `chunk_batch.Chunks`, however it is cut, sorted, joined and sent; and what
+is no batch is refused.
+"""
 
 import pickle
 import struct
@@ -16,7 +18,9 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Chunks of as many blocks with any frames; of loads, some blocks at either end may be left out."""
+    """Chunks of as many blocks with any frames; of loads, some blocks at either end may be left
+    out.
+    """
     is_save = draw(st.booleans()) if is_save is None else is_save
     size = draw(st.integers(1, 4)) if size is None else size
     chunks = []
@@ -27,7 +31,9 @@ def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = Non
         blocks = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num, max_size=num))
         frame, key = draw(st.integers(0, 2**32 - 1)), draw(st.binary(min_size=32, max_size=32))
         ticket = draw(st.integers(0, 2**60)) if is_save else -1
-        chunks.append(Chunk(frame, key, size, first, tuple(blocks), ticket + nth if is_save else -1))
+        chunks.append(
+            Chunk(frame, key, size, first, tuple(blocks), ticket + nth if is_save else -1)
+        )
     return Chunks(chunks)
 
 
@@ -45,7 +51,9 @@ def assert_same(real: _core.ChunkBatch, model: Chunks) -> None:
     end=st.none() | st.integers(-9, 9),
     step=st.sampled_from([None, 1, 2, -1]),
 )
-def test_a_batch_is_what_its_chunks_are(model: Chunks, begin: int | None, end: int | None, step: int | None) -> None:
+def test_a_batch_is_what_its_chunks_are(
+    model: Chunks, begin: int | None, end: int | None, step: int | None
+) -> None:
     real = batch_of(model)
     assert_same(real, model)
     assert_same(real[begin:end:step], model[begin:end:step])
@@ -58,7 +66,11 @@ def test_a_batch_is_what_its_chunks_are(model: Chunks, begin: int | None, end: i
             real[at]
 
 
-@given(st.tuples(st.booleans(), st.integers(1, 3)).flatmap(lambda how: st.lists(batches(*how), max_size=4)))
+@given(
+    st.tuples(st.booleans(), st.integers(1, 3)).flatmap(
+        lambda how: st.lists(batches(*how), max_size=4)
+    )
+)
 def test_batches_are_joined(models: list[Chunks]) -> None:
     model = Chunks(chunk for each in models for chunk in each)
     real = _core.ChunkBatch.concat([batch_of(each) for each in models])
@@ -71,11 +83,20 @@ def test_batches_are_equal_where_their_chunks_are(a: Chunks, b: Chunks) -> None:
     assert batch_of(a) != tuple(a)
 
 
-@given(model=batches(True).filter(len), column=st.integers(0, 3), num_bytes=st.integers(1, 40), is_cut=st.booleans())
-def test_columns_that_were_cut_or_grew_are_no_batch(model: Chunks, column: int, num_bytes: int, is_cut: bool) -> None:
+@given(
+    model=batches(True).filter(len),
+    column=st.integers(0, 3),
+    num_bytes=st.integers(1, 40),
+    is_cut=st.booleans(),
+)
+def test_columns_that_were_cut_or_grew_are_no_batch(
+    model: Chunks, column: int, num_bytes: int, is_cut: bool
+) -> None:
     ((group, *parts),), tickets = model.columns()
     columns = [*parts, tickets]
-    columns[column] = columns[column][:-num_bytes] if is_cut else columns[column] + b"\1" * num_bytes
+    columns[column] = (
+        columns[column][:-num_bytes] if is_cut else columns[column] + b"\1" * num_bytes
+    )
     if column == 3 and not columns[3]:
         return  # as a load has them
     if column == 2 and len(columns[2]) % (4 * len(model)) == 0 and columns[2]:
@@ -84,15 +105,26 @@ def test_columns_that_were_cut_or_grew_are_no_batch(model: Chunks, column: int, 
         _core.ChunkBatch([(group, *columns[:3])], columns[3])  # type: ignore[list-item]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), batches(True).filter(len)), max_size=4, unique_by=lambda group: group[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), batches(True).filter(len)),
+        max_size=4,
+        unique_by=lambda group: group[0],
+    )
+)
 def test_chunks_of_several_groups_are_one_batch(groups: list[tuple[int, Chunks]]) -> None:
     batch = batch_of_groups(groups)
     every = [chunk for _, chunks in groups for chunk in chunks]
     assert (list(batch), batch.tickets()) == (every, [chunk.ticket for chunk in every])
     assert pickle.loads(pickle.dumps(batch)) == batch
     each = batch.by_group()
-    assert [(group, tuple(own)) for group, own in each] == [(group, tuple(chunks)) for group, chunks in groups]
-    assert all(own == batch_of(chunks, group) for (group, own), (_, chunks) in zip(each, groups, strict=True))
+    assert [(group, tuple(own)) for group, own in each] == [
+        (group, tuple(chunks)) for group, chunks in groups
+    ]
+    assert all(
+        own == batch_of(chunks, group)
+        for (group, own), (_, chunks) in zip(each, groups, strict=True)
+    )
     assert [own for _, own in batch.by_frame().by_group()] == [own.by_frame() for _, own in each]
 
 

@@ -56,7 +56,11 @@ def test_inspect_shows_what_the_store_wrote(disk: Path, capsys: pytest.CaptureFi
     assert main(["inspect", str(disk), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["namespace"] == NAMESPACE[:8].hex()
-    assert (found["description"], found["chunks"], found["frame_bytes"]) == ("a small model", NUM_CHUNKS, FRAME)
+    assert (found["description"], found["chunks"], found["frame_bytes"]) == (
+        "a small model",
+        NUM_CHUNKS,
+        FRAME,
+    )
     assert found["problem"] is None
     assert 0 < found["oldest"] <= found["newest"]
     assert main(["inspect", str(disk)]) == 0
@@ -74,16 +78,25 @@ def test_inspect_works_while_an_engine_owns_the_directory_and_verify_says_busy(
     store.close()
 
 
-def test_verify_of_a_sound_directory_is_silent_and_zero(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_a_sound_directory_is_silent_and_zero(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(disk), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": [], "other_format": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "chunks": NUM_CHUNKS,
+        "damage": [],
+        "other_format": [],
+    }
     assert main(["verify", str(disk)]) == 0
     assert "no damage" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("name", "offset", "problem"),
-    [("frames.dat", 2 * FRAME + 9, "its checksum differs"), ("index.dat", 128 + 20, "record damaged")],
+    [
+        ("frames.dat", 2 * FRAME + 9, "its checksum differs"),
+        ("index.dat", 128 + 20, "record damaged"),
+    ],
 )
 def test_verify_finds_a_flipped_bit_and_exits_1(
     disk: Path, capsys: pytest.CaptureFixture[str], name: str, offset: int, problem: str
@@ -92,13 +105,18 @@ def test_verify_finds_a_flipped_bit_and_exits_1(
     assert main(["verify", str(disk), "--json"]) == 1
     (damage,) = json.loads(capsys.readouterr().out)["damage"]
     assert damage["namespace"] == NAMESPACE[:8].hex()
-    assert (damage["slot"], damage["problem"]) == (offset // (FRAME if name == "frames.dat" else 128), problem)
+    assert (damage["slot"], damage["problem"]) == (
+        offset // (FRAME if name == "frames.dat" else 128),
+        problem,
+    )
     assert main(["verify", str(disk)]) == 1
     assert "1 damaged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_no_disk_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_what_is_no_disk_directory_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         assert main([command, str(path)]) == 2
         assert str(path) in capsys.readouterr().err
@@ -106,7 +124,13 @@ def test_what_is_no_disk_directory_is_a_usage_error(tmp_path: Path, capsys: pyte
 
 
 def test_sizes_and_times_are_for_people() -> None:
-    assert [size_text(n) for n in (0, 1023, 1024, 5 << 29, 3 << 40)] == ["0 B", "1023 B", "1 KiB", "2.5 GiB", "3 TiB"]
+    assert [size_text(n) for n in (0, 1023, 1024, 5 << 29, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "2.5 GiB",
+        "3 TiB",
+    ]
     assert format_time(None) == "-"
     assert format_time(2**63) == "-"
     assert format_time(1_700_000_000).startswith("2023-11-1")

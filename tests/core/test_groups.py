@@ -1,4 +1,6 @@
-"""Hits, leases and saves of several KV cache groups over the real store, against brute force over what was saved."""
+"""Hits, leases and saves of several KV cache groups over the real store, against brute force over
+what was saved.
+"""
 
 from dataclasses import dataclass, field
 
@@ -18,10 +20,14 @@ FRAME = 4096
 
 SIZES = st.sampled_from([(UNIT, 1), (UNIT, 1), (2, 2), (1, 4)])
 """Tokens per block, blocks per unit."""
-WINDOWS = st.builds(lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40))
+WINDOWS = st.builds(
+    lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
+)
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
 """Without full attention a boundary must need something."""
-LOCALS = st.builds(lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40))
+LOCALS = st.builds(
+    lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
+)
 STATES = SIZES.map(lambda size: GroupShape(*size, kind="state"))
 OTHERS = WINDOWS | LOCALS | STATES
 FULL = GroupShape(UNIT)
@@ -29,7 +35,9 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Blocks with a token that the query behind ``boundary`` units may attend to, or the state that it continues from."""
+    """Blocks with a token that the query behind ``boundary`` units may attend to, or the state that
+    it continues from.
+    """
     query = boundary * UNIT
     if group.kind == "state":
         return {at // group.block_tokens for at in range(max(0, query - 1), query)}
@@ -50,7 +58,9 @@ def attended(group: GroupShape, boundary: int) -> set[int]:
 def test_what_chunks_keep_is_all_that_any_prefix_needs(group: GroupShape, boundary: int) -> None:
     first_kept = group.blocks_per_unit - group.kept_blocks
     assert group.kept_blocks >= 1
-    assert all(block % group.blocks_per_unit >= first_kept for block in attended_blocks(group, boundary))
+    assert all(
+        block % group.blocks_per_unit >= first_kept for block in attended_blocks(group, boundary)
+    )
 
 
 def block_of(nth: int, block: int) -> int:
@@ -70,25 +80,41 @@ class Bench:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 4096, namespace=bytes(32), groups=groups_of(shape))
+        self.store = _core.Session(
+            frame_bytes=FRAME, host_bytes=FRAME * 4096, namespace=bytes(32), groups=groups_of(shape)
+        )
         self.chain = _core.KeyChain(_core.root_key(bytes(32), None, None), block_tokens=UNIT)
         self.chain.append_tokens(list(range(self.num_units * UNIT)))
         for unit in range(self.num_units):
             self._save(unit)
 
     def _save(self, unit: int) -> None:
-        """Save the stored chunks of one unit: those of windows that are not stored have null blocks."""
-        has_full = all((nth, unit) in self.stored for nth, group in enumerate(self.shape.groups) if group.kind == "full")
+        """Save the stored chunks of one unit: those of windows that are not stored have null
+        blocks.
+        """
+        has_full = all(
+            (nth, unit) in self.stored
+            for nth, group in enumerate(self.shape.groups)
+            if group.kind == "full"
+        )
         tables = self.tables(lambda nth, at: (nth, at) in self.stored)
         if has_full or not self.shape.is_dense:
             (chunks,), _ = self.store.reserve([(self.chain, (), 0, unit, unit + 1, tables)])
             self.store.settle(chunks.tickets() if chunks else ())
-        elif others := {nth for nth, group in enumerate(self.shape.groups) if (nth, unit) in self.stored and group.kind != "full"}:
+        elif others := {
+            nth
+            for nth, group in enumerate(self.shape.groups)
+            if (nth, unit) in self.stored and group.kind != "full"
+        }:
             # Only the others: the full groups' chunks fail.
             (chunks,), _ = self.store.reserve([(self.chain, (), 0, unit, unit + 1, tables)])
             for nth, batch in chunks.by_group() if chunks else ():
                 self.store.settle(batch.tickets(), () if nth in others else batch.tickets())
-        states = [nth for nth, group in enumerate(self.shape.groups) if group.kind == "state" and (nth, unit) in self.stored]
+        states = [
+            nth
+            for nth, group in enumerate(self.shape.groups)
+            if group.kind == "state" and (nth, unit) in self.stored
+        ]
         for chunks in self.store.reserve_states([(self.chain, nth, unit, 7) for nth in states]):
             self.store.settle(chunks.tickets() if chunks else ())
 
@@ -98,7 +124,12 @@ class Bench:
         for nth, group in enumerate(self.shape.groups):
             blocks = range(self.num_units * group.blocks_per_unit)
             own = group.kind == "full" or not callable(is_there)
-            tables.append([block_of(nth, at) if own or is_there(nth, at // group.blocks_per_unit) else 0 for at in blocks])  # type: ignore[operator]
+            tables.append(
+                [
+                    block_of(nth, at) if own or is_there(nth, at // group.blocks_per_unit) else 0
+                    for at in blocks
+                ]
+            )  # type: ignore[operator]
         return tables
 
     def hit(self, most: int = MAX_UNITS) -> int:
@@ -109,15 +140,23 @@ class Bench:
 
 
 def needs(shape: CacheShape, boundary: int) -> set[tuple[int, int]]:
-    return {(nth, unit) for nth, group in enumerate(shape.groups) for unit in attended(group, boundary)}
+    return {
+        (nth, unit) for nth, group in enumerate(shape.groups) for unit in attended(group, boundary)
+    }
 
 
 @st.composite
 def benches(draw: st.DrawFn) -> Bench:
-    groups = draw(st.permutations([draw(FULLS | SOME_WINDOW), *draw(st.lists(OTHERS | FULLS, max_size=3))]))
+    groups = draw(
+        st.permutations([draw(FULLS | SOME_WINDOW), *draw(st.lists(OTHERS | FULLS, max_size=3))])
+    )
     shape, num_units = CacheShape(tuple(groups)), draw(st.integers(0, MAX_UNITS))
     names = [(nth, unit) for nth in range(len(groups)) for unit in range(num_units)]
-    absent = draw(st.sets(st.sampled_from(names), max_size=6) | st.sets(st.sampled_from(names))) if names else set()
+    absent = (
+        draw(st.sets(st.sampled_from(names), max_size=6) | st.sets(st.sampled_from(names)))
+        if names
+        else set()
+    )
     # A full group's chunks end with the first that is absent, in every full group here.
     full = [nth for nth, group in enumerate(groups) if group.kind == "full"]
     end = min((unit for nth, unit in absent if nth in full), default=num_units)
@@ -127,9 +166,13 @@ def benches(draw: st.DrawFn) -> Bench:
 
 @settings(max_examples=300)
 @given(benches(), st.integers(0, MAX_UNITS), st.integers(0, MAX_UNITS))
-def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(bench: Bench, most: int, begin: int) -> None:
+def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(
+    bench: Bench, most: int, begin: int
+) -> None:
     shape = bench.shape
-    wanted = max(at for at in range(min(bench.num_units, most) + 1) if needs(shape, at) <= bench.stored)
+    wanted = max(
+        at for at in range(min(bench.num_units, most) + 1) if needs(shape, at) <= bench.stored
+    )
     assert bench.hit(most) == wanted
     pins = bench.store.stats()["pins"]
     lease = bench.store.acquire(bench.chain, wanted)
@@ -137,11 +180,21 @@ def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(be
     assert lease.poll() == (wanted, 0)
     begin = min(begin, wanted)
     chunks, by_tier = lease.batch(bench.tables(), begin, wanted)
-    loaded = {(nth, block, copy.key) for nth, batch in chunks.by_group() for copy in batch for block in copy.blocks}
-    expected = [(nth, at) for nth, group in enumerate(shape.groups) for at in attended_blocks(group, wanted)]
+    loaded = {
+        (nth, block, copy.key)
+        for nth, batch in chunks.by_group()
+        for copy in batch
+        for block in copy.blocks
+    }
+    expected = [
+        (nth, at) for nth, group in enumerate(shape.groups) for at in attended_blocks(group, wanted)
+    ]
     sizes = [group.blocks_per_unit for group in shape.groups]
     expected = [(nth, at) for nth, at in expected if at >= begin * sizes[nth]]
-    assert loaded == {(nth, block_of(nth, at), bench.chain.key(at // sizes[nth], shape.number_of(nth))) for nth, at in expected}
+    assert loaded == {
+        (nth, block_of(nth, at), bench.chain.key(at // sizes[nth], shape.number_of(nth)))
+        for nth, at in expected
+    }
     if begin < wanted:
         assert by_tier == {"host": wanted - begin}
     lease.release()
@@ -149,7 +202,11 @@ def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(be
 
 
 def whole(shape: CacheShape, num_units: int) -> Bench:
-    return Bench(shape, num_units, {(nth, unit) for nth in range(len(shape.groups)) for unit in range(num_units)})
+    return Bench(
+        shape,
+        num_units,
+        {(nth, unit) for nth in range(len(shape.groups)) for unit in range(num_units)},
+    )
 
 
 def test_a_lease_gives_nothing_where_a_group_has_no_block_for_a_chunk() -> None:
@@ -158,7 +215,9 @@ def test_a_lease_gives_nothing_where_a_group_has_no_block_for_a_chunk() -> None:
     assert len(lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 4)[0]) == 6
     assert lease.batch([[1, 2, 3, 4], [0, 0, 0, 8]], 0, 4) == (_core.ChunkBatch([], b""), {})
     assert not lease.batch([[1, 2, 3, 4], [0, 0, 7]], 0, 4)[0], "a table that is too short"
-    assert not lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 3)[0], "a shorter prefix needs other chunks"
+    assert not lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 3)[0], (
+        "a shorter prefix needs other chunks"
+    )
 
 
 def test_a_lease_whose_chunk_is_gone_has_nothing() -> None:
@@ -171,19 +230,34 @@ def test_a_lease_whose_chunk_is_gone_has_nothing() -> None:
 
 def test_a_chunk_whose_block_vllm_has_freed_is_left_out_and_so_is_one_without_a_block() -> None:
     bench = Bench(CacheShape((FULL, GroupShape(2, 2, kind="window", reach=3))), 3, set())
-    (chunks,), dropped = bench.store.reserve([(bench.chain, (), 0, 0, 3, [[1, 2, 3], [0, 0, 0, 14]])])
+    (chunks,), dropped = bench.store.reserve(
+        [(bench.chain, (), 0, 0, 3, [[1, 2, 3], [0, 0, 0, 14]])]
+    )
     assert chunks is not None
     assert {nth: batch.block_ids() for nth, batch in chunks.by_group()} == {0: [1, 2, 3]}
     assert dropped == [0]
     bench.store.abort()
     (chunks,), _ = bench.store.reserve([(bench.chain, (), 0, 0, 3, [[1, 2, 3], [0, 0, 13, 14]])])
     assert chunks is not None
-    assert {nth: batch.block_ids() for nth, batch in chunks.by_group()} == {0: [1, 2, 3], 1: [13, 14]}
+    assert {nth: batch.block_ids() for nth, batch in chunks.by_group()} == {
+        0: [1, 2, 3],
+        1: [13, 14],
+    }
 
 
 def test_between_two_local_chunks_a_hit_needs_neither() -> None:
-    shape = CacheShape((FULL, GroupShape(UNIT, kind="local", reach=4 * UNIT), GroupShape(UNIT, kind="window", reach=UNIT)))
-    stored = {(0, unit) for unit in range(10)} | {(1, unit) for unit in range(3)} | {(2, unit) for unit in range(7)}
+    shape = CacheShape(
+        (
+            FULL,
+            GroupShape(UNIT, kind="local", reach=4 * UNIT),
+            GroupShape(UNIT, kind="window", reach=UNIT),
+        )
+    )
+    stored = (
+        {(0, unit) for unit in range(10)}
+        | {(1, unit) for unit in range(3)}
+        | {(2, unit) for unit in range(7)}
+    )
     assert Bench(shape, 10, stored).hit() == 4
 
 
@@ -193,24 +267,39 @@ def test_a_group_that_had_what_it_needs_is_looked_up_again_for_a_shorter_prefix(
     assert Bench(CacheShape((FULL, window, window)), 8, stored).hit() == 4
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)])
+@pytest.mark.parametrize(
+    ("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)]
+)
 def test_without_full_attention_a_hit_may_begin_anywhere(stored: range, wanted: int) -> None:
     """Nothing before a window is looked for, and nothing behind it is needed."""
-    bench = Bench(CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)), 100, {(0, unit) for unit in stored})
+    bench = Bench(
+        CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)),
+        100,
+        {(0, unit) for unit in stored},
+    )
     assert bench.store.lookup(bench.chain) == (100, 100)
     assert bench.hit(100) == wanted
 
 
 def test_units_before_a_window_count_as_from_the_tier_of_the_window() -> None:
-    bench = Bench(CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)), 10, {(0, 8), (0, 9)})
+    bench = Bench(
+        CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)), 10, {(0, 8), (0, 9)}
+    )
     lease = bench.store.acquire(bench.chain, 10)
     assert lease.batch([[0] * 8 + [7, 9]], 3, 10)[1] == {"host": 7}
 
 
-ODD = [(None, "full", 0, 1, 1, 0), (2, "local", 4, 1, 1, 0), (2, "round", 4, 1, 1, 0), (2, "window", 4, 1, 2, 0)]
+ODD = [
+    (None, "full", 0, 1, 1, 0),
+    (2, "local", 4, 1, 1, 0),
+    (2, "round", 4, 1, 1, 0),
+    (2, "window", 4, 1, 2, 0),
+]
 
 
 @pytest.mark.parametrize("groups", [[], *([group] for group in ODD)])
-def test_groups_that_cannot_be_are_refused(groups: list[tuple[int | None, str, int, int, int, int]]) -> None:
+def test_groups_that_cannot_be_are_refused(
+    groups: list[tuple[int | None, str, int, int, int, int]],
+) -> None:
     with pytest.raises(ConfigError):
         _core.Session(frame_bytes=FRAME, host_bytes=FRAME, namespace=bytes(32), groups=groups)

@@ -1,4 +1,6 @@
-"""The Python face of KeyChain at its edges: what it takes, what it refuses, and that a refusal changes nothing."""
+"""The Python face of KeyChain at its edges: what it takes, what it refuses, and that a refusal
+changes nothing.
+"""
 
 import array
 import struct
@@ -29,20 +31,35 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
 
 
 @given(st.integers(0, 90), st.integers(0, 12), st.integers(0, 2**32 - 1), st.integers(0, 40))
-def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, first: int, group: int, more: int) -> None:
-    """Those of a group of full attention are hashed as the chain grows; of others, when they are asked for."""
+def test_what_groups_keep_has_keys_of_its_own(
+    num_tokens: int, first: int, group: int, more: int
+) -> None:
+    """Those of a group of full attention are hashed as the chain grows; of others, when they are
+    asked for.
+    """
     ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
     groups = [(group, "full", 8, 1, 1, 0), ((group + 1) % 2**32, "window", 8, 1, 1, 1)]
-    store = _core.Session(frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32), groups=groups)
+    store = _core.Session(
+        frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32), groups=groups
+    )
     store.watch(8)
     chain.append_tokens(ids[:num_tokens])
     assert store.lookup(chain) == (0, 0)
     table, first = list(range(1, len(keys) + 1)), min(first, len(keys))
-    (chunks,), dropped = store.reserve([(chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])])
-    found = {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in chunks.by_group()} if chunks else {}
+    (chunks,), dropped = store.reserve(
+        [(chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])]
+    )
+    found = (
+        {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in chunks.by_group()}
+        if chunks
+        else {}
+    )
     every = [(model.group_key(key, group), block) for key, block in zip(keys, table, strict=True)]
-    alone = [(model.group_key(key, (group + 1) % 2**32), block) for key, block in zip(keys, table, strict=True)][first:]
+    alone = [
+        (model.group_key(key, (group + 1) % 2**32), block)
+        for key, block in zip(keys, table, strict=True)
+    ][first:]
     assert found == {nth: rows for nth, rows in enumerate((every, alone)) if rows}
     assert dropped == [0]
     assert store.settle(chunks.tickets() if chunks else []) == (len(every) + len(alone), 0)
@@ -62,7 +79,14 @@ class Index:
 def test_any_sequence_of_ints_gives_the_keys_of_a_list() -> None:
     ids = [7, 1, 7, 2**32 - 1] * 8
     odd: list[Any] = [Index() if token == 7 else token for token in ids]
-    sequences: list[Any] = [ids, tuple(ids), array.array("L", ids), memoryview(array.array("I", ids)), odd, tuple(odd)]
+    sequences: list[Any] = [
+        ids,
+        tuple(ids),
+        array.array("L", ids),
+        memoryview(array.array("I", ids)),
+        odd,
+        tuple(odd),
+    ]
     for sequence in sequences:
         chain = _core.KeyChain(ROOT, block_tokens=4)
         chain.append_tokens(sequence)
@@ -80,7 +104,9 @@ def test_a_part_of_a_list_is_appended_and_no_more() -> None:
     assert chain.num_tokens == 17
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (0, -1), (3, 2), (0, 6), (6, None), (2**62, None)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(-1, 3), (0, -1), (3, 2), (0, 6), (6, None), (2**62, None)]
+)
 def test_bounds_outside_the_sequence_raise(start: int, stop: int | None) -> None:
     chain = _core.KeyChain(ROOT, block_tokens=1)
     for sequence in ([1] * 5, (1,) * 5):
@@ -89,7 +115,9 @@ def test_bounds_outside_the_sequence_raise(start: int, stop: int | None) -> None
     assert chain.num_tokens == 0
 
 
-@pytest.mark.parametrize("bad", [-1, 2**32, 2**32 + 5, 2**63, -(2**63), 2**64 + 5, -(2**70), 1.0, "1", None, b"1", [1]])
+@pytest.mark.parametrize(
+    "bad", [-1, 2**32, 2**32 + 5, 2**63, -(2**63), 2**64 + 5, -(2**70), 1.0, "1", None, b"1", [1]]
+)
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_bad_element_raises_and_names_its_place(bad: object, kind: Any) -> None:
     chain = _core.KeyChain(ROOT, block_tokens=1)
@@ -123,7 +151,9 @@ def test_a_list_that_shrinks_while_it_is_read_raises() -> None:
 
 def test_rows_may_come_as_any_contiguous_buffer() -> None:
     raw = struct.pack("<24f", *range(24))
-    wanted = model.chain_keys(ROOT, [model.Row("float32", 3, raw[at : at + 12]) for at in range(0, 96, 12)], [], 4)
+    wanted = model.chain_keys(
+        ROOT, [model.Row("float32", 3, raw[at : at + 12]) for at in range(0, 96, 12)], [], 4
+    )
     views = [memoryview(raw).cast("B", [8, 12]), memoryview(raw).cast("f", [8, 3])]
     for rows in (raw, bytearray(raw), array.array("f", range(24)), *views):
         chain = _core.KeyChain(ROOT, block_tokens=4)
@@ -156,7 +186,13 @@ def test_items_late_or_contradicting_raise() -> None:
     chain.add_item("a", 2, 6)
     chain.append_tokens([1] * 6)
     chain.add_item("a", 2, 6)
-    for identifier, start, num in [("b", 5, 1), ("b", 0, 9), ("a", 2, 7), ("b", 8, 0), ("b", 2**32 - 1, 2)]:
+    for identifier, start, num in [
+        ("b", 5, 1),
+        ("b", 0, 9),
+        ("a", 2, 7),
+        ("b", 8, 0),
+        ("b", 2**32 - 1, 2),
+    ]:
         with pytest.raises(ConfigError):
             chain.add_item(identifier, start, num)
     chain.add_item("b", 6, 1)
@@ -186,7 +222,9 @@ def test_repr_tells_the_chain_without_its_content() -> None:
 
 
 def test_threads_may_share_a_chain() -> None:
-    """Appends are whole: whatever two threads do, the keys are those of some order of their calls."""
+    """Appends are whole: whatever two threads do, the keys are those of some order of their
+    calls.
+    """
     per_call, calls = 5000, 20
     chain = _core.KeyChain(ROOT, block_tokens=per_call)
 
@@ -200,10 +238,16 @@ def test_threads_may_share_a_chain() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    content = {token: model.content_digest([model.Token(token)] * per_call, 0, []) for token in (1, 2)}
+    content = {
+        token: model.content_digest([model.Token(token)] * per_call, 0, []) for token in (1, 2)
+    }
     key, seen = ROOT, []
     for block in range(chain.num_blocks):
-        [token] = [t for t, digest in content.items() if model.keyed("chain", key + digest) == chain.key(block)]
+        [token] = [
+            t
+            for t, digest in content.items()
+            if model.keyed("chain", key + digest) == chain.key(block)
+        ]
         seen.append(token)
         key = chain.key(block)
     assert sorted(seen) == [1] * calls + [2] * calls

@@ -1,4 +1,6 @@
-"""Keys against the golden vectors and the independent oracle: every prefix has exactly one key, everywhere."""
+"""Keys against the golden vectors and the independent oracle: every prefix has exactly one key,
+everywhere.
+"""
 
 import json
 import sys
@@ -20,7 +22,11 @@ ROOT = _core.root_key(bytes(32), None, None)
 
 
 def chain_of(
-    content: Sequence[model.Position], items: Sequence[model.Item], root: bytes, block_tokens: int, lookahead: int = 0
+    content: Sequence[model.Position],
+    items: Sequence[model.Item],
+    root: bytes,
+    block_tokens: int,
+    lookahead: int = 0,
 ) -> _core.KeyChain:
     """A chain with all of it, appended one position at a time."""
     chain = _core.KeyChain(root, block_tokens=block_tokens, lookahead=lookahead)
@@ -61,7 +67,14 @@ def test_no_vector_shares_a_key_with_another_prefix() -> None:
         for block, key in enumerate(case["keys"]):
             stop = (block + 1) * size
             items = sorted(item for item in case["items"] if item[1] < stop)
-            prefix = sorted(case["fields"]), case["adapter"], case["salt"], size, items, content[:stop]
+            prefix = (
+                sorted(case["fields"]),
+                case["adapter"],
+                case["salt"],
+                size,
+                items,
+                content[:stop],
+            )
             assert owner.setdefault(key, prefix) == prefix
 
 
@@ -75,7 +88,9 @@ positions = st.lists(
     max_size=60,
 )
 media = st.lists(
-    st.builds(model.Item, st.integers(0, 70), st.sampled_from(["", "a", "b", "é"]), st.integers(1, 70)),
+    st.builds(
+        model.Item, st.integers(0, 70), st.sampled_from(["", "a", "b", "é"]), st.integers(1, 70)
+    ),
     max_size=4,
     unique_by=lambda item: (item.start, item.identifier),
 )
@@ -83,7 +98,11 @@ media = st.lists(
 
 @given(positions, media, st.integers(1, 20), st.integers(0, 70), st.sampled_from([0, 0, 1, 3]))
 def test_any_prompt_has_the_oracles_keys(
-    content: list[model.Position], items: list[model.Item], block_tokens: int, cut: int, lookahead: int
+    content: list[model.Position],
+    items: list[model.Item],
+    block_tokens: int,
+    cut: int,
+    lookahead: int,
 ) -> None:
     lookahead = min(lookahead, block_tokens)
     chain = chain_of(content, items, ROOT, block_tokens, lookahead)
@@ -91,16 +110,25 @@ def test_any_prompt_has_the_oracles_keys(
     assert keys_of(chain) == wanted
     part = chain_of(content[:cut], items, ROOT, block_tokens, lookahead)
     num_tokens = min(cut, len(content))
-    assert (part.num_tokens, part.num_blocks) == (num_tokens, max(0, num_tokens - lookahead) // block_tokens)
+    assert (part.num_tokens, part.num_blocks) == (
+        num_tokens,
+        max(0, num_tokens - lookahead) // block_tokens,
+    )
     assert keys_of(part) == wanted[: part.num_blocks]
 
 
 @given(
-    st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=5, unique_by=lambda field: field[0]),
+    st.lists(
+        st.tuples(st.text(max_size=4), st.text(max_size=4)),
+        max_size=5,
+        unique_by=lambda field: field[0],
+    ),
     st.none() | st.tuples(st.text(max_size=3), st.text(max_size=3)),
     st.none() | st.text(max_size=3),
 )
-def test_any_root_is_the_oracles(fields: list[tuple[str, str]], adapter: tuple[str, str] | None, salt: str | None) -> None:
+def test_any_root_is_the_oracles(
+    fields: list[tuple[str, str]], adapter: tuple[str, str] | None, salt: str | None
+) -> None:
     namespace = _core.namespace_digest(fields)
     assert namespace == model.namespace_digest(fields) == _core.namespace_digest(fields[::-1])
     assert _core.root_key(namespace, adapter, salt) == model.root_key(namespace, adapter, salt)
@@ -111,4 +139,6 @@ def test_a_whole_list_at_once_has_the_keys_of_single_ids() -> None:
     for block_tokens, lookahead in ((16, 0), (40, 0), (256, 0), (300, 0), (16, 1), (256, 3)):
         chain = _core.KeyChain(ROOT, block_tokens=block_tokens, lookahead=lookahead)
         chain.append_tokens(ids)
-        assert keys_of(chain) == model.chain_keys(ROOT, [model.Token(token) for token in ids], [], block_tokens, lookahead)
+        assert keys_of(chain) == model.chain_keys(
+            ROOT, [model.Token(token) for token in ids], [], block_tokens, lookahead
+        )

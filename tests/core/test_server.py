@@ -25,7 +25,9 @@ def socket() -> Iterator[str]:
 
 
 def connect(socket: str, **more: Any) -> _core.Session:
-    return _core.Session.connect(socket, **{"frame_bytes": FRAME, "namespace": bytes(32), "timeout_s": 60.0} | more)
+    return _core.Session.connect(
+        socket, **{"frame_bytes": FRAME, "namespace": bytes(32), "timeout_s": 60.0} | more
+    )
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -56,9 +58,16 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     batch, by_tier = lease.batch([[7, 8, 9]], 0, 3)
     assert (batch.block_ids(), by_tier) == ([7, 8, 9], {"host": 3})
     status = _core.server_status(socket)
-    assert status == server.status() | {"namespaces": status["namespaces"], "stats": status["stats"]}
+    assert status == server.status() | {
+        "namespaces": status["namespaces"],
+        "stats": status["stats"],
+    }
     (space,) = status["namespaces"]
-    assert (space["namespace"], space["frame_bytes"], len(space["engines"])) == (bytes(32), FRAME, 2)
+    assert (space["namespace"], space["frame_bytes"], len(space["engines"])) == (
+        bytes(32),
+        FRAME,
+        2,
+    )
     assert space["stats"]["pins"] == sum(engine["leases"] for engine in space["engines"]) * 3 == 3
     assert any("connected to namespace" in event for event in server.take_events())
     server.close()
@@ -67,14 +76,19 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
 
 
 def test_a_look_after_a_save_without_a_place_is_no_lookup(socket: str) -> None:
-    """As the scheduler half asks: the chain is as long as the save left it, and may go on behind what is saved."""
+    """As the scheduler half asks: the chain is as long as the save left it, and may go on behind
+    what is saved.
+    """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     engine, long, short = connect(socket), chain_of([]), chain_of([])
 
     def num_lookups() -> int:
         return int(server.status()["namespaces"][0]["stats"]["lookups"])
 
-    rows = [(long, list(range(12)), 12, 0, 11, [list(range(1, 12))]), (short, [50, 51], 2, 0, 2, [[20, 21]])]
+    rows = [
+        (long, list(range(12)), 12, 0, 11, [list(range(1, 12))]),
+        (short, [50, 51], 2, 0, 2, [[20, 21]]),
+    ]
     (chunks, none), dropped = engine.reserve(rows)
     assert none is None
     assert (dropped, engine.settle(chunks.tickets())) == ([3, 2], (8, 0))
@@ -103,7 +117,10 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"frame_bytes": 1 << 40}, "--host-size of this engine's kvloft server = 32 KiB holds no chunk"),
+        (
+            {"frame_bytes": 1 << 40},
+            "--host-size of this engine's kvloft server = 32 KiB holds no chunk",
+        ),
         ({"frame_bytes": 2 * FRAME}, "give them the same settings"),
     ],
 )
@@ -123,7 +140,12 @@ def test_an_engine_that_the_server_refuses_starts_without_the_cache_and_says_so(
 
 def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str) -> None:
     engine = connect(socket)
-    assert (engine.arena_path, engine.arena_id, engine.num_frames, engine.renew()) == ("", 0, 0, False)
+    assert (engine.arena_path, engine.arena_id, engine.num_frames, engine.renew()) == (
+        "",
+        0,
+        0,
+        False,
+    )
     server = _core.Server(socket, host_bytes=8 * FRAME)
     while not engine.renew():
         pass
@@ -144,14 +166,20 @@ if child := os.fork():
 else:
     os.close(1)
 signal.pause()
-"""
+"""  # noqa: E501
 
 
-def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frames(socket: str) -> None:
-    """The child has the engine's connection, and the arena mapped: it can write to the engine's frames."""
+def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frames(
+    socket: str,
+) -> None:
+    """The child has the engine's connection, and the arena mapped: it can write to the engine's
+    frames.
+    """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     code = FORKING_ENGINE.format(socket=socket, frame=FRAME)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as engine:
         assert engine.stdout is not None
         child = int(engine.stdout.readline())
         engine.kill()

@@ -1,4 +1,6 @@
-"""`_core.Session` makes batches and counts tickets as the doubles of `tests/model` do, in any order of events."""
+"""`_core.Session` makes batches and counts tickets as the doubles of `tests/model` do, in any order
+of events.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ NAMESPACE = b"s" * 32
 
 
 def session(num_frames: int, **kwargs: Any) -> _core.Session:
-    return _core.Session(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)
+    return _core.Session(
+        frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs
+    )
 
 
 def chain_of(prompt: list[int]) -> _core.KeyChain:
@@ -27,9 +31,11 @@ def chain_of(prompt: list[int]) -> _core.KeyChain:
 
 
 @given(
-    num_blocks=st.integers(1, 14), stored=st.integers(0, 14),
-    span=st.tuples(st.integers(0, 14), st.integers(0, 14)), as_list=st.booleans(),
-)  # fmt: skip
+    num_blocks=st.integers(1, 14),
+    stored=st.integers(0, 14),
+    span=st.tuples(st.integers(0, 14), st.integers(0, 14)),
+    as_list=st.booleans(),
+)
 def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
     num_blocks: int, stored: int, span: tuple[int, int], as_list: bool
 ) -> None:
@@ -48,7 +54,9 @@ def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
     assert found[0].columns() == model.columns()
 
 
-@pytest.mark.parametrize("table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]])
+@pytest.mark.parametrize(
+    "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
+)
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
     """What the worker is told is made here: there the request would hear nothing of it."""
     store, chain = session(8), chain_of([1, 2, 3])
@@ -68,7 +76,9 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
 
 
 def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> None:
-    """Rows hold their chains until the store has answered: a second row of the same one must not wait for the first."""
+    """Rows hold their chains until the store has answered: a second row of the same one must not
+    wait for the first.
+    """
     store, other, twice = session(8), chain_of([7]), chain_of([1, 2])
     rows = [(chain, [], chain.num_tokens, 0, 1, [[4, 5]]) for chain in (other, twice, twice)]
     with pytest.raises(StoreError, match="in use"):
@@ -82,7 +92,9 @@ STATES = [(None, "full", 1, 1, 1, 0), (2, "state", 1, 1, 1, 0), (3, "state", 1, 
 
 def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left_out() -> None:
     store, one, other = session(3, groups=STATES), chain_of([1, 2]), chain_of([1, 3])
-    found = store.reserve_states([(one, 1, 0, 7), (one, 1, 1, 8), (other, 1, 0, 9), (other, 1, 1, 10), (one, 2, 1, 11)])
+    found = store.reserve_states(
+        [(one, 1, 0, 7), (one, 1, 1, 8), (other, 1, 0, 9), (other, 1, 1, 10), (one, 2, 1, 11)]
+    )
     assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
         "the first is one's, the last has no frame"
     )
@@ -92,10 +104,18 @@ def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left
 
 
 @pytest.mark.parametrize(("has_full", "dropped"), [(False, 4), (True, 0)])
-def test_windows_without_a_frame_count_as_dropped_where_no_group_keeps_everything(has_full: bool, dropped: int) -> None:
+def test_windows_without_a_frame_count_as_dropped_where_no_group_keeps_everything(
+    has_full: bool, dropped: int
+) -> None:
     groups = [(None, "full", 1, 1, 1, 0)] * has_full + [(5, "window", 1, 1, 1, 3)]
-    store, num_units = session(8, groups=groups), 8 if has_full else 12  # of eight every full chunk finds a frame
-    chain, tables = chain_of(list(range(12))), [list(range(1, 13)), list(range(21, 33))][-len(groups) :]
+    store, num_units = (
+        session(8, groups=groups),
+        8 if has_full else 12,
+    )  # of eight every full chunk finds a frame
+    chain, tables = (
+        chain_of(list(range(12))),
+        [list(range(1, 13)), list(range(21, 33))][-len(groups) :],
+    )
     (chunks,), (num_dropped,) = store.reserve([(chain, [], 0, 0, num_units, tables)])
     assert (len(chunks or ()), num_dropped) == (8, dropped)
 
@@ -130,22 +150,39 @@ class Saves(RuleBasedStateMachine):
         """Of requests that share blocks, as happens over time; block 0 belongs to no request."""
         first, self.next_prompt = self.next_prompt, self.next_prompt + len(blocks)
         prompts = range(first, self.next_prompt)
-        rows = [(chain_of([]), [prompt], 1, 0, 1, [[block]]) for prompt, block in zip(prompts, blocks, strict=True)]
-        for prompt, block, chunks, dropped in zip(prompts, blocks, *self.store.reserve(rows), strict=True):
+        rows = [
+            (chain_of([]), [prompt], 1, 0, 1, [[block]])
+            for prompt, block in zip(prompts, blocks, strict=True)
+        ]
+        for prompt, block, chunks, dropped in zip(
+            prompts, blocks, *self.store.reserve(rows), strict=True
+        ):
             if dropped or chunks is None:
                 assert dropped or not block
                 continue
-            assert [chunk.blocks for chunk in chunks] == ([(block,)] if block else []), "the null block was saved"
+            assert [chunk.blocks for chunk in chunks] == ([(block,)] if block else []), (
+                "the null block was saved"
+            )
             self.model.add(Chunks(chunks))
             for ticket in chunks.tickets():
                 self.prompt_of[ticket] = prompt
                 self.every.append(ticket)
 
     @precondition(lambda self: self.every)
-    @rule(random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans())
+    @rule(
+        random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans()
+    )
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
-        """All that is in flight, as a rank does; or any, some twice, some settled long ago, some never heard of."""
-        tickets = list(self.model.left) if is_whole else random.choices(self.every, k=random.randrange(6)) if self.every else []
+        """All that is in flight, as a rank does; or any, some twice, some settled long ago, some
+        never heard of.
+        """
+        tickets = (
+            list(self.model.left)
+            if is_whole
+            else random.choices(self.every, k=random.randrange(6))
+            if self.every
+            else []
+        )
         failed = [ticket for ticket in tickets if random.random() < 0.2]
         saved = [ticket for ticket in tickets if ticket not in failed] + [10**9] * with_unknown
         committed, aborted = self.model.settle(saved, failed)
@@ -173,7 +210,11 @@ class Saves(RuleBasedStateMachine):
             assert self.store.stats()["frames_reserved"] == len(self.model.left), "I5"
             assert sorted(self.store.being_read()) == self.model.being_read(None), "I2"
             assert self.store.being_read(list(range(9))) == self.model.being_read(range(9))
-            found = {prompt for prompt in self.prompt_of.values() if self.store.lookup(chain_of([prompt]))[0]}
+            found = {
+                prompt
+                for prompt in self.prompt_of.values()
+                if self.store.lookup(chain_of([prompt]))[0]
+            }
             assert found <= self.visible, "I3"
             if self.next_prompt <= 60:
                 assert found == self.visible

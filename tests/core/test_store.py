@@ -1,4 +1,6 @@
-"""The store through `kvloft._core`, without a disk: the contract that the scheduler half and the worker half rely on."""
+"""The store through `kvloft._core`, without a disk: the contract that the scheduler half and the
+worker half rely on.
+"""
 
 import ctypes
 import os
@@ -16,7 +18,9 @@ FRAME = 4096
 
 
 def make_store(num_frames: int, **kwargs: object) -> _core.Session:
-    return _core.Session(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)  # type: ignore[arg-type]
+    return _core.Session(
+        frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs
+    )  # type: ignore[arg-type]
 
 
 def chain_of(*token_ids: int) -> _core.KeyChain:
@@ -33,7 +37,10 @@ def save(store: _core.Session, chain: _core.KeyChain, start: int, stop: int) -> 
 
 def balance(store: _core.Session) -> None:
     stats = store.stats()
-    assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
+    assert (
+        stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"]
+        == stats["frames_total"]
+    )  # I8
 
 
 def test_what_was_committed_is_found_and_leased() -> None:
@@ -75,7 +82,9 @@ def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
     lease = store.acquire(chain_of(1, 2))
     assert save(store, chain_of(1, 9), 0, 2) == 1
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
-    assert save(store, chain_of(7, 8), 0, 2) == 1  # only block 9's frame could go; the pinned prefix stays
+    assert (
+        save(store, chain_of(7, 8), 0, 2) == 1
+    )  # only block 9's frame could go; the pinned prefix stays
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     del lease
     assert save(store, chain_of(7, 8), 0, 2) == 1
@@ -149,7 +158,12 @@ def test_a_closed_store_misses() -> None:
     ],
 )
 def test_bad_settings_are_named(kwargs: dict[str, object], words: str) -> None:
-    settings: dict[str, object] = {"frame_bytes": FRAME, "host_bytes": 8 * FRAME, "namespace": NAMESPACE, **kwargs}
+    settings: dict[str, object] = {
+        "frame_bytes": FRAME,
+        "host_bytes": 8 * FRAME,
+        "namespace": NAMESPACE,
+        **kwargs,
+    }
     with pytest.raises(ConfigError, match=words):
         _core.Session(**settings)  # type: ignore[arg-type]
 
@@ -169,9 +183,15 @@ def view_of(arena: _core.Arena) -> ctypes.Array[ctypes.c_uint8]:
 
 def part(**changes: object) -> dict[str, object]:
     return {
-        "offset": 0, "part_bytes": 4096, "key": b"k" * 32, "layout": b"l" * 32, "page_bytes": [100, 28], "num_blocks": 2,
-        "rank": 3, **changes,
-    }  # fmt: skip
+        "offset": 0,
+        "part_bytes": 4096,
+        "key": b"k" * 32,
+        "layout": b"l" * 32,
+        "page_bytes": [100, 28],
+        "num_blocks": 2,
+        "rank": 3,
+        **changes,
+    }
 
 
 def test_seal_and_check_say_what_is_wrong() -> None:
@@ -203,9 +223,16 @@ def test_places_outside_the_arena_are_refused() -> None:
     store = make_store(2)
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
     for frame, change in [
-        (2, {}), (2**32 - 1, {}), (1, {"offset": 1}), (1, {"offset": 2**64 - 1}), (1, {"part_bytes": 100}), (0, {"part_bytes": 0}),
-        (0, {"part_bytes": 2**64 - 1}), (1, {"page_bytes": [2000]}), (1, {"page_bytes": [2**32 - 1] * 9, "num_blocks": 2**32 - 1}),
-    ]:  # fmt: skip
+        (2, {}),
+        (2**32 - 1, {}),
+        (1, {"offset": 1}),
+        (1, {"offset": 2**64 - 1}),
+        (1, {"part_bytes": 100}),
+        (0, {"part_bytes": 0}),
+        (0, {"part_bytes": 2**64 - 1}),
+        (1, {"page_bytes": [2000]}),
+        (1, {"page_bytes": [2**32 - 1] * 9, "num_blocks": 2**32 - 1}),
+    ]:
         for call in (arena.seal, arena.check):
             with pytest.raises(ConfigError):
                 call(frame, part(**change))
@@ -223,10 +250,15 @@ def test_another_process_sees_and_seals_the_same_frames() -> None:
         f"arena = _core.Arena.open(sys.argv[1], frame_bytes={FRAME}, num_frames=2)\n"
         "memory = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)\n"
         "memory[:256] = bytes(range(256))\n"
-        "part = dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
+        "part = dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, "
+        "28], num_blocks=2, rank=3)\n"
         "arena.seal(0, part)\n"
     )
-    subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60 * float(os.environ.get("TEST_PACE", "1")))
+    subprocess.run(
+        [sys.executable, "-c", code, store.arena_path],
+        check=True,
+        timeout=60 * float(os.environ.get("TEST_PACE", "1")),
+    )
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
     assert arena.check(0, part()) is None
 

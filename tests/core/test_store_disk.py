@@ -17,11 +17,18 @@ FRAME = 4096
 NAMESPACE = b"n" * 32
 
 
-def make_store(path: Path, *, num_frames: int = 8, num_slots: int = 64, **kwargs: object) -> _core.Session:
+def make_store(
+    path: Path, *, num_frames: int = 8, num_slots: int = 64, **kwargs: object
+) -> _core.Session:
     settings: dict[str, object] = {
-        "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE, "disk_path": str(path),
-        "disk_bytes": (num_slots + 16) * FRAME, "description": "a test", **kwargs,
-    }  # fmt: skip
+        "frame_bytes": FRAME,
+        "host_bytes": num_frames * FRAME,
+        "namespace": NAMESPACE,
+        "disk_path": str(path),
+        "disk_bytes": (num_slots + 16) * FRAME,
+        "description": "a test",
+        **kwargs,
+    }
     return _core.Session(**settings)  # type: ignore[arg-type]
 
 
@@ -32,7 +39,15 @@ def chain_of(*token_ids: int) -> _core.KeyChain:
 
 
 def spec(key: bytes) -> dict[str, object]:
-    return {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [], "num_blocks": 1, "rank": 0}
+    return {
+        "offset": 0,
+        "part_bytes": FRAME,
+        "key": key,
+        "layout": bytes(32),
+        "page_bytes": [],
+        "num_blocks": 1,
+        "rank": 0,
+    }
 
 
 def arena_of(store: _core.Session) -> _core.Arena:
@@ -78,7 +93,9 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     assert again.lookup(chain) == (0, 5)
     assert load(again, chain_of(1, 2, 3, 9)) == 3
     by_tier = tiers(again.acquire(chain))
-    assert by_tier.pop("host") == 3 and by_tier.keys() <= {"disk"}  # the others may have been read by now
+    assert by_tier.pop("host") == 3 and by_tier.keys() <= {
+        "disk"
+    }  # the others may have been read by now
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()
@@ -178,14 +195,23 @@ def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
     )
     turns = recovered = 0
     for round_ in range(3):
-        args = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
+        args = [
+            sys.executable,
+            "-c",
+            code,
+            str(tmp_path),
+            str(Path(__file__).parent),
+            str(Path(__file__).parents[1] / "model"),
+        ]
         with subprocess.Popen(args, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for _ in range(100):
                 process.stdout.readline()
             time.sleep(0.1 + 0.07 * round_)
             process.kill()
-            turns = max(turns, 100 + process.stdout.read().count(b"\n"))  # those it began: how many depends on the machine
+            turns = max(
+                turns, 100 + process.stdout.read().count(b"\n")
+            )  # those it began: how many depends on the machine
         store = make_store(tmp_path, num_frames=64)
         found = [(turn, store.lookup(chain_of(turn, 1, 2, 3))[1]) for turn in range(turns)]
         assert sum(blocks for _, blocks in found) == store.stats()["disk_recovered"] <= 80

@@ -1,5 +1,6 @@
-"""The store in any order of events, from Python, against the dictionary in `tests/model/store.py`: with and without a disk,
-with room to spare (answers are equal) and without (answers are never more than the model's), over restarts.
+"""The store in any order of events, from Python, against the dictionary in `tests/model/store.py`:
+with and without a disk, with room to spare (answers are equal) and without (answers are never more
+than the model's), over restarts.
 """
 
 import importlib.util
@@ -14,13 +15,24 @@ from typing import Any
 import hypothesis.strategies as st
 from batches import frames, reserve
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from kvloft import _core
 
 LONG_S = 60.0 * float(os.environ.get("TEST_PACE", "1"))
 
-_spec = importlib.util.spec_from_file_location("store_model", Path(__file__).parents[1] / "model" / "store.py")
+_spec = importlib.util.spec_from_file_location(
+    "store_model", Path(__file__).parents[1] / "model" / "store.py"
+)
 assert _spec is not None
 assert _spec.loader is not None
 _module = importlib.util.module_from_spec(_spec)
@@ -40,8 +52,14 @@ def chain_of(prompt: tuple[int, ...]) -> _core.KeyChain:
 
 def spec(key: bytes) -> dict[str, Any]:
     return {
-        "offset": 0, "part_bytes": FRAME, "key": key, "layout": b"l" * 32, "page_bytes": [64, 32], "num_blocks": 1, "rank": 0,
-    }  # fmt: skip
+        "offset": 0,
+        "part_bytes": FRAME,
+        "key": key,
+        "layout": b"l" * 32,
+        "page_bytes": [64, 32],
+        "num_blocks": 1,
+        "rank": 0,
+    }
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -51,15 +69,22 @@ class StoreMachine(RuleBasedStateMachine):
     leases: Bundle[Any] = Bundle("leases")
 
     @initialize(
-        num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
-        eviction=st.sampled_from(["adaptive", "lru"]), threads=st.integers(1, 3),
-    )  # fmt: skip
+        num_frames=st.sampled_from([1, 3, 8, 400]),
+        num_slots=st.sampled_from([0, 4, 300]),
+        eviction=st.sampled_from(["adaptive", "lru"]),
+        threads=st.integers(1, 3),
+    )
     def open(self, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
         self.path = tempfile.mkdtemp(prefix="kvloft-machine-") if num_slots else None
         self.settings: dict[str, Any] = {
-            "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE,
-            "eviction": eviction, "disk_path": self.path, "disk_bytes": (num_slots + 16) * FRAME, "disk_threads": threads,
-        }  # fmt: skip
+            "frame_bytes": FRAME,
+            "host_bytes": num_frames * FRAME,
+            "namespace": NAMESPACE,
+            "eviction": eviction,
+            "disk_path": self.path,
+            "disk_bytes": (num_slots + 16) * FRAME,
+            "disk_threads": threads,
+        }
         self.roomy = num_frames == 400
         self.model = _module.StoreModel()
         self.held: list[Any] = []
@@ -151,8 +176,11 @@ class StoreMachine(RuleBasedStateMachine):
         if flush:
             assert stats["disk_recovered"] == stats["disk_used"] == before
         self.roomy = False
-        # Reserved chunks are gone; the new store counts tickets afresh, so old ones must not be used again.
-        self.model.state = {prefix: state for prefix, state in self.model.state.items() if state != "reserved"}
+        # Reserved chunks are gone; the new store counts tickets afresh, so old ones must not be
+        # used again.
+        self.model.state = {
+            prefix: state for prefix, state in self.model.state.items() if state != "reserved"
+        }
         self.retired = True
 
     @invariant()
@@ -160,7 +188,10 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         stats = self.store.stats()
-        assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
+        assert (
+            stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"]
+            == stats["frames_total"]
+        )  # I8
         for prefix in list(self.model.state) or [(0, 1, 0)]:
             host, stored = self.store.lookup(chain_of(prefix))
             assert host <= stored <= len(prefix)
@@ -187,7 +218,12 @@ class StoreMachine(RuleBasedStateMachine):
             time.sleep(0.001)
         self.store.clear()
         stats = self.store.stats()
-        assert (stats["pins"], stats["read_leases"], stats["entries"], stats["disk_used"]) == (0, 0, 0, 0)  # I5
+        assert (stats["pins"], stats["read_leases"], stats["entries"], stats["disk_used"]) == (
+            0,
+            0,
+            0,
+            0,
+        )  # I5
         self.store.abort()  # a chunk that waits for its parent goes with the parent's owner
         stats = self.store.stats()
         assert (stats["frames_visible"], stats["frames_reserved"]) == (0, 0)
@@ -197,4 +233,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=40)
+TestStoreMachine.settings = settings(
+    max_examples=settings().max_examples // 2, stateful_step_count=40
+)

@@ -1,4 +1,6 @@
-"""Tags against the golden vectors and the independent oracle, and what the oracle's definition promises."""
+"""Tags against the golden vectors and the independent oracle, and what the oracle's definition
+promises.
+"""
 
 import json
 import sys
@@ -52,9 +54,14 @@ def unspread(y: int) -> int:
 
 @pytest.mark.parametrize(("top_bits", "fewest_flips"), [(8, 20), (16, 10)])
 def test_few_flipped_bits_never_end_in_the_top_bits_alone(top_bits: int, fewest_flips: int) -> None:
-    """The weak masks: a product leaves a difference of top bits alone there, and two such words cancel out often."""
+    """The weak masks: a product leaves a difference of top bits alone there, and two such words
+    cancel out often.
+    """
     basis = [unspread(1 << bit) for bit in range(64 - top_bits, 64)]
-    assert all(model.spread(mask) == 1 << bit for mask, bit in zip(basis, range(64 - top_bits, 64), strict=True))
+    assert all(
+        model.spread(mask) == 1 << bit
+        for mask, bit in zip(basis, range(64 - top_bits, 64), strict=True)
+    )
     masks = [0]
     for mask in basis:
         masks += [mask ^ other for other in masks]

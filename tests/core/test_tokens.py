@@ -7,16 +7,24 @@ from hypothesis import strategies as st
 from kvloft import _core
 from kvloft.errors import ConfigError
 
-TABLES = st.none() | st.just(()) | st.tuples(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(), max_size=2))
+TABLES = (
+    st.none()
+    | st.just(())
+    | st.tuples(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(), max_size=2))
+)
 
 
 @given(st.lists(TABLES, max_size=40))
-def test_the_first_of_each_value_that_is_there_comes_with_its_key(values: list[tuple[list[int], ...] | None]) -> None:
+def test_the_first_of_each_value_that_is_there_comes_with_its_key(
+    values: list[tuple[list[int], ...] | None],
+) -> None:
     keys = [f"request-{nth}" for nth in range(len(values))]
     found = _core.first_of_each(keys, values)
     expected = [(key, value[0]) for key, value in zip(keys, values, strict=True) if value]
     assert found == expected
-    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True)), "vLLM's own lists, not copies"
+    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True)), (
+        "vLLM's own lists, not copies"
+    )
 
 
 def test_columns_of_two_lengths_and_no_lists_are_refused() -> None:

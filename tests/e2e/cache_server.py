@@ -1,8 +1,9 @@
-"""`kvloft serve` beside the engines of a test, and the same tests with one in place of each engine's own store.
+"""`kvloft serve` beside the engines of a test, and the same tests with one in place of each
+engine's own store.
 
-`KV_STORE=server pytest tests/e2e` gives every engine that would have a store of its own a server instead. It has that store's
-settings and its life: it ends in order when its engine does, and by kill -9 when its engine is killed.
-It must not know vLLM.
+`KV_STORE=server pytest tests/e2e` gives every engine that would have a store of its own a server
+instead. It has that store's settings and its life: it ends in order when its engine does, and by
+kill -9 when its engine is killed. It must not know vLLM.
 """
 
 import json
@@ -26,11 +27,15 @@ from kvloft.errors import StoreError
 PACE = float(os.environ.get("TEST_PACE", "1"))
 IS_SERVED = os.environ.get("KV_STORE") == "server"
 """The switch."""
-of_own_store = pytest.mark.skipif(IS_SERVED, reason="asks what an engine's own store says and does, which is a server's here")
+of_own_store = pytest.mark.skipif(
+    IS_SERVED, reason="asks what an engine's own store says and does, which is a server's here"
+)
 
 
 class CacheServer:
-    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` begins again with the same disk."""
+    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` begins again with the same
+    disk.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
@@ -48,13 +53,17 @@ class CacheServer:
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvloft.cli", "serve", f"--socket={self.socket}", *options], stdout=log, stderr=log
+                [sys.executable, "-m", "kvloft.cli", "serve", f"--socket={self.socket}", *options],
+                stdout=log,
+                stderr=log,
             )
         until(self._is_up, "the server does not answer")
         return self
 
     def _is_up(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, self.log.read_text()[-3000:]
+        assert self._process is not None and self._process.poll() is None, self.log.read_text()[
+            -3000:
+        ]
         return self._answers()
 
     def _answers(self) -> bool:
@@ -76,7 +85,12 @@ class CacheServer:
         self.send(signal.SIGSTOP)
         assert self._process is not None
         tasks = Path(f"/proc/{self._process.pid}/task")
-        until(lambda: all((t / "stat").read_text().rpartition(") ")[2][0] == "T" for t in tasks.iterdir()), "it goes on")
+        until(
+            lambda: all(
+                (t / "stat").read_text().rpartition(") ")[2][0] == "T" for t in tasks.iterdir()
+            ),
+            "it goes on",
+        )
 
     def end(self, number: int = signal.SIGKILL) -> int:
         """Send the signal and wait; the exit status."""
@@ -95,7 +109,11 @@ class CacheServer:
     def assert_at_rest(self) -> None:
         def is_at_rest() -> bool:
             status = self.status()
-            held = [space["stats"][name] for space in status["namespaces"] for name in ("frames_reserved", "pins")]
+            held = [
+                space["stats"][name]
+                for space in status["namespaces"]
+                for name in ("frames_reserved", "pins")
+            ]
             return not any(held) and status["stats"]["quarantined_leases"] == 0
 
         until(is_at_rest, "something is held")
@@ -106,9 +124,11 @@ class CacheServer:
 
 
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
-    """Or only waits for threads that the kernel holds in a frozen file system: its first thread has returned.
+    """Or only waits for threads that the kernel holds in a frozen file system: its first thread has
+    returned.
 
-    Others end a moment later, and until then they have the socket's lock: that is waited for, as nothing says that they are held.
+    Others end a moment later, and until then they have the socket's lock: that is waited for, as
+    nothing says that they are held.
     """
     if process.poll() is not None:
         return True
@@ -131,12 +151,17 @@ def until(is_so: Callable[[], bool], otherwise: str) -> None:
 
 
 def instead(transfer: Any, servers: list[CacheServer]) -> Any:
-    """vLLM's kv_transfer_config with a server for each store that it asks for; they are added to ``servers``."""
+    """vLLM's kv_transfer_config with a server for each store that it asks for; they are added to
+    ``servers``.
+    """
     if not isinstance(transfer, dict):
         return transfer
     extra = transfer.get("kv_connector_extra_config") or {}
     if children := extra.get("connectors"):
-        return transfer | {"kv_connector_extra_config": extra | {"connectors": [instead(child, servers) for child in children]}}
+        return transfer | {
+            "kv_connector_extra_config": extra
+            | {"connectors": [instead(child, servers) for child in children]}
+        }
     if transfer.get("kv_connector") != "KVLoftConnector" or "server" in extra:
         return transfer
     servers.append(CacheServer())

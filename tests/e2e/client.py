@@ -37,7 +37,9 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Req:
-    """One greedy request. ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the prompt is mixed."""
+    """One greedy request. ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the
+    prompt is mixed.
+    """
 
     ids: tuple[int, ...] | None = None
     embeds: NDArray[np.float32] | None = None
@@ -51,7 +53,13 @@ class Req:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.ids) if self.ids is not None else len(self.embeds) if self.embeds is not None else 0
+        return (
+            len(self.ids)
+            if self.ids is not None
+            else len(self.embeds)
+            if self.embeds is not None
+            else 0
+        )
 
     def again(self, **changes: Any) -> "Req":
         """The same request under a new id, with ``changes``."""
@@ -72,12 +80,16 @@ class Req:
             fields |= {"embeds": base64.b64encode(rows.tobytes()).decode(), "width": rows.shape[1]}
         if self.is_token is not None:
             fields["is_token"] = list(self.is_token)
-        return fields | {k: v for k, v in {"salt": self.salt, "lora": self.lora and list(self.lora)}.items() if v}
+        return fields | {
+            k: v for k, v in {"salt": self.salt, "lora": self.lora and list(self.lora)}.items() if v
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one request gave: its tokens, and the external tokens of each admission (first, and after preemptions)."""
+    """What one request gave: its tokens, and the external tokens of each admission (first, and
+    after preemptions).
+    """
 
     tokens: tuple[int, ...]
     finish: str
@@ -97,7 +109,9 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool is tiny."""
+    """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool
+    is tiny.
+    """
 
     def __init__(
         self,
@@ -117,8 +131,17 @@ class Engine:
         self._servers: list[CacheServer] = []
         try:
             if IS_SERVED and "kv_transfer_config" in kwargs:
-                kwargs = kwargs | {"kv_transfer_config": instead(kwargs["kv_transfer_config"], self._servers)}
-            self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape, prepare=prepare)
+                kwargs = kwargs | {
+                    "kv_transfer_config": instead(kwargs["kv_transfer_config"], self._servers)
+                }
+            self.pid = self._ask(
+                "start",
+                kwargs=kwargs,
+                env=env or {},
+                log=str(log),
+                v2_shape=v2_shape,
+                prepare=prepare,
+            )
             for server in self._servers:
                 assert server.namespaces(), "the engine has a store of its own all the same"
         except BaseException:
@@ -148,7 +171,9 @@ class Engine:
 
     def store_log(self) -> str:
         """What the engine said so far, and the server that has its store."""
-        return "\n".join(log.read_text() for log in [self.log, *[server.log for server in self._servers]])
+        return "\n".join(
+            log.read_text() for log in [self.log, *[server.log for server in self._servers]]
+        )
 
     def add(self, *requests: Req) -> None:
         """Queue requests without stepping."""
@@ -199,7 +224,9 @@ class Engine:
         self._ask("core", method=method, kwargs=kwargs)
 
     def preempt_as_0_26(self, *, deferred: bool = False) -> None:
-        """0.26's rule of preemption; ``deferred``: with its late freeing too, as for any other connector."""
+        """0.26's rule of preemption; ``deferred``: with its late freeing too, as for any other
+        connector.
+        """
         self._ask("old_preemption", deferred=deferred)
 
     def state(self) -> dict[str, Any]:
@@ -248,9 +275,13 @@ class Engine:
             time.sleep(0.1)
 
     def assert_at_rest(self) -> None:
-        """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
+        """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5,
+        I8).
+        """
         state, store = self.state(), self.store()
-        for _ in range(int(1200 * PACE)):  # a disk read that is not waited for any more takes its time
+        for _ in range(
+            int(1200 * PACE)
+        ):  # a disk read that is not waited for any more takes its time
             if not store["pins"] and not store["frames_reserved"]:
                 break
             time.sleep(0.05)
@@ -261,10 +292,17 @@ class Engine:
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
     def flip_frames(self, *, keep: int = 0, offset: int = 5) -> int:
-        """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep`` of them; returns how many."""
+        """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep``
+        of them; returns how many.
+        """
         frame_bytes = self.call("_scheduler._store.frame_bytes")
-        with open(self.call("_scheduler._store.arena_path"), "r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
-            whole = len(arena) // frame_bytes * frame_bytes  # a server's arena is of no one's frames
+        with (
+            open(self.call("_scheduler._store.arena_path"), "r+b") as file,
+            mmap.mmap(file.fileno(), 0) as arena,
+        ):
+            whole = (
+                len(arena) // frame_bytes * frame_bytes
+            )  # a server's arena is of no one's frames
             frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
             frames[used, offset] ^= 1
@@ -287,7 +325,9 @@ class Engine:
             end(self._servers, signal.SIGKILL)
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # an engine that was killed did not read what it was told last
+        with contextlib.suppress(
+            OSError
+        ):  # an engine that was killed did not read what it was told last
             self._stream.close()
         self._socket.close()
 
@@ -300,7 +340,9 @@ class Engine:
 
 
 class Server:
-    """``vllm serve`` as users run it: API server, engine core and worker in processes of their own, spoken to over HTTP."""
+    """``vllm serve`` as users run it: API server, engine core and worker in processes of their own,
+    spoken to over HTTP.
+    """
 
     def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:
         self.log, self.url = log, f"http://127.0.0.1:{port}"
@@ -311,7 +353,9 @@ class Server:
         self._servers: list[CacheServer] = []
         if IS_SERVED:
             argv = argv_instead(argv, self._servers)
-        self.pid = int(self._ask("serve_http", argv=[*argv, "--port", str(port)], env=env, log=str(log)))
+        self.pid = int(
+            self._ask("serve_http", argv=[*argv, "--port", str(port)], env=env, log=str(log))
+        )
 
     def _ask(self, op: str, **fields: Any) -> Any:
         self._stream.write(json.dumps({"op": op} | fields) + "\n")
@@ -327,7 +371,9 @@ class Server:
             except OSError:
                 alive = Path(f"/proc/{self.pid}/cmdline")
                 if time.monotonic() > deadline or not (alive.exists() and alive.read_bytes()):
-                    raise EngineError("server did not start:\n" + self.log.read_text()[-6000:]) from None
+                    raise EngineError(
+                        "server did not start:\n" + self.log.read_text()[-6000:]
+                    ) from None
                 time.sleep(0.2)
             else:
                 return self
@@ -338,7 +384,9 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST JSON; an error status raises with its body."""
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=120 * PACE) as response:
                 return json.loads(response.read())
@@ -392,7 +440,15 @@ class Zygote:
         self._log = folder / "zygote.log"
         package = __package__ or ""
         root = Path(__file__).parents[package.count(".") + 1]
-        env = os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+        env = (
+            os.environ
+            | ENV
+            | {
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(root), os.environ.get("PYTHONPATH")])
+                )
+            }
+        )
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{package}.zygote", str(self.address), str(os.getpid())],
@@ -412,7 +468,12 @@ class Zygote:
             time.sleep(0.05)
 
     def engine(
-        self, kwargs: dict[str, Any], *, env: dict[str, str] | None = None, v2_shape: bool = False, prepare: str = ""
+        self,
+        kwargs: dict[str, Any],
+        *,
+        env: dict[str, str] | None = None,
+        v2_shape: bool = False,
+        prepare: str = "",
     ) -> Engine:
         """Fork an engine."""
         self.wait()
@@ -425,7 +486,9 @@ class Zygote:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        return Server(self.address, argv, log=self._folder / f"server{next(self._count)}.log", port=port)
+        return Server(
+            self.address, argv, log=self._folder / f"server{next(self._count)}.log", port=port
+        )
 
     def close(self) -> None:
         self._process.kill()
@@ -445,12 +508,15 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the gigabyte. Engines run eagerly,
-and so does the one function that the sampler compiles: it would cost each new environment a run of the C++ compiler. Numba, which
-drafts by ngram, would have OpenMP take a thread for each core, and on a busy machine they wait for each other most of the time."""
+"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the
+gigabyte. Engines run eagerly, and so does the one function that the sampler compiles: it would cost
+each new environment a run of the C++ compiler. Numba, which drafts by ngram, would have OpenMP take
+a thread for each core, and on a busy machine they wait for each other most of the time."""
 
 
-def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any) -> dict[str, Any]:
+def engine_kwargs(
+    model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any
+) -> dict[str, Any]:
     """Arguments of a small fp32 engine on the CPU."""
     fits = (num_blocks - 1) * BLOCK
     return {
@@ -471,12 +537,20 @@ def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | Non
     } | more
 
 
-def kvloft(disk_path: Path | None = None, *, policy: str | None = None, **extra: Any) -> dict[str, Any]:
-    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier, which may be slow here."""
+def kvloft(
+    disk_path: Path | None = None, *, policy: str | None = None, **extra: Any
+) -> dict[str, Any]:
+    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier,
+    which may be slow here.
+    """
     settings: dict[str, Any] = {"host_size": "64MiB", "load_timeout": f"{30 * PACE:g}s"} | extra
     if disk_path is not None:
         settings |= {"disk_path": str(disk_path), "disk_size": "256MiB"} | extra
-    config: dict[str, Any] = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    config: dict[str, Any] = {
+        "kv_connector": "KVLoftConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
     return config if policy is None else config | {"kv_load_failure_policy": policy}
 
 

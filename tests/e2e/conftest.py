@@ -14,8 +14,9 @@ from . import tiny
 from .client import Engine, Req, Result, Zygote, engine_kwargs
 
 CLEAR, MARGIN = 1e-4, 4e-5
-"""Least distance of the two best logits along a truth: what is chosen, and what is accepted. Rounding differs by about
-1e-5 between batch shapes, so a request below cannot be compared exactly."""
+"""Least distance of the two best logits along a truth: what is chosen, and what is accepted.
+Rounding differs by about 1e-5 between batch shapes, so a request below cannot be compared
+exactly."""
 
 
 ZYGOTE = pytest.StashKey[Zygote]()
@@ -29,9 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The zygote imports vLLM for half a minute: it begins at once, beside the tests that come before these."""
+    """The zygote imports vLLM for half a minute: it begins at once, beside the tests that come
+    before these.
+    """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
-    if wanted and not session.config.option.collectonly and importlib.util.find_spec("vllm") is not None:
+    if (
+        wanted
+        and not session.config.option.collectonly
+        and importlib.util.find_spec("vllm") is not None
+    ):
         session.config.stash[ZYGOTE] = Zygote(session.config._tmp_path_factory.mktemp("zygote"))
 
 
@@ -65,27 +72,46 @@ class Truth:
     def _run(self, requests: Sequence[Req]) -> list[Result]:
         if self._engine is None:
             self._engine = self._make()
-        missing = {self._key(r): r.again(logprobs=2) for r in requests if self._key(r) not in self._known}
+        missing = {
+            self._key(r): r.again(logprobs=2) for r in requests if self._key(r) not in self._known
+        }
         if missing:
             self._known |= dict(zip(missing, self._engine.ask(*missing.values()), strict=True))
             if self._book is not None:
                 with self._book.open("a") as book:
-                    book.writelines(f"{[*(r.ids or ()), *self._known[key].tokens]}\n" for key, r in missing.items())
+                    book.writelines(
+                        f"{[*(r.ids or ()), *self._known[key].tokens]}\n"
+                        for key, r in missing.items()
+                    )
         return [self._known[self._key(r)] for r in requests]
 
     @staticmethod
     def _key(r: Req) -> Any:
-        return (r.ids, None if r.embeds is None else r.embeds.tobytes(), r.is_token, r.max_tokens, r.lora)
+        return (
+            r.ids,
+            None if r.embeds is None else r.embeds.tobytes(),
+            r.is_token,
+            r.max_tokens,
+            r.lora,
+        )
 
     def tokens(self, request: Req) -> tuple[int, ...]:
-        """What the model says to ``request``; fails if rounding could decide a token (choose another seed)."""
+        """What the model says to ``request``; fails if rounding could decide a token (choose
+        another seed).
+        """
         result = self._run([request])[0]
-        assert result.margin is not None and result.margin > MARGIN, f"near tie ({result.margin}): choose another seed"
+        assert result.margin is not None and result.margin > MARGIN, (
+            f"near tie ({result.margin}): choose another seed"
+        )
         return result.tokens
 
     def clear(self, requests: Sequence[Req]) -> list[Req]:
         """Those of ``requests`` whose output rounding cannot change."""
-        return [r for r, result in zip(requests, self._run(requests), strict=True) if (result.margin or 0) > CLEAR]
+        return [
+            r
+            for r, result in zip(requests, self._run(requests), strict=True)
+            if (result.margin or 0) > CLEAR
+        ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
         """``make(seed)``, or of a later seed if rounding could change that one's output."""
@@ -106,12 +132,22 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills what is left of them."""
+    """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills
+    what is left of them.
+    """
     engines: list[Engine] = []
 
-    def launch(*, v2_shape: bool = False, env: dict[str, str] | None = None, prepare: str = "", **kwargs: Any) -> Engine:
+    def launch(
+        *,
+        v2_shape: bool = False,
+        env: dict[str, str] | None = None,
+        prepare: str = "",
+        **kwargs: Any,
+    ) -> Engine:
         path = kwargs.pop("model", model)
-        engine = zygote.engine(engine_kwargs(path, **kwargs), v2_shape=v2_shape, env=env, prepare=prepare)
+        engine = zygote.engine(
+            engine_kwargs(path, **kwargs), v2_shape=v2_shape, env=env, prepare=prepare
+        )
         engines.append(engine)
         return engine
 
@@ -120,7 +156,12 @@ def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
         engine.kill()
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
 """Settings for an engine that drafts."""
 
 
@@ -128,5 +169,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
 def ngram(vllm_release: tuple[int, int]) -> dict[str, Any]:
     """Engine settings for speculative decoding."""
     if vllm_release < (0, 31):
-        pytest.skip("vLLM 0.30's CPU backend cannot verify a draft (TypeError in its Triton helper); 0.31 and newer can")
+        pytest.skip(
+            "vLLM 0.30's CPU backend cannot verify a draft (TypeError in its Triton helper); 0.31 "
+            "and newer can"
+        )
     return {"speculative_config": NGRAM, "enable_prompt_embeds": False}

@@ -1,8 +1,9 @@
 """One real vLLM engine in this process, driven by JSON lines over a socket.
 
-Every message is ``{"op": name, ...}``, every answer ``{"ok": value}`` or ``{"error": text}``. The engine core runs in
-this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a step happens. Must know nothing of what
-is tested: kvloft is only named in the arguments that the test sends.
+Every message is ``{"op": name, ...}``, every answer ``{"ok": value}`` or ``{"error": text}``. The
+engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a
+step happens. Must know nothing of what is tested: kvloft is only named in the arguments that the
+test sends.
 """
 
 import base64
@@ -38,10 +39,19 @@ class Engine:
         self.hooks_s: list[float] = []
         """What each step so far spent in the scheduler's connector, since `do_time_hooks`."""
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- life
+    # -----------------------------------------------------------------------------------------
 
-    def do_start(self, kwargs: dict[str, Any], env: dict[str, str], log: str, v2_shape: bool = False, prepare: str = "") -> int:
-        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this process's id.
+    def do_start(
+        self,
+        kwargs: dict[str, Any],
+        env: dict[str, str],
+        log: str,
+        v2_shape: bool = False,
+        prepare: str = "",
+    ) -> int:
+        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this
+        process's id.
 
         ``prepare`` names a function of zoo/kernels.py to call first.
         """
@@ -73,7 +83,9 @@ class Engine:
         return os.getpid()
 
     def _watch_admissions(self) -> None:
-        """Note, per admitted request, how many external tokens the scheduler took from the connector."""
+        """Note, per admitted request, how many external tokens the scheduler took from the
+        connector.
+        """
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -82,7 +94,11 @@ class Engine:
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             if num_external_tokens or request.status.name != "WAITING_FOR_REMOTE_KVS":
                 self.admissions.append(
-                    {"id": request.request_id, "external": num_external_tokens, "resumed": request.num_preemptions > 0}
+                    {
+                        "id": request.request_id,
+                        "external": num_external_tokens,
+                        "resumed": request.num_preemptions > 0,
+                    }
                 )
             return original(request, blocks, num_external_tokens)
 
@@ -93,7 +109,8 @@ class Engine:
         self.llm.engine_core.shutdown()
         raise SystemExit(0)
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
     def do_add(self, requests: list[dict[str, Any]]) -> None:
         """Queue requests; see client.Req for the fields."""
@@ -164,13 +181,18 @@ class Engine:
 
     def _busy(self) -> bool:
         queue = self.core.batch_queue
-        return self.llm.has_unfinished_requests() or self.core.scheduler.has_requests() or bool(queue)
+        return (
+            self.llm.has_unfinished_requests() or self.core.scheduler.has_requests() or bool(queue)
+        )
 
     def _result(self, output: Any) -> dict[str, Any]:
         completion = output.outputs[0]
         margin = None
         if completion.logprobs:
-            tops = [sorted((x.logprob for x in entry.values()), reverse=True) for entry in completion.logprobs]
+            tops = [
+                sorted((x.logprob for x in entry.values()), reverse=True)
+                for entry in completion.logprobs
+            ]
             margin = min(top[0] - top[1] for top in tops)
         internal = self.internal.get(output.request_id, output.request_id)
         mine = [a for a in self.admissions if a["id"] == internal]
@@ -187,12 +209,19 @@ class Engine:
         """Abort requests by the ids the test gave them, wherever they are."""
         self.llm.abort_request([self.internal[i] for i in ids], internal=True)
 
-    # -- the rest -----------------------------------------------------------------------------------------------
+    # -- the rest
+    # -----------------------------------------------------------------------------------------
 
     def do_reset(self, connector: bool = False, running: bool = False) -> bool:
-        """reset_prefix_cache; True if it worked. vLLM refuses it while a batch in flight or a load holds blocks."""
+        """reset_prefix_cache; True if it worked. vLLM refuses it while a batch in flight or a load
+        holds blocks.
+        """
         try:
-            return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+            return bool(
+                self.llm.reset_prefix_cache(
+                    reset_running_requests=running, reset_connector=connector
+                )
+            )
         except RuntimeError as error:
             if "remote KV transfer" not in str(error):
                 raise
@@ -211,11 +240,15 @@ class Engine:
         self.llm.collective_rpc(method, args=tuple(args))
 
     def do_core(self, method: str, kwargs: dict[str, Any]) -> None:
-        """Call a method of vLLM's engine core: sleep, wake_up, pause_scheduler, resume_scheduler."""
+        """Call a method of vLLM's engine core: sleep, wake_up, pause_scheduler,
+        resume_scheduler.
+        """
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, whatever was decided before."""
+        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, whatever was decided
+        before.
+        """
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
@@ -231,7 +264,9 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         return {
             "status": {back.get(r, r): q.status.name for r, q in scheduler.requests.items()},
-            "computed": {back.get(r, r): q.num_computed_tokens for r, q in scheduler.requests.items()},
+            "computed": {
+                back.get(r, r): q.num_computed_tokens for r, q in scheduler.requests.items()
+            },
             "tokens": {back.get(r, r): q.num_tokens for r, q in scheduler.requests.items()},
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -244,7 +279,9 @@ class Engine:
         }
 
     def do_metrics(self) -> dict[str, float]:
-        """vLLM's and kvloft's counters and gauges, summed over labels; histograms by their _sum and _count."""
+        """vLLM's and kvloft's counters and gauges, summed over labels; histograms by their _sum and
+        _count.
+        """
         from prometheus_client import REGISTRY
 
         totals: dict[str, float] = {}
@@ -255,7 +292,9 @@ class Engine:
         return totals
 
     def do_call(self, path: str, args: list[Any] | None = None) -> Any:
-        """Read or call an attribute of the scheduler's connector, by dotted path; for white-box checks."""
+        """Read or call an attribute of the scheduler's connector, by dotted path; for white-box
+        checks.
+        """
         value = self.core.scheduler.connector
         for name in path.split("."):
             value = getattr(value, name)
@@ -264,12 +303,19 @@ class Engine:
 
     def do_probe(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a function of zoo/probe.py."""
-        return getattr(importlib.import_module(".zoo.probe", __package__), name)(self.llm, **arguments)
+        return getattr(importlib.import_module(".zoo.probe", __package__), name)(
+            self.llm, **arguments
+        )
 
     def do_time_hooks(self) -> None:
         """Count from now on what each step spends in the scheduler's connector."""
         connector = self.core.scheduler.connector
-        names = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output")
+        names = (
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "build_connector_meta",
+            "update_connector_output",
+        )
 
         def timed(call: Callable[..., Any]) -> Callable[..., Any]:
             def hook(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +349,8 @@ class Engine:
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
         """Become ``vllm serve`` in a child of this process; returns its id.
 
-        Only the `vllm` command, which the CPU package breaks, starts several API servers; otherwise its module runs as for users.
+        Only the `vllm` command, which the CPU package breaks, starts several API servers; otherwise
+        its module runs as for users.
         """
 
         def run() -> None:
@@ -312,7 +359,9 @@ class Engine:
                 from vllm.entrypoints.cli import serve
                 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-                serve.ServeSubcommand.cmd(serve.make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+                serve.ServeSubcommand.cmd(
+                    serve.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+                )
             else:
                 sys.argv = ["api_server", *argv]
                 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -19,17 +19,24 @@ class Ext4:
         self._is_frozen = False
 
     def read_only(self) -> None:
-        """What the kernel does after an error (``errors=remount-ro``), although files are open for writing.
+        """What the kernel does after an error (``errors=remount-ro``), although files are open for
+        writing.
 
         What was written before is on the device. It lasts until `mount_again`.
         """
         os.sync()
-        subprocess.run(["mount", "-o", "remount,abort", str(self.path)], capture_output=True, check=True)
+        subprocess.run(
+            ["mount", "-o", "remount,abort", str(self.path)], capture_output=True, check=True
+        )
 
     def mount_again(self) -> None:
         """Heal it; no file may be open any more."""
         subprocess.run(["umount", str(self.path)], check=True)
-        subprocess.run(["mount", "-o", "loop", str(self._image), str(self.path)], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-o", "loop", str(self._image), str(self.path)],
+            check=True,
+            capture_output=True,
+        )
 
     def freeze(self) -> None:
         """Writes hang until `thaw`."""
@@ -66,7 +73,9 @@ def can_mount() -> bool:
 
 @contextmanager
 def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
-    """A fresh file system under ``folder``. Raises OSError or CalledProcessError where it cannot be made."""
+    """A fresh file system under ``folder``. Raises OSError or CalledProcessError where it cannot be
+    made.
+    """
     image, path = folder / "image", folder / "mount"
     path.mkdir(parents=True)
     with open(image, "wb") as file:
@@ -87,7 +96,9 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 @contextmanager
 def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
-    """Let process ``pid`` read and write at most ``mib_s`` each from the device of ``disk``: cgroup v1's blkio, or v2's io.max."""
+    """Let process ``pid`` read and write at most ``mib_s`` each from the device of ``disk``: cgroup
+    v1's blkio, or v2's io.max.
+    """
     number = os.stat(disk.path).st_dev
     device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)
     is_v1 = BLKIO.is_dir()

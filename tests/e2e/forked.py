@@ -1,7 +1,8 @@
-"""Stands for `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, without importing vLLM for half a minute.
+"""Stands for `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, without
+importing vLLM for half a minute.
 
-``python -m e2e.forked JOB.json``, as kvloft.cli.check_engine starts it, is only a stub, which lives as long as the engine. All that
-the engine does is `kvloft.vllm.check.run`.
+``python -m e2e.forked JOB.json``, as kvloft.cli.check_engine starts it, is only a stub, which lives
+as long as the engine. All that the engine does is `kvloft.vllm.check.run`.
 """
 
 import importlib
@@ -19,7 +20,12 @@ def main(job: str) -> None:
     """Ask the zygote for an engine, and wait for its end."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["ZYGOTE"])
-        message = {"op": "check", "job": job, "starter": os.getpid(), "prepare": os.environ["ZOO_PREPARE"]}
+        message = {
+            "op": "check",
+            "job": job,
+            "starter": os.getpid(),
+            "prepare": os.environ["ZOO_PREPARE"],
+        }
         connection.sendall(json.dumps(message).encode() + b"\n")
         connection.recv(1)
 

@@ -1,8 +1,10 @@
-"""EngineCore is killed in a long step, and its workers outlive it: `python -m tests.e2e.orphans --rounds 10 --step-s 15`.
+"""EngineCore is killed in a long step, and its workers outlive it: `python -m tests.e2e.orphans
+--rounds 10 --step-s 15`.
 
-In each round a worker writes to its frames long after its scheduler's death, while another engine fills and reads the same memory.
-Prints how long the frames stayed reserved after the last worker's end. Exit status 1 if a token is wrong, a check fails, or frames
-were free while a worker could write to them.
+In each round a worker writes to its frames long after its scheduler's death, while another engine
+fills and reads the same memory. Prints how long the frames stayed reserved after the last worker's
+end. Exit status 1 if a token is wrong, a check fails, or frames were free while a worker could
+write to them.
 """
 
 import argparse
@@ -35,7 +37,9 @@ NUM_DOOMED, NUM_ASKED = 6, 24
 
 @dataclass
 class Scene:
-    """Engines with the same KV on one server. ``hold`` is how forward passes are held; see zoo/held.py."""
+    """Engines with the same KV on one server. ``hold`` is how forward passes are held; see
+    zoo/held.py.
+    """
 
     start: Callable[..., Engine]
     server: CacheServer
@@ -47,14 +51,22 @@ class Scene:
     def engine(self, **more: Any) -> Engine:
         extra = {"server": f"unix:{self.server.socket}", "server_timeout": f"{10 * PACE}s"}
         transfer = {
-            "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KVLoftConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
-        }  # fmt: skip
-        env = {"KV_HOLD": str(self.hold)} | ({"VLLM_CPU_OMP_THREADS_BIND": "0|0"} if self.ranks > 1 else {})
+        }
+        env = {"KV_HOLD": str(self.hold)} | (
+            {"VLLM_CPU_OMP_THREADS_BIND": "0|0"} if self.ranks > 1 else {}
+        )
         return self.start(
-            kv_transfer_config=transfer, num_blocks=120, tensor_parallel_size=self.ranks,
-            distributed_executor_backend="mp", env=env, **more,
-        )  # fmt: skip
+            kv_transfer_config=transfer,
+            num_blocks=120,
+            tensor_parallel_size=self.ranks,
+            distributed_executor_backend="mp",
+            env=env,
+            **more,
+        )
 
     def num_wrong(self, engine: Engine) -> int:
         """Ask everything; answers that are not the truth."""
@@ -67,7 +79,11 @@ class Scene:
 
 
 def model_of(folder: Path, ranks: int) -> Path:
-    return tiny.write_model(folder, num_heads=4, num_kv_heads=2) if ranks > 1 else tiny.write_model(folder)
+    return (
+        tiny.write_model(folder, num_heads=4, num_kv_heads=2)
+        if ranks > 1
+        else tiny.write_model(folder)
+    )
 
 
 @contextlib.contextmanager
@@ -77,7 +93,10 @@ def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
     with contextlib.ExitStack() as stack:
         truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
         stack.callback(truth.close)
-        asked = [truth.pick(lambda seed, n=n: Req(random_ids(seed, 150 + n), max_tokens=8), 8000 + n) for n in range(NUM_ASKED)]  # type: ignore[misc]
+        asked = [
+            truth.pick(lambda seed, n=n: Req(random_ids(seed, 150 + n), max_tokens=8), 8000 + n)
+            for n in range(NUM_ASKED)
+        ]  # type: ignore[misc]
         server = CacheServer().start(host_size=HOST_SIZE)
         stack.callback(server.close)
 
@@ -87,7 +106,9 @@ def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
             return engine
 
         hold = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-hold-")))
-        stack.callback(lambda: (hold / "hold").unlink(missing_ok=True))  # a worker that waits would live on
+        stack.callback(
+            lambda: (hold / "hold").unlink(missing_ok=True)
+        )  # a worker that waits would live on
         yield Scene(start, server, truth, hold, ranks, asked)
 
 
@@ -111,7 +132,9 @@ def begin_to_die(engine: Engine) -> threading.Thread:
 
 
 def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, Any]:
-    """Kill an engine's scheduler in a step of at least ``step_s``; what ``other`` and the server saw of it."""
+    """Kill an engine's scheduler in a step of at least ``step_s``; what ``other`` and the server
+    saw of it.
+    """
     hold = scene.hold / "hold"
     for file in scene.hold.iterdir():
         file.unlink()
@@ -127,7 +150,10 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
     while time.monotonic() < begin + step_s:
         num_wrong += scene.num_wrong(other)
         if scene.quarantined() != reserved:
-            problems.append(f"{scene.quarantined()} of {reserved} frames are reserved, and a worker can write to all")
+            problems.append(
+                f"{scene.quarantined()} of {reserved} frames are reserved, and a worker can write "
+                "to all"
+            )
     assert all(map(is_running, workers)), "the workers ended with their scheduler"
     hold.unlink()
     back_s: list[float] = []
@@ -160,7 +186,10 @@ def run(ranks: int, rounds: int, step_s: float, progress: Callable[[str], None])
         results = []
         for nth in range(rounds):
             results.append(orphan(found, other, 20_000 + 100 * nth, step_s))
-            progress(f"{ranks} ranks: {nth + 1} of {rounds} engines killed, {sum(len(r['problems']) for r in results)} problems")
+            progress(
+                f"{ranks} ranks: {nth + 1} of {rounds} engines killed, "
+                f"{sum(len(r['problems']) for r in results)} problems"
+            )
         failed = int(other.metrics()["vllm:kvloft_verify_failures_total"])
         problems = [problem for result in results for problem in result["problems"]] + (
             [f"{failed} failed checks"] if failed else []
@@ -171,22 +200,49 @@ def run(ranks: int, rounds: int, step_s: float, progress: Callable[[str], None])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10, help="engines that are killed, for each number of ranks (default 10)")
-    parser.add_argument("--step-s", type=float, default=15.0, help="shortest step in which they are killed (default 15)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes (default 1 2)")
-    parser.add_argument("--json", metavar="FILE", help="also write everything that was counted to FILE")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=10,
+        help="engines that are killed, for each number of ranks (default 10)",
+    )
+    parser.add_argument(
+        "--step-s",
+        type=float,
+        default=15.0,
+        help="shortest step in which they are killed (default 15)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes (default 1 2)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write everything that was counted to FILE"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:
         results = [run(ranks, args.rounds, args.step_s, status.update) for ranks in args.ranks]
-    table = Table("ranks", "killed", "frames held", "stored by orphans", "failed checks", "frames back after s (median, longest)")
+    table = Table(
+        "ranks",
+        "killed",
+        "frames held",
+        "stored by orphans",
+        "failed checks",
+        "frames back after s (median, longest)",
+    )
     for result in results:
         rounds, back = result["rounds"], [each["back_s"] for each in result["rounds"]]
         sums = [str(sum(each[name] for each in rounds)) for name in ("reserved", "stored")]
         times = f"{statistics.median(back):.2f}, {max(back):.2f}"
-        table.add_row(str(result["ranks"]), str(len(rounds)), *sums, str(result["failed_checks"]), times)
+        table.add_row(
+            str(result["ranks"]), str(len(rounds)), *sums, str(result["failed_checks"]), times
+        )
     console.print(table)
-    return finish(console, {"runs": results, "problems": [text for result in results for text in result["problems"]]}, args.json)
+    return finish(
+        console,
+        {"runs": results, "problems": [text for result in results for text in result["problems"]]},
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""How the long runs (soak.py, storm.py) end: what they counted in a file, what was wrong in red, and an exit status."""
+"""How the long runs (soak.py, storm.py) end: what they counted in a file, what was wrong in red,
+and an exit status.
+"""
 
 import json
 from pathlib import Path

@@ -1,8 +1,10 @@
-"""Makes vLLM's CPU engine take shapes it would take on a GPU: async scheduling, and Model Runner V2's scheduler output.
+"""Makes vLLM's CPU engine take shapes it would take on a GPU: async scheduling, and Model Runner
+V2's scheduler output.
 
-The CPU platform switches async scheduling off, and always runs Model Runner V1. Its runner can do the former; for the
-latter the scheduler is told it feeds V2, kvloft sees what V2's scheduler says, and the output is put into V1's shape
-just before the (V1) worker gets it. Runs in the engine's process only.
+The CPU platform switches async scheduling off, and always runs Model Runner V1. Its runner can do
+the former; for the latter the scheduler is told it feeds V2, kvloft sees what V2's scheduler says,
+and the output is put into V1's shape just before the (V1) worker gets it. Runs in the engine's
+process only.
 """
 
 from typing import Any
@@ -61,7 +63,9 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Let ``scheduler`` preempt on where the last victim's blocks are deferred, as 0.26 to 0.29 do; 0.30 and newer stop there."""
+    """Let ``scheduler`` preempt on where the last victim's blocks are deferred, as 0.26 to 0.29 do;
+    0.30 and newer stop there.
+    """
     import sys
 
     original = scheduler._request_blocks_can_be_freed
@@ -73,7 +77,9 @@ def preempt_as_0_26(scheduler: Any) -> None:
 
 
 def fork_processes() -> None:
-    """Let vLLM fork its engine and worker processes; the CPU platform spawns them, which imports vLLM twice more (40 s)."""
+    """Let vLLM fork its engine and worker processes; the CPU platform spawns them, which imports
+    vLLM twice more (40 s).
+    """
     import os
 
     from vllm.platforms.cpu import CpuPlatform

@@ -1,8 +1,10 @@
-"""Known prompts on a disk of a set speed, while other requests generate: `python -m tests.e2e.slow_disk`.
+"""Known prompts on a disk of a set speed, while other requests generate: `python -m
+tests.e2e.slow_disk`.
 
-Real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or io.max; needs root). For each
-speed: the time until all requests have ended, compared with vLLM without kvloft, and how much of what the generating
-requests saved is found after a restart. Speeds are MiB/s, or multiples of the engine's prefill rate (``2x``).
+Real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or io.max;
+needs root). For each speed: the time until all requests have ended, compared with vLLM without
+kvloft, and how much of what the generating requests saved is found after a restart. Speeds are
+MiB/s, or multiples of the engine's prefill rate (``2x``).
 """
 
 import argparse
@@ -35,12 +37,19 @@ WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for
 class Scene:
     """One model, the known prompts and the generating requests, and the engines that serve them."""
 
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, num_prompts: int, num_tokens: int) -> None:
-        self._model = tiny.write_model(folder / "model", num_heads=NUM_HEADS, num_kv_heads=NUM_HEADS)
+    def __init__(
+        self, stack: contextlib.ExitStack, folder: Path, num_prompts: int, num_tokens: int
+    ) -> None:
+        self._model = tiny.write_model(
+            folder / "model", num_heads=NUM_HEADS, num_kv_heads=NUM_HEADS
+        )
         self._zygote = Zygote(folder)
         stack.callback(self._zygote.close)
         self.known = [Req(random_ids(i, num_tokens), max_tokens=2) for i in range(num_prompts)]
-        self.generating = [Req(random_ids(50_000 + i, 40), max_tokens=GENERATED_TOKENS) for i in range(NUM_GENERATING)]
+        self.generating = [
+            Req(random_ids(50_000 + i, 40), max_tokens=GENERATED_TOKENS)
+            for i in range(NUM_GENERATING)
+        ]
 
     @contextlib.contextmanager
     def engine(self, disk: Path | None) -> Iterator[Engine]:
@@ -48,7 +57,9 @@ class Scene:
         if disk is not None:
             settings = {"host_size": "128MiB", "disk_size": "1900MiB", "load_timeout": "30s"}
             more["kv_transfer_config"] = kvloft(disk, **settings)
-        engine = self._zygote.engine(engine_kwargs(self._model, num_blocks=400, max_num_seqs=16, max_model_len=1024, **more))
+        engine = self._zygote.engine(
+            engine_kwargs(self._model, num_blocks=400, max_num_seqs=16, max_model_len=1024, **more)
+        )
         try:
             yield engine
             engine.stop()
@@ -76,7 +87,10 @@ class Scene:
     def found(self, disk: Path, results: list[Result]) -> float:
         """Share of what the generating requests saved that a new engine finds."""
         with self.engine(disk) as engine:
-            prompts = [(*request.ids, *result.tokens) for request, result in zip(self.generating, results, strict=True)]  # type: ignore[misc]
+            prompts = [
+                (*request.ids, *result.tokens)
+                for request, result in zip(self.generating, results, strict=True)
+            ]  # type: ignore[misc]
             asked = engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
         # The last token that was generated is never computed, and one of a prompt always is.
         most = sum(full_blocks(len(prompt) - 1) for prompt in prompts)
@@ -84,18 +98,22 @@ class Scene:
 
 
 def plain(scene: Scene) -> tuple[float, float]:
-    """Seconds of vLLM without kvloft for all requests, and the prompt tokens that it computes in a second."""
+    """Seconds of vLLM without kvloft for all requests, and the prompt tokens that it computes in a
+    second.
+    """
     with scene.engine(None) as engine:
         seconds, _ = scene.run(engine)
         known = scene.known[:100]
         begin = time.monotonic()
         engine.ask(*[prompt.again(max_tokens=1) for prompt in known])
-        return seconds, sum(prompt.num_prompt_tokens for prompt in known) / (time.monotonic() - begin)
+        return seconds, sum(prompt.num_prompt_tokens for prompt in known) / (
+            time.monotonic() - begin
+        )
 
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
-    """With kvloft, all known prompts on a disk of this speed and none in host memory, in turns with vLLM alone, for a busy machine
-    changes. Times are medians.
+    """With kvloft, all known prompts on a disk of this speed and none in host memory, in turns with
+    vLLM alone, for a busy machine changes. Times are medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:
@@ -112,10 +130,18 @@ def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> di
             if not nth:
                 found = scene.found(path, results)
             pairs.append((plain_s, seconds))
-            say(f"{speed}: {seconds:.1f} s, vLLM alone {plain_s:.1f} s, {stats['disk_reads']} reads")
+            say(
+                f"{speed}: {seconds:.1f} s, vLLM alone {plain_s:.1f} s, {stats['disk_reads']} reads"
+            )
     plain_s, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
     names = ("disk_reads", "disk_writes", "disk_dropped", "disk_unwritten")
-    row = {"speed": speed, "mib_s": mib_s, "prefill_mib_s": prefill_mib_s, "found": found, "pairs": pairs}
+    row = {
+        "speed": speed,
+        "mib_s": mib_s,
+        "prefill_mib_s": prefill_mib_s,
+        "found": found,
+        "pairs": pairs,
+    }
     row |= {"plain_s": plain_s, "seconds": seconds, "ratio": seconds / plain_s}
     return row | {name: stats.get(name) for name in names}
 
@@ -126,7 +152,9 @@ def judge(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         most = 0.8 if row["mib_s"] >= 1.9 * row["prefill_mib_s"] else 1.1
         if row["ratio"] > most:
-            problems.append(f"{row['speed']}: {row['ratio']:.2f} times the time of vLLM alone, more than {most}")
+            problems.append(
+                f"{row['speed']}: {row['ratio']:.2f} times the time of vLLM alone, more than {most}"
+            )
         if row["found"] < 0.9:
             problems.append(f"{row['speed']}: only {row['found']:.0%} of what was saved is found")
     return problems
@@ -136,22 +164,51 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompts", type=int, default=300, help="known prompts (default 300)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of each (default 300)")
-    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind at each speed (default 3)")
-    parser.add_argument("--speeds", nargs="+", default=["32", "2x", "100x"], help="MiB/s, or multiples of the prefill rate")
-    parser.add_argument("--json", metavar="FILE", help="also write everything that was measured to FILE")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="engines of each kind at each speed (default 3)"
+    )
+    parser.add_argument(
+        "--speeds",
+        nargs="+",
+        default=["32", "2x", "100x"],
+        help="MiB/s, or multiples of the prefill rate",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write everything that was measured to FILE"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-slow-disk-")))
         scene = Scene(stack, folder, args.prompts, args.tokens)
-        result: dict[str, Any] = {"rows": [measure(scene, folder, speed, args.rounds, console.print) for speed in args.speeds]}
-    table = Table("disk", "MiB/s", "prefill MiB/s", "vLLM s", "kvloft s", "ratio", "saves found", "reads", "unwritten")
+        result: dict[str, Any] = {
+            "rows": [
+                measure(scene, folder, speed, args.rounds, console.print) for speed in args.speeds
+            ]
+        }
+    table = Table(
+        "disk",
+        "MiB/s",
+        "prefill MiB/s",
+        "vLLM s",
+        "kvloft s",
+        "ratio",
+        "saves found",
+        "reads",
+        "unwritten",
+    )
     for row in result["rows"]:
         numbers = [f"{row[name]:.0f}" for name in ("mib_s", "prefill_mib_s")]
         table.add_row(
-            row["speed"], *numbers, f"{row['plain_s']:.1f}", f"{row['seconds']:.1f}", f"{row['ratio']:.2f}", f"{row['found']:.0%}",
-            str(row["disk_reads"]), str(row["disk_unwritten"]),
-        )  # fmt: skip
+            row["speed"],
+            *numbers,
+            f"{row['plain_s']:.1f}",
+            f"{row['seconds']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['found']:.0%}",
+            str(row["disk_reads"]),
+            str(row["disk_unwritten"]),
+        )
     console.print(table)
     result["problems"] = judge(result)
     return finish(console, result, args.json)

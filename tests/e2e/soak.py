@@ -1,9 +1,10 @@
-"""Two real engines, chats, and faults below them, for as long as one likes: `python -m tests.e2e.soak --minutes 30`.
+"""Two real engines, chats, and faults below them, for as long as one likes: `python -m
+tests.e2e.soak --minutes 30`.
 
-One engine lives through everything, so that memory, handles and threads can be watched; the other is killed, or stopped, and
-started again. Disks are real ext4 file systems that freeze and fill up (plain folders where mounting is not allowed); bits flip
-in files and frames. Every token is compared with vLLM without any cache. Exit status 1 if one differs, a pin stays, or something
-grows.
+One engine lives through everything, so that memory, handles and threads can be watched; the other
+is killed, or stopped, and started again. Disks are real ext4 file systems that freeze and fill up
+(plain folders where mounting is not allowed); bits flip in files and frames. Every token is
+compared with vLLM without any cache. Exit status 1 if one differs, a pin stays, or something grows.
 """
 
 import argparse
@@ -34,7 +35,9 @@ MAX_GROWTH = {"memory MiB": 48.0, "handles": 4.0, "threads": 2.0}
 class Subject:
     """One engine with a disk, its faults, and what was seen of it."""
 
-    def __init__(self, name: str, start: Callable[[Path], Engine], folder: Path, disk: Ext4 | None) -> None:
+    def __init__(
+        self, name: str, start: Callable[[Path], Engine], folder: Path, disk: Ext4 | None
+    ) -> None:
         self.name, self._start, self.folder, self.disk = name, start, folder, disk
         self.engine = start(folder)
         self.samples: list[dict[str, float]] = []
@@ -44,18 +47,27 @@ class Subject:
     def ask(self, requests: list[Req], truth: Truth) -> int:
         """Serve a batch; returns how many answers were wrong."""
         results = self.engine.ask(*[r.again() for r in requests])
-        self.totals.update(requests=len(results), external_tokens=sum(r.num_external for r in results))
-        return sum(result.tokens != truth.tokens(request) for result, request in zip(results, requests, strict=True))
+        self.totals.update(
+            requests=len(results), external_tokens=sum(r.num_external for r in results)
+        )
+        return sum(
+            result.tokens != truth.tokens(request)
+            for result, request in zip(results, requests, strict=True)
+        )
 
     def sample(self) -> None:
         """Private memory, open handles and threads of the engine's process."""
         proc = Path(f"/proc/{self.engine.pid}")
-        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line)
-        self.samples.append({
-            "memory MiB": int(status["RssAnon"].split()[0]) / 1024,
-            "handles": len(list((proc / "fd").iterdir())),
-            "threads": int(status["Threads"]),
-        })  # fmt: skip
+        status = dict(
+            line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
+        )
+        self.samples.append(
+            {
+                "memory MiB": int(status["RssAnon"].split()[0]) / 1024,
+                "handles": len(list((proc / "fd").iterdir())),
+                "threads": int(status["Threads"]),
+            }
+        )
 
     def hurt(self, pick: random.Random, *, may_restart: bool) -> str:
         """Do one bad thing; returns its name."""
@@ -71,7 +83,9 @@ class Subject:
             case "reset":
                 self.engine.reset(connector=True)
             case "abort":
-                requests = [Req(random_ids(pick.randrange(1 << 20), 200), max_tokens=8) for _ in range(3)]
+                requests = [
+                    Req(random_ids(pick.randrange(1 << 20), 200), max_tokens=8) for _ in range(3)
+                ]
                 self.engine.add(*requests)
                 self.engine.step(pick.randrange(3))
                 self.engine.abort(*[r.id for r in requests])
@@ -110,7 +124,11 @@ class Subject:
         if not third:
             return {}
         middle, last = self.samples[third : 2 * third], self.samples[2 * third :]
-        return {name: statistics.median(s[name] for s in last) - statistics.median(s[name] for s in middle) for name in MAX_GROWTH}
+        return {
+            name: statistics.median(s[name] for s in last)
+            - statistics.median(s[name] for s in middle)
+            for name in MAX_GROWTH
+        }
 
 
 def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
@@ -139,14 +157,29 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
         truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
 
         def start(at: Path) -> Engine:
-            settings = kvloft(at / "cache", policy="recompute", host_size="2MiB", disk_size="16MiB", load_timeout="500ms")
-            return zygote.engine(engine_kwargs(model, num_blocks=80, kv_transfer_config=settings, enable_prefix_caching=True))
+            settings = kvloft(
+                at / "cache",
+                policy="recompute",
+                host_size="2MiB",
+                disk_size="16MiB",
+                load_timeout="500ms",
+            )
+            return zygote.engine(
+                engine_kwargs(
+                    model, num_blocks=80, kv_transfer_config=settings, enable_prefix_caching=True
+                )
+            )
 
         subjects: list[Subject] = []
         for name in ("lives on", "is killed"):
             disk = stack.enter_context(mounted(folder / name, size_mib=48)) if can_mount() else None
             subjects.append(Subject(name, start, disk.path if disk else folder / name, disk))
-        end, next_sample, next_fault, begin = time.monotonic() + 60 * minutes, 0.0, 0.0, time.monotonic()
+        end, next_sample, next_fault, begin = (
+            time.monotonic() + 60 * minutes,
+            0.0,
+            0.0,
+            time.monotonic(),
+        )
         for batch in chats(truth, pick):
             now = time.monotonic()
             if now > end:
@@ -161,7 +194,8 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
                 next_sample = now + 60 * minutes / 90
                 subjects[0].sample()
             progress(
-                f"{(now - begin) / 60:.1f} of {minutes:g} minutes, {subjects[0].totals['requests']} requests, {num_wrong} wrong"
+                f"{(now - begin) / 60:.1f} of {minutes:g} minutes, "
+                f"{subjects[0].totals['requests']} requests, {num_wrong} wrong"
             )
         for subject in subjects:
             subject.heal()
@@ -175,27 +209,44 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
     problems += [f"{name} grew by {by:g}" for name, by in growth.items() if by > MAX_GROWTH[name]]
     problems += [f"{num_wrong} answers were wrong"] if num_wrong else []
     return {
-        "minutes": minutes, "seed": seed, "num_wrong": num_wrong, "problems": problems, "growth": growth,
-        "samples": subjects[0].samples, "totals": {s.name: dict(s.totals) for s in subjects},
-    }  # fmt: skip
+        "minutes": minutes,
+        "seed": seed,
+        "num_wrong": num_wrong,
+        "problems": problems,
+        "growth": growth,
+        "samples": subjects[0].samples,
+        "totals": {s.name: dict(s.totals) for s in subjects},
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of prompts and faults (default: the time)")
-    parser.add_argument("--json", metavar="FILE", help="also write everything that was counted to FILE")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=int(time.time()),
+        help="of prompts and faults (default: the time)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write everything that was counted to FILE"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:
         result = run(args.minutes, args.seed, status.update)
-    table = Table("", *result["totals"], title=f"Soak of {args.minutes:g} minutes, seed {args.seed}")
+    table = Table(
+        "", *result["totals"], title=f"Soak of {args.minutes:g} minutes, seed {args.seed}"
+    )
     for name in sorted({name for totals in result["totals"].values() for name in totals}):
         table.add_row(name, *[str(totals.get(name, 0)) for totals in result["totals"].values()])
     console.print(table)
     first, last = (result["samples"] or [{}])[0], (result["samples"] or [{}])[-1]
     for name, by in result["growth"].items():
-        console.print(f"{name}: {first[name]:g} at first, {last[name]:g} at last; median of the last third {by:+g}")
+        console.print(
+            f"{name}: {first[name]:g} at first, {last[name]:g} at last; median of the last third "
+            f"{by:+g}"
+        )
     return finish(console, result, args.json)
 
 

@@ -1,8 +1,10 @@
-"""A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm --rounds 20`.
+"""A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm
+--rounds 20`.
 
-One real engine asks the same prompts again and again, with the deadline that users have. Prints how long its steps waited in
-kvloft, with and without faults; every token is compared with vLLM without any cache. Exit status 1 if one differs, a request fails,
-or hits do not come back. On a busy machine the times say more of the machine.
+One real engine asks the same prompts again and again, with the deadline that users have. Prints how
+long its steps waited in kvloft, with and without faults; every token is compared with vLLM without
+any cache. Exit status 1 if one differs, a request fails, or hits do not come back. On a busy
+machine the times say more of the machine.
 """
 
 import argparse
@@ -31,7 +33,10 @@ KINDS = ("kill -9", "freeze")
 
 
 def prompts(truth: Truth) -> list[Req]:
-    return [truth.pick(lambda seed, n=n: Req(random_ids(seed, 150 + 7 * n), max_tokens=12), 7000 + n) for n in range(6)]  # type: ignore[misc]
+    return [
+        truth.pick(lambda seed, n=n: Req(random_ids(seed, 150 + 7 * n), max_tokens=12), 7000 + n)
+        for n in range(6)
+    ]  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -53,9 +58,16 @@ def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Ite
 
 
 def storm(
-    engine: Engine, server: CacheServer, truth: Truth, rounds: int, seed: int, progress: Callable[[str], None]
+    engine: Engine,
+    server: CacheServer,
+    truth: Truth,
+    rounds: int,
+    seed: int,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """So many faults at moments that chance picks, in turns with rounds without: seconds in kvloft of every step, and problems."""
+    """So many faults at moments that chance picks, in turns with rounds without: seconds in kvloft
+    of every step, and problems.
+    """
     pick, asked = random.Random(seed), prompts(truth)
     found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()
 
@@ -65,7 +77,11 @@ def storm(
         results = engine.ask(*[p.again() for p in asked for _ in range(2)])
         hooks_s.setdefault(kind, []).extend(engine.hooks_s())
         right = [truth.tokens(p) for p in asked for _ in range(2)]
-        problems += [f"{kind}: a wrong answer" for result, tokens in zip(results, right, strict=True) if result.tokens != tokens]
+        problems += [
+            f"{kind}: a wrong answer"
+            for result, tokens in zip(results, right, strict=True)
+            if result.tokens != tokens
+        ]
         return sum(result.num_external for result in results)
 
     full = 2 * sum(full_blocks(p.num_prompt_tokens) for p in asked)
@@ -86,9 +102,11 @@ def storm(
 def settings(server: CacheServer, **more: Any) -> dict[str, Any]:
     """kv_transfer_config of its engine."""
     return {
-        "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "KVLoftConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"server": f"unix:{server.socket}", **more},
-    }  # fmt: skip
+    }
 
 
 def run(rounds: int, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -101,7 +119,9 @@ def run(rounds: int, seed: int, progress: Callable[[str], None]) -> dict[str, An
         stack.callback(truth.close)
         server = CacheServer().start()
         stack.callback(server.close)
-        engine = zygote.engine(engine_kwargs(model, num_blocks=120, kv_transfer_config=settings(server)))
+        engine = zygote.engine(
+            engine_kwargs(model, num_blocks=120, kv_transfer_config=settings(server))
+        )
         stack.callback(engine.kill)
         result = storm(engine, server, truth, rounds=rounds, seed=seed, progress=progress)
         engine.assert_at_rest()
@@ -118,13 +138,24 @@ def row(kind: str, seconds: Sequence[float]) -> tuple[str, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20, help="faults (default 20)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of their moments (default: the time)")
-    parser.add_argument("--json", metavar="FILE", help="also write everything that was counted to FILE")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="of their moments (default: the time)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write everything that was counted to FILE"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:
         result = run(args.rounds, args.seed, status.update)
-    table = Table("fault", "steps", "median ms", "p99 ms", "longest ms", title="What a step waits in kvloft (server_timeout: 5 ms)")
+    table = Table(
+        "fault",
+        "steps",
+        "median ms",
+        "p99 ms",
+        "longest ms",
+        title="What a step waits in kvloft (server_timeout: 5 ms)",
+    )
     for kind, seconds in sorted(result["hooks_s"].items()):
         table.add_row(*row(kind, seconds))
     console.print(table)

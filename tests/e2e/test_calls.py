@@ -1,4 +1,6 @@
-"""Calls that leave the weights alone cost nothing: introspection, pauses, sleep; those that do not, do."""
+"""Calls that leave the weights alone cost nothing: introspection, pauses, sleep; those that do not,
+do.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +22,18 @@ def hit(truth: Truth, engine: Engine) -> int:
 
 
 @pytest.mark.short
-def test_introspection_ends_nothing(truth: Truth, start: Callable[..., Engine], vllm_release: tuple[int, int]) -> None:
+def test_introspection_ends_nothing(
+    truth: Truth, start: Callable[..., Engine], vllm_release: tuple[int, int]
+) -> None:
     engine = start(kv_transfer_config=kvloft())
     assert [hit(truth, engine) for _ in range(2)] == [0, FULL]
     assert "LlamaForCausalLM" in engine.print()
-    for method in ("synchronize_device", "get_encoder_timing_stats", "check_health", "reset_mm_cache"):
+    for method in (
+        "synchronize_device",
+        "get_encoder_timing_stats",
+        "check_health",
+        "reset_mm_cache",
+    ):
         engine.rpc(method)
     if vllm_release >= (0, 32):
         engine.rpc("compute_weight_checksums")
@@ -46,13 +55,20 @@ PAUSES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize(
     ("name", "extra", "kept"),
     [
-        pytest.param("pause", {}, True, marks=pytest.mark.short), ("sleep", {}, True),
-        ("pause", {"on_pause": "clear"}, False), ("sleep", {"on_pause": "clear"}, False),
+        pytest.param("pause", {}, True, marks=pytest.mark.short),
+        ("sleep", {}, True),
+        ("pause", {"on_pause": "clear"}, False),
+        ("sleep", {"on_pause": "clear"}, False),
         ("sleep that throws weights away", {}, False),
     ],
-)  # fmt: skip
+)
 def test_a_pause_leaves_both_tiers_alone_unless_weights_go(
-    truth: Truth, start: Callable[..., Engine], tmp_path: Path, name: str, extra: dict[str, Any], kept: bool
+    truth: Truth,
+    start: Callable[..., Engine],
+    tmp_path: Path,
+    name: str,
+    extra: dict[str, Any],
+    kept: bool,
 ) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path, **extra))
     assert [hit(truth, engine) for _ in range(2)] == [0, FULL]
@@ -68,7 +84,9 @@ def test_a_pause_leaves_both_tiers_alone_unless_weights_go(
 
 
 @pytest.mark.short
-def test_a_reset_that_a_user_asks_for_forgets_after_a_pause_as_before(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_a_reset_that_a_user_asks_for_forgets_after_a_pause_as_before(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     engine = start(kv_transfer_config=kvloft())
     hit(truth, engine)
     for connector, expected in ((False, FULL), (True, 0)):

@@ -1,6 +1,8 @@
-"""Defect 2: what was generated is found again, under every way of scheduling, and not one token more.
+"""Defect 2: what was generated is found again, under every way of scheduling, and not one token
+more.
 
-Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7), rejected drafts neither.
+Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7),
+rejected drafts neither.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,10 @@ def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_outp
     assert result.num_external == full_blocks(num_prompt + num_output - 1)
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.short if w in ("sync", "async") else ()) for w in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=pytest.mark.short if w in ("sync", "async") else ()) for w in WAYS],
+)
 def test_turn_two_finds_prompt_and_output_of_turn_one(
     truth: Truth, start: Callable[..., Engine], request: pytest.FixtureRequest, way: str
 ) -> None:
@@ -55,15 +60,23 @@ def test_turn_two_finds_prompt_and_output_of_turn_one(
     two_turns(truth, engine, 1030, 200, 20)
 
 
-def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engine], ngram: dict[str, Any]) -> None:
+def test_rejected_drafts_are_never_saved(
+    truth: Truth, start: Callable[..., Engine], ngram: dict[str, Any]
+) -> None:
     engine = start(kv_transfer_config=kvloft(), **ngram)
     requests = truth.clear([Req(random_ids(1100 + i, 50 + i), max_tokens=90) for i in range(8)])
     said = engine.ask(*requests)
     metrics = engine.metrics()
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
-    assert metrics["vllm:spec_decode_num_draft_tokens_total"] > metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    assert (
+        metrics["vllm:spec_decode_num_draft_tokens_total"]
+        > metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    )
     seconds = [
-        truth.pick(lambda seed, h=(r.ids or ()) + s.tokens: Req(h + random_ids(seed, 9), max_tokens=16), 1200 + i)
+        truth.pick(
+            lambda seed, h=(r.ids or ()) + s.tokens: Req(h + random_ids(seed, 9), max_tokens=16),
+            1200 + i,
+        )
         for i, (r, s) in enumerate(zip(requests, said, strict=True))
     ]
     for request, second, result in zip(requests, seconds, engine.ask(*seconds), strict=True):
@@ -71,7 +84,9 @@ def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engi
         assert result.num_external == full_blocks(request.num_prompt_tokens + 90 - 1)
 
 
-def test_three_turns_with_a_restart_between_each(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_three_turns_with_a_restart_between_each(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
     history = truth.pick(lambda s: Req(random_ids(s, 45), max_tokens=40), 1300).ids or ()
     computed = 0
     for turn in range(3):
@@ -82,7 +97,12 @@ def test_three_turns_with_a_restart_between_each(truth: Truth, start: Callable[.
         assert result.num_external == full_blocks(computed)
         computed = len(history) + 40 - 1
         history += result.tokens
-        history = truth.pick(lambda s, h=history: Req(h + random_ids(s, 17), max_tokens=40), 1301 + turn).ids or ()
+        history = (
+            truth.pick(
+                lambda s, h=history: Req(h + random_ids(s, 17), max_tokens=40), 1301 + turn
+            ).ids
+            or ()
+        )
         engine.stop()
 
 
@@ -91,7 +111,9 @@ def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engin
     long = Req(random_ids(1400, 10 * BLOCK + 5), max_tokens=4)
     assert engine.ask(long)[0].tokens == truth.tokens(long)
     other = Req(random_ids(1401, 18 * BLOCK), max_tokens=4)
-    assert engine.ask(other)[0].tokens == truth.tokens(other)  # evicts the end of the first from the GPU
+    assert engine.ask(other)[0].tokens == truth.tokens(
+        other
+    )  # evicts the end of the first from the GPU
     again = long.again()
     result = engine.ask(again)[0]
     assert result.tokens == truth.tokens(again)
@@ -102,7 +124,12 @@ def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engin
 def test_a_prompt_of_whole_blocks_is_answered_whether_or_not_all_of_it_is_loaded(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    for settings in ({}, {"async_scheduling": True}, {"v2_shape": True}, {"enable_prefix_caching": True}):
+    for settings in (
+        {},
+        {"async_scheduling": True},
+        {"v2_shape": True},
+        {"enable_prefix_caching": True},
+    ):
         engine = start(kv_transfer_config=kvloft(), **settings)
         request = Req(random_ids(1500, 4 * BLOCK), max_tokens=40)
         for _ in range(3):
@@ -113,7 +140,9 @@ def test_a_prompt_of_whole_blocks_is_answered_whether_or_not_all_of_it_is_loaded
         engine.kill()
 
 
-def test_skip_reading_prefix_cache_computes_and_still_saves(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_skip_reading_prefix_cache_computes_and_still_saves(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     engine = start(kv_transfer_config=kvloft())
     request = Req(random_ids(1600, 100))
     for skip, num_external in ((True, 0), (False, 96), (True, 0), (False, 96)):

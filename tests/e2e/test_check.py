@@ -1,4 +1,6 @@
-"""`kvloft check` as a user runs it: every engine a process that starts by itself. All tiny models: zoo/test_checks.py."""
+"""`kvloft check` as a user runs it: every engine a process that starts by itself. All tiny models:
+zoo/test_checks.py.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,9 @@ import pytest
 from .zoo.checking import check
 
 
-def test_a_model_with_windows_is_served_with_all_groups(tmp_path: Path, vllm_release: tuple[int, int]) -> None:
+def test_a_model_with_windows_is_served_with_all_groups(
+    tmp_path: Path, vllm_release: tuple[int, int]
+) -> None:
     if vllm_release < (0, 32):
         pytest.skip("kvloft serves several groups with vLLM 0.32 and newer")
     status, report, progress = check("gemma3", tmp_path, "all")

@@ -1,4 +1,6 @@
-"""The disk tier under real engines: a restart finds it; damage, foreign files and kill -9 cost misses, never a wrong token."""
+"""The disk tier under real engines: a restart finds it; damage, foreign files and kill -9 cost
+misses, never a wrong token.
+"""
 
 import json
 from collections.abc import Callable
@@ -36,7 +38,9 @@ def the_file(folder: Path, name: str) -> Path:
     return path
 
 
-def test_a_restart_finds_the_disk_tier(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_restart_finds_the_disk_tier(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
     full = fill(truth, start, tmp_path)
     for _ in range(2):
         engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
@@ -124,13 +128,24 @@ def add_foreign_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "least", "most"),
     [
-        (damage_frames, 0, 0), (damage_some_frames, 1, 99), (swap_frames, 0, 0), (truncate_frames, 0, 99),
-        (damage_index, 0, 99), (truncate_index, 0, 99), (replace_superblock, 0, 99), (add_foreign_files, 100, 100),
+        (damage_frames, 0, 0),
+        (damage_some_frames, 1, 99),
+        (swap_frames, 0, 0),
+        (truncate_frames, 0, 99),
+        (damage_index, 0, 99),
+        (truncate_index, 0, 99),
+        (replace_superblock, 0, 99),
+        (add_foreign_files, 100, 100),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
-)  # fmt: skip
+)
 def test_damage_costs_misses_and_never_a_token(
-    truth: Truth, start: Callable[..., Engine], tmp_path: Path, damage: Callable[[Path], None], least: int, most: int
+    truth: Truth,
+    start: Callable[..., Engine],
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    least: int,
+    most: int,
 ) -> None:
     full = fill(truth, start, tmp_path)
     damage(tmp_path)
@@ -139,7 +154,11 @@ def test_damage_costs_misses_and_never_a_token(
     assert least * full <= 100 * found <= most * full, "percent of the full hit"
     if damage in (damage_frames, damage_some_frames, swap_frames):
         metrics = engine.metrics()
-        assert metrics["vllm:kvloft_disk_verify_failures_total"] + metrics["vllm:kvloft_verify_failures_total"] > 0
+        assert (
+            metrics["vllm:kvloft_disk_verify_failures_total"]
+            + metrics["vllm:kvloft_verify_failures_total"]
+            > 0
+        )
     assert ask_all(truth, engine) == full, "the engine did not mend its cache"
     engine.assert_at_rest()
     engine.stop()
@@ -148,7 +167,9 @@ def test_damage_costs_misses_and_never_a_token(
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
-def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int) -> None:
+def test_kill_9_during_saves_leaves_no_wrong_token(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int
+) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, max_num_batched_tokens=64)
     engine.add(*[p.again() for p in PROMPTS])
     engine.step(steps)
@@ -176,11 +197,17 @@ def test_a_second_engine_on_one_disk_directory_has_host_memory_until_the_first_e
     first.kill()
     second.wait_for_disk()
     result = second.ask(PROMPTS[0].again())[0]
-    assert (result.tokens, result.num_external) == (truth.tokens(PROMPTS[0]), full_blocks(PROMPTS[0].num_prompt_tokens))
+    assert (result.tokens, result.num_external) == (
+        truth.tokens(PROMPTS[0]),
+        full_blocks(PROMPTS[0].num_prompt_tokens),
+    )
 
 
 def test_another_model_finds_nothing_of_this_one(
-    truth: Truth, start: Callable[..., Engine], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    truth: Truth,
+    start: Callable[..., Engine],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     from . import tiny
 
@@ -195,7 +222,9 @@ def test_another_model_finds_nothing_of_this_one(
 def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """Nothing of vLLM's tells a connector; the namespace is still that of the weights from the start."""
+    """Nothing of vLLM's tells a connector; the namespace is still that of the weights from the
+    start.
+    """
     other = tiny.write_model(tmp_path / "other", seed=99)
     others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))
     known, new = PROMPTS[:2]
@@ -203,9 +232,17 @@ def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     assert engine.ask(known.again())[0].tokens == truth.tokens(known) != others.tokens(known)
     engine.reload(other)
     assert engine.reset()
-    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [others.tokens(known), others.tokens(new)]
+    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [
+        others.tokens(known),
+        others.tokens(new),
+    ]
     engine.stop()
     engine = start(kv_transfer_config=kvloft(tmp_path / "disk"), num_blocks=120)
-    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [truth.tokens(known), truth.tokens(new)]
-    assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == full_blocks(known.num_prompt_tokens)
+    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [
+        truth.tokens(known),
+        truth.tokens(new),
+    ]
+    assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == full_blocks(
+        known.num_prompt_tokens
+    )
     others.close()

@@ -30,7 +30,9 @@ def all_true(truth: Truth, engine: Engine) -> int:
 
 @pytest.mark.parametrize("keep", [0, 3, 11])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recompute_gives_the_truth(truth: Truth, start: Callable[..., Engine], shape: str, keep: int) -> None:
+def test_recompute_gives_the_truth(
+    truth: Truth, start: Callable[..., Engine], shape: str, keep: int
+) -> None:
     settings = kvloft(policy="recompute")
     engine = start(num_blocks=80, kv_transfer_config=settings, **SHAPES[shape])
     assert all_true(truth, engine) == 0
@@ -42,11 +44,16 @@ def test_recompute_gives_the_truth(truth: Truth, start: Callable[..., Engine], s
     engine.assert_at_rest()
     engine.reset()
     assert all_true(truth, engine) == FULL, "damaged chunks were not replaced"
-    assert engine.metrics()["vllm:kvloft_verify_failures_total"] == metrics["vllm:kvloft_verify_failures_total"]
+    assert (
+        engine.metrics()["vllm:kvloft_verify_failures_total"]
+        == metrics["vllm:kvloft_verify_failures_total"]
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fail_ends_the_request_cleanly(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
+def test_fail_ends_the_request_cleanly(
+    truth: Truth, start: Callable[..., Engine], shape: str
+) -> None:
     engine = start(num_blocks=80, kv_transfer_config=kvloft(policy="fail"), **SHAPES[shape])
     assert all_true(truth, engine) == 0
     engine.reset()
@@ -61,9 +68,15 @@ def test_fail_ends_the_request_cleanly(truth: Truth, start: Callable[..., Engine
     assert all_true(truth, engine) == FULL
 
 
-def test_damage_under_preemption_gives_the_truth(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_damage_under_preemption_gives_the_truth(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     requests = truth.clear([Req(random_ids(4200 + i, 60 + i), max_tokens=50) for i in range(10)])
-    for settings in ({}, {"v2_shape": True}, {"async_scheduling": True, "enable_prefix_caching": True}):
+    for settings in (
+        {},
+        {"v2_shape": True},
+        {"async_scheduling": True, "enable_prefix_caching": True},
+    ):
         engine = start(num_blocks=14, kv_transfer_config=kvloft(policy="recompute"), **settings)
         batch = [r.again() for r in requests]
         engine.add(*batch)

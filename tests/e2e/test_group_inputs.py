@@ -1,4 +1,6 @@
-"""Embedded prompts of models with several KV cache groups: rows of no token have KV of every group, known by their bytes."""
+"""Embedded prompts of models with several KV cache groups: rows of no token have KV of every group,
+known by their bytes.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,18 +17,25 @@ NAMES = ("gemma3", "gemma4", "gpt-oss", "mistral", "qwen3-next") if IS_WHOLE els
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def place(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
     """Each model, told to take embeddings."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     truth = Truth(
-        lambda: zygote.engine(engine_kwargs(folder, **model.plain() | {"enable_prompt_embeds": True}), prepare=model.prepare)
+        lambda: zygote.engine(
+            engine_kwargs(folder, **model.plain() | {"enable_prompt_embeds": True}),
+            prepare=model.prepare,
+        )
     )
     yield Place(model, folder, truth)
     truth.close()
 
 
-def embedded(place: Place, seed: int, num_rows: int, *, mixed: bool, before: Req | None = None) -> Req:
+def embedded(
+    place: Place, seed: int, num_rows: int, *, mixed: bool, before: Req | None = None
+) -> Req:
     """Random rows, or rows and tokens in turns; ``before`` has the first ones."""
     width = place.model.config()["hidden_size"]
 
@@ -38,22 +47,37 @@ def embedded(place: Place, seed: int, num_rows: int, *, mixed: bool, before: Req
         if not mixed:
             return Req(embeds=rows, max_tokens=6)
         ids = tuple(int(i) for i in pick.integers(3, 512, num_rows))
-        return Req(ids, embeds=rows, is_token=tuple(at % 50 < 20 for at in range(num_rows)), max_tokens=6)
+        return Req(
+            ids, embeds=rows, is_token=tuple(at % 50 < 20 for at in range(num_rows)), max_tokens=6
+        )
 
     return place.truth.pick(make, seed)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_embedded_prompts_are_found_by_their_rows(place: Place, zygote: Zygote, tmp_path: Path, mixed: bool) -> None:
+def test_embedded_prompts_are_found_by_their_rows(
+    place: Place, zygote: Zygote, tmp_path: Path, mixed: bool
+) -> None:
     config = kvloft(tmp_path, kv_groups=place.model.kv_groups)
-    arguments = place.model.engine(place.folder) | {"enable_prompt_embeds": True, "kv_transfer_config": config}
-    start: Callable[[], Engine] = lambda: zygote.engine(engine_kwargs(place.folder, **arguments), prepare=place.model.prepare)  # noqa: E731
+    arguments = place.model.engine(place.folder) | {
+        "enable_prompt_embeds": True,
+        "kv_transfer_config": config,
+    }
+    start: Callable[[], Engine] = lambda: zygote.engine(  # noqa: E731
+        engine_kwargs(place.folder, **arguments), prepare=place.model.prepare
+    )
     first = embedded(place, 1, 300, mixed=mixed)
-    requests = [first, embedded(place, 2, 350, mixed=mixed), embedded(place, 3, 330, mixed=mixed, before=None if mixed else first)]
+    requests = [
+        first,
+        embedded(place, 2, 350, mixed=mixed),
+        embedded(place, 3, 330, mixed=mixed, before=None if mixed else first),
+    ]
     engine = start()
     for turn in range(3):
         results = engine.ask_each(*(request.again() for request in requests))
-        assert [result.tokens for result in results] == [place.truth.tokens(request) for request in requests]
+        assert [result.tokens for result in results] == [
+            place.truth.tokens(request) for request in requests
+        ]
         assert (min(result.num_external for result in results) > 0) == (turn > 0), turn
         assert_sound(engine)
         if turn == 1:

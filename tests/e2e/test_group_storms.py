@@ -1,7 +1,9 @@
-"""Models with several KV cache groups, states and drafters while everything goes wrong: little host memory, so that groups are
-evicted unevenly, salts, a sick disk, damaged frames, aborts, resets, restarts and kills, at moments that chance picks.
+"""Models with several KV cache groups, states and drafters while everything goes wrong: little host
+memory, so that groups are evicted unevenly, salts, a sick disk, damaged frames, aborts, resets,
+restarts and kills, at moments that chance picks.
 
-Every answer is compared with vLLM without any cache; what is found and how much is not asked here. KV_STORM_ROUNDS makes it long.
+Every answer is compared with vLLM without any cache; what is found and how much is not asked here.
+KV_STORM_ROUNDS makes it long.
 """
 
 import os
@@ -20,38 +22,59 @@ from .test_groups import Place, place, serve  # noqa: F401
 from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
 
-ROUNDS, SEED = int(os.environ.get("KV_STORM_ROUNDS", "10")), int(os.environ.get("KV_STORM_SEED", "1"))
+ROUNDS, SEED = (
+    int(os.environ.get("KV_STORM_ROUNDS", "10")),
+    int(os.environ.get("KV_STORM_SEED", "1")),
+)
 SALTS = (None, None, "pepper", "thyme")
 Start = Callable[..., Engine]
 
 
 def together(place: Place) -> None:  # noqa: F811
-    """Skip models that vLLM alone answers otherwise where it cuts prompts elsewhere: so it does behind resets, too."""
+    """Skip models that vLLM alone answers otherwise where it cuts prompts elsewhere: so it does
+    behind resets, too.
+    """
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
 
 
 def told(place: Place, pick: random.Random) -> list[Req]:  # noqa: F811
     """Prompts that share beginnings, and next turns of some."""
-    prompts = [place.prompt(30 + i, 70 + 41 * i, max_tokens=pick.choice([2, 9, 24])) for i in range(8)]
+    prompts = [
+        place.prompt(30 + i, 70 + 41 * i, max_tokens=pick.choice([2, 9, 24])) for i in range(8)
+    ]
     for i in range(6):
         before = prompts[i].ids or ()
-        history = before[: pick.randrange(40, len(before))] if i % 2 else before + place.truth.tokens(prompts[i])
-        prompts.append(place.prompt(60 + i, len(history) + 9 + 16 * i, max_tokens=8, before=history))
+        history = (
+            before[: pick.randrange(40, len(before))]
+            if i % 2
+            else before + place.truth.tokens(prompts[i])
+        )
+        prompts.append(
+            place.prompt(60 + i, len(history) + 9 + 16 * i, max_tokens=8, before=history)
+        )
     return prompts
 
 
 class Storm:
     """One engine after the other on one disk, or on one server."""
 
-    def __init__(self, place: Place, start: Callable[[], Engine], pick: random.Random, disk: Ext4 | None) -> None:  # noqa: F811
+    def __init__(
+        self,
+        place: Place,  # noqa: F811
+        start: Callable[[], Engine],
+        pick: random.Random,
+        disk: Ext4 | None,
+    ) -> None:
         self._place, self._start, self._pick, self._disk = place, start, pick, disk
         self._prompts = told(place, pick)
         self.engine = start()
         self.num_asked = self.num_external = 0
 
     def ask(self) -> None:
-        """Some requests, of which one may end early, and resets beneath them; all that end well say the truth."""
+        """Some requests, of which one may end early, and resets beneath them; all that end well say
+        the truth.
+        """
         pick, engine = self._pick, self.engine
         chosen = [pick.choice(self._prompts) for _ in range(pick.randrange(2, 8))]
         asked = [prompt.again(salt=pick.choice(SALTS)) for prompt in chosen]
@@ -65,8 +88,13 @@ class Storm:
         results = engine.run()
         for request, prompt in zip(asked, chosen, strict=True):
             if (result := results.get(request.id)) is not None and result.finish != "abort":
-                assert result.tokens == self._place.truth.tokens(prompt), f"{prompt.num_prompt_tokens} tokens, {result.external}"
-                self.num_asked, self.num_external = self.num_asked + 1, self.num_external + result.num_external
+                assert result.tokens == self._place.truth.tokens(prompt), (
+                    f"{prompt.num_prompt_tokens} tokens, {result.external}"
+                )
+                self.num_asked, self.num_external = (
+                    self.num_asked + 1,
+                    self.num_external + result.num_external,
+                )
 
     def hurt(self) -> None:
         pick, kinds = self._pick, ["bits", "restart", "kill", "reset", "nothing", "nothing"]
@@ -109,7 +137,12 @@ def small(place: Place, pick: random.Random, config: dict[str, Any]) -> dict[str
     """Few blocks, so that requests are preempted and windows' blocks given away."""
     groups, per_chunk = len(place.model.kinds), max(1, place.model.hit_tokens // 32)
     num_blocks = (20 + 16 * groups * pick.choice([1, 2])) * per_chunk
-    return {"num_blocks": num_blocks, "max_model_len": 640, "max_num_batched_tokens": 640, "kv_transfer_config": config}
+    return {
+        "num_blocks": num_blocks,
+        "max_model_len": 640,
+        "max_num_batched_tokens": 640,
+        "kv_transfer_config": config,
+    }
 
 
 @pytest.fixture
@@ -118,24 +151,46 @@ def disk(tmp_path: Path) -> Iterator[Ext4 | None]:
         yield stack.enter_context(mounted(tmp_path / "ext4", size_mib=24)) if can_mount() else None
 
 
-def test_a_storm_over_a_disk_says_the_truth(place: Place, serve: Start, disk: Ext4 | None, tmp_path: Path) -> None:  # noqa: F811
+def test_a_storm_over_a_disk_says_the_truth(
+    place: Place,  # noqa: F811
+    serve: Start,  # noqa: F811
+    disk: Ext4 | None,
+    tmp_path: Path,
+) -> None:
     together(place)
     pick, folder = random.Random(SEED), (disk.path if disk is not None else tmp_path) / "cache"
-    sizes = {"host_size": pick.choice(["512KiB", "1MiB", "3MiB"]), "disk_size": "6MiB", "load_timeout": "500ms"}
+    sizes = {
+        "host_size": pick.choice(["512KiB", "1MiB", "3MiB"]),
+        "disk_size": "6MiB",
+        "load_timeout": "500ms",
+    }
     config = kvloft(folder, policy="recompute", kv_groups=place.model.kv_groups, **sizes)
     storm = Storm(place, lambda: serve(**small(place, pick, config)), pick, disk)
     for _ in range(ROUNDS):
         storm.ask()
         storm.hurt()
     storm.end()
-    print(place.model.name, sizes["host_size"], storm.num_asked, "answers,", storm.num_external, "external tokens")
+    print(
+        place.model.name,
+        sizes["host_size"],
+        storm.num_asked,
+        "answers,",
+        storm.num_external,
+        "external tokens",
+    )
 
 
-def test_a_storm_over_a_server_says_the_truth(place: Place, serve: Start, server: CacheServer) -> None:  # noqa: F811
+def test_a_storm_over_a_server_says_the_truth(
+    place: Place,  # noqa: F811
+    serve: Start,  # noqa: F811
+    server: CacheServer,  # noqa: F811
+) -> None:
     together(place)
     pick = random.Random(SEED + 1000)
     config = sharing(server, kv_groups=place.model.kv_groups)
-    storms = [Storm(place, lambda: serve(**small(place, pick, config)), pick, None) for _ in range(2)]
+    storms = [
+        Storm(place, lambda: serve(**small(place, pick, config)), pick, None) for _ in range(2)
+    ]
     for _ in range(ROUNDS):
         for storm in storms:
             storm.ask()

@@ -1,7 +1,9 @@
-"""kvloft beside models with several KV cache groups, states and drafters: what is said is the truth, cold and on every kind of hit.
+"""kvloft beside models with several KV cache groups, states and drafters: what is said is the
+truth, cold and on every kind of hit.
 
-The oracle is exact: the same vLLM without connector, prefix cache and drafter; zoo/test_zoo.py shows that it sees any wrong page.
-The yardstick of a hit is vLLM's own prefix cache: at least what that finds at once, less one unit of alignment.
+The oracle is exact: the same vLLM without connector, prefix cache and drafter; zoo/test_zoo.py
+shows that it sees any wrong page. The yardstick of a hit is vLLM's own prefix cache: at least what
+that finds at once, less one unit of alignment.
 """
 
 from collections import Counter
@@ -23,12 +25,14 @@ from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 from .zoo.test_zoo import needed
 
 REFUSED = {
-    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: vLLM alone answers some hits wrongly (zoo/test_faults.py)",
-    "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",
+    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: vLLM alone answers some hits wrongly (zoo/test_faults.py)",  # noqa: E501
+    "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",  # noqa: E501
 }
 """What kvloft does not serve yet, and why: when it does, its row goes."""
 VLLM_DIFFERS = {"lfm2": {65}}
-"""Lengths of prompts that vLLM's CPU build, without kvloft, answers otherwise where its prefix cache is on: it cuts them at 64."""
+"""Lengths of prompts that vLLM's CPU build, without kvloft, answers otherwise where its prefix
+cache is on: it cuts them at 64.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +43,29 @@ class Place:
     folder: Path
     truth: Truth
 
-    def prompt(self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()) -> Req:
+    def prompt(
+        self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()
+    ) -> Req:
         """A prompt that begins with ``before`` and whose output rounding cannot change."""
-        return self.truth.pick(lambda s: Req(before + random_ids(s, num_tokens - len(before)), max_tokens=max_tokens), seed)
+        return self.truth.pick(
+            lambda s: Req(before + random_ids(s, num_tokens - len(before)), max_tokens=max_tokens),
+            seed,
+        )
 
 
 def names() -> list[Any]:
-    """Each chosen model of the zoo. Those that kvloft refuses are tried with the whole zoo only, and expected to fail."""
+    """Each chosen model of the zoo. Those that kvloft refuses are tried with the whole zoo only,
+    and expected to fail.
+    """
     waiting = {name: pytest.mark.xfail(strict=False, reason=why) for name, why in REFUSED.items()}
     tried = [name for name in chosen() if IS_WHOLE or name not in waiting]
     return [pytest.param(name, marks=[waiting[name]] if name in waiting else []) for name in tried]
 
 
 @pytest.fixture(scope="module", params=names())
-def place(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
     """Each model in turn."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
@@ -68,9 +81,15 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def launch(disk: Path | None = None, **more: Any) -> Engine:
-        arguments = place.model.engine(place.folder) | {"kv_transfer_config": kvloft(disk, kv_groups=place.model.kv_groups)} | more
+        arguments = (
+            place.model.engine(place.folder)
+            | {"kv_transfer_config": kvloft(disk, kv_groups=place.model.kv_groups)}
+            | more
+        )
         env = {BOOK: str(place.folder.parent / "book")}
-        engine = zygote.engine(engine_kwargs(place.folder, **arguments), prepare=place.model.prepare, env=env)
+        engine = zygote.engine(
+            engine_kwargs(place.folder, **arguments), prepare=place.model.prepare, env=env
+        )
         engines.append(engine)
         return engine
 
@@ -80,7 +99,9 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
-    """Ask all at once, if the model can; each says the truth. Returns the external tokens of each."""
+    """Ask all at once, if the model can; each says the truth. Returns the external tokens of
+    each.
+    """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [place.truth.tokens(r) for r in requests]
     return [r.num_external for r in results]
@@ -94,11 +115,15 @@ def least(place: Place, num_tokens: int) -> int:
 def assert_sound(engine: Engine) -> None:
     """Nothing went wrong inside, and nothing is held."""
     metrics = engine.metrics()
-    assert metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+    assert (
+        metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+    )
     engine.assert_at_rest()
 
 
-def test_cold_from_host_and_from_disk_say_the_truth(place: Place, serve: Callable[..., Engine], tmp_path: Path) -> None:
+def test_cold_from_host_and_from_disk_say_the_truth(
+    place: Place, serve: Callable[..., Engine], tmp_path: Path
+) -> None:
     engine = serve(tmp_path)
     prompts = [place.prompt(9000 + i, 150 + 67 * i) for i in range(5)]
     wanted = [least(place, p.num_prompt_tokens) for p in prompts]
@@ -118,12 +143,20 @@ def test_cold_from_host_and_from_disk_say_the_truth(place: Place, serve: Callabl
 
 def boundaries(model: ZooModel) -> list[int]:
     """Lengths around blocks, chunks of the cache, windows and local chunks."""
-    sizes = {BLOCK, model.hit_tokens, *(int(kind.split()[1]) for kind in model.kinds if kind.split()[0] in ("window", "chunk"))}
+    sizes = {
+        BLOCK,
+        model.hit_tokens,
+        *(int(kind.split()[1]) for kind in model.kinds if kind.split()[0] in ("window", "chunk")),
+    }
     marks = sorted({n * size for size in sizes for n in (1, 2, 3, 5)} | {s + BLOCK for s in sizes})
-    return sorted({mark + d for mark in marks for d in (-1, 0, 1, 2)} - VLLM_DIFFERS.get(model.name, set()))
+    return sorted(
+        {mark + d for mark in marks for d in (-1, 0, 1, 2)} - VLLM_DIFFERS.get(model.name, set())
+    )
 
 
-def test_lengths_around_every_boundary_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
+def test_lengths_around_every_boundary_say_the_truth(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
     engine = serve()
     prompts = [place.prompt(9200 + n, n, 6) for n in boundaries(place.model)]
     ask(place, engine, *prompts)
@@ -134,8 +167,12 @@ def test_lengths_around_every_boundary_say_the_truth(place: Place, serve: Callab
     assert_sound(engine)
 
 
-def test_another_tail_after_a_known_beginning_says_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
-    """A hit that ends where no request of before ended: windows and states of that place must be there, or it is a shorter hit."""
+def test_another_tail_after_a_known_beginning_says_the_truth(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """A hit that ends where no request of before ended: windows and states of that place must be
+    there, or it is a shorter hit.
+    """
     engine = serve()
     first = place.prompt(9500, 330)
     ask(place, engine, first)
@@ -148,7 +185,11 @@ def test_another_tail_after_a_known_beginning_says_the_truth(place: Place, serve
 def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., Engine]) -> None:
     """Turn one decodes past windows and several states, whose blocks vLLM frees while it runs."""
     # By default vLLM retains the states at a prompt's end only, and offers no others.
-    retained = {"prefix_cache_retention_interval": place.model.hit_tokens} if "state (align)" in place.model.kinds else {}
+    retained = (
+        {"prefix_cache_retention_interval": place.model.hit_tokens}
+        if "state (align)" in place.model.kinds
+        else {}
+    )
     engine = serve(**retained)
     first = place.prompt(9600, 70, max_tokens=190)
     ask(place, engine, first)
@@ -156,7 +197,8 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # Beside such a drafter a state is saved only where the token behind it is known as vLLM offers it: see the next test.
+    # Beside such a drafter a state is saved only where the token behind it is known as vLLM offers
+    # it: see the next test.
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
@@ -168,8 +210,12 @@ def beside_drafts(place: Place) -> None:
         pytest.skip("no drafts beside states")
 
 
-def test_states_at_boundaries_that_accepted_drafts_passed_are_right(place: Place, serve: Callable[..., Engine]) -> None:
-    """vLLM moves such a state to its block behind sampling only. It offers few of them: one of these prompts must find one."""
+def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """vLLM moves such a state to its block behind sampling only. It offers few of them: one of
+    these prompts must find one.
+    """
     beside_drafts(place)
     size = place.model.hit_tokens
     engine = serve(prefix_cache_retention_interval=size)
@@ -178,12 +224,25 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(place: Place
     assert accepted(engine) > 4 * len(prompts)
     said = [(p.ids or ()) + place.truth.tokens(p) for p in prompts]
     assert engine.reset()
-    assert max(ask(place, engine, *(place.prompt(9680 + i, len(ids) + 9, before=ids) for i, ids in enumerate(said)))) >= size
+    assert (
+        max(
+            ask(
+                place,
+                engine,
+                *(place.prompt(9680 + i, len(ids) + 9, before=ids) for i, ids in enumerate(said)),
+            )
+        )
+        >= size
+    )
     assert_sound(engine)
 
 
-def test_a_loaded_state_that_is_overwritten_changes_what_is_said(place: Place, serve: Callable[..., Engine]) -> None:
-    """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test changes a worker's memory."""
+def test_a_loaded_state_that_is_overwritten_changes_what_is_said(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test
+    changes a worker's memory.
+    """
     beside_drafts(place)
     prompt = place.prompt(9690, 418)
     for group, kind in enumerate(place.model.kinds):
@@ -191,16 +250,22 @@ def test_a_loaded_state_that_is_overwritten_changes_what_is_said(place: Place, s
         ask(place, engine, prompt)
         assert engine.reset()
         assert ask(place, engine, prompt)[0] > 0
-        hit = engine.probe("hit", ids=list(prompt.ids or ()))  # what kvloft loaded is in vLLM's own cache now
+        hit = engine.probe(
+            "hit", ids=list(prompt.ids or ())
+        )  # what kvloft loaded is in vLLM's own cache now
         assert engine.probe("damage", group=group, block=hit["blocks"][group][-1])
-        assert engine.ask(prompt.again())[0].tokens != place.truth.tokens(prompt), f"group {group} {kind}"
+        assert engine.ask(prompt.again())[0].tokens != place.truth.tokens(prompt), (
+            f"group {group} {kind}"
+        )
         engine.kill()
 
 
 def test_a_loaded_block_that_is_overwritten_changes_what_is_said_where_blocks_differ_in_size(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """The first and the last block that kvloft loads of each group, which may be any of a chunk's. See the test above."""
+    """The first and the last block that kvloft loads of each group, which may be any of a chunk's.
+    See the test above.
+    """
     engine = serve()
     if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
         pytest.skip("all blocks have one size")
@@ -211,7 +276,9 @@ def test_a_loaded_block_that_is_overwritten_changes_what_is_said_where_blocks_di
             assert engine.reset()
             assert min(ask(place, engine, *prompts)) > 0
             for prompt in prompts:
-                held = list(filter(None, engine.probe("hit", ids=list(prompt.ids or ()))["blocks"][group]))
+                held = list(
+                    filter(None, engine.probe("hit", ids=list(prompt.ids or ()))["blocks"][group])
+                )
                 assert engine.probe("damage", group=group, block=held[index])
             said = [result.tokens for result in engine.ask_each(*(p.again() for p in prompts))]
             assert said != [place.truth.tokens(p) for p in prompts], f"group {group} {kind}"
@@ -219,13 +286,17 @@ def test_a_loaded_block_that_is_overwritten_changes_what_is_said_where_blocks_di
             engine = serve()
 
 
-def test_few_blocks_and_many_requests_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
+def test_few_blocks_and_many_requests_say_the_truth(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
     """Preemptions, and blocks that are given to others as soon as they can be."""
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
     groups = len(place.model.kinds)
     engine = serve(
-        num_blocks=20 + 16 * groups * BLOCK // min(BLOCK, place.model.hit_tokens), max_model_len=512, max_num_batched_tokens=512
+        num_blocks=20 + 16 * groups * BLOCK // min(BLOCK, place.model.hit_tokens),
+        max_model_len=512,
+        max_num_batched_tokens=512,
     )
     prompts = [place.prompt(9700 + i, 120 + 31 * i, max_tokens=24) for i in range(8)]
     for _ in range(3):
@@ -234,7 +305,9 @@ def test_few_blocks_and_many_requests_say_the_truth(place: Place, serve: Callabl
     assert_sound(engine)
 
 
-def test_drafts_are_accepted_as_often_on_a_hit_as_cold(place: Place, serve: Callable[..., Engine]) -> None:
+def test_drafts_are_accepted_as_often_on_a_hit_as_cold(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
     if place.model.draft is None or not place.model.draft.layer:
         pytest.skip("no drafter with KV of its own")
     engine = serve()
@@ -247,13 +320,20 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(place: Place, serve: Call
     assert warm >= 0.99 * cold
 
 
-def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(place: Place, serve: Callable[..., Engine]) -> None:
-    """So that the test above can fail. Tokens stay right, fewer drafts are: kvloft loaded what is damaged here."""
+def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """So that the test above can fail. Tokens stay right, fewer drafts are: kvloft loaded what is
+    damaged here.
+    """
     draft = place.model.draft
     if draft is None or not draft.layer:
         pytest.skip("no drafter with KV of its own")
     if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
-        pytest.skip("vLLM's own hit is a block shorter, and the loaded windows do not reach so far back: kvloft loads all again")
+        pytest.skip(
+            "vLLM's own hit is a block shorter, and the loaded windows do not reach so far back: "
+            "kvloft loads all again"
+        )
     engine = serve()
     prompts = [place.prompt(9850 + i, 300 + 7 * i, max_tokens=24) for i in range(4)]
     ask(place, engine, *prompts)
@@ -265,17 +345,25 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(place: Place, 
     hits = [engine.probe("hit", ids=list(prompt.ids or ())) for prompt in prompts]
     for group, found in enumerate(engine.probe("groups")["groups"]):
         mine = [name for name in found["layers"] if draft.layer in name]
-        for block in {block for hit in hits for block in hit["blocks"][group] if block} if mine else ():
+        for block in (
+            {block for hit in hits for block in hit["blocks"][group] if block} if mine else ()
+        ):
             assert engine.probe("damage", group=group, block=block, layers=mine)
     ask(place, engine, *prompts)
     assert accepted(engine) - before < 0.7 * cold
 
 
-def test_aborts_and_resets_under_way_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
-    """Requests end while they load, wait and run; vLLM's cache is emptied beneath the others, which begin anew."""
+def test_aborts_and_resets_under_way_say_the_truth(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """Requests end while they load, wait and run; vLLM's cache is emptied beneath the others, which
+    begin anew.
+    """
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
-    engine = serve(num_blocks=20 + 16 * len(place.model.kinds), max_model_len=512, max_num_batched_tokens=512)
+    engine = serve(
+        num_blocks=20 + 16 * len(place.model.kinds), max_model_len=512, max_num_batched_tokens=512
+    )
     prompts = [place.prompt(9950 + i, 120 + 31 * i, max_tokens=24) for i in range(8)]
     ask(place, engine, *prompts)
     for turn in range(4):
@@ -288,7 +376,11 @@ def test_aborts_and_resets_under_way_say_the_truth(place: Place, serve: Callable
                 engine.abort(asked[nth // 2].id)
         engine.reset(running=turn % 2 == 1)
         results = engine.run()
-        done = [(results[a.id], place.truth.tokens(p)) for a, p in zip(asked, prompts, strict=True) if a.id in results]
+        done = [
+            (results[a.id], place.truth.tokens(p))
+            for a, p in zip(asked, prompts, strict=True)
+            if a.id in results
+        ]
         whole = [(result.tokens, truth) for result, truth in done if result.finish != "abort"]
         assert len(whole) >= 4
         assert all(tokens == truth for tokens, truth in whole)
@@ -306,12 +398,17 @@ def block_sizes(engine: Engine) -> list[int]:
 
 
 def foretold(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
-    """Tokens of the deepest boundary at which each group has what a hit needs, by what a router was told."""
+    """Tokens of the deepest boundary at which each group has what a hit needs, by what a router was
+    told.
+    """
     unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
     names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
     assert all(block["size"] == sizes[group] for (group, _), block in there.items())
     for num_tokens in range((prompt.num_prompt_tokens - 1) // unit * unit, 0, -unit):
-        rows = [[(nth, (i + 1) * size) for i in needed(kind, num_tokens, size)] for nth, (kind, size) in enumerate(kinds)]
+        rows = [
+            [(nth, (i + 1) * size) for i in needed(kind, num_tokens, size)]
+            for nth, (kind, size) in enumerate(kinds)
+        ]
         if all((group, names.get(end)) in there for row in rows for group, end in row):
             return num_tokens
     return 0
@@ -323,10 +420,14 @@ def test_events_say_what_each_group_has(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Few frames and slots, so that chunks of each group come and go; then a restart: a disk is told of when it is asked about."""
+    """Few frames and slots, so that chunks of each group come and go; then a restart: a disk is
+    told of when it is asked about.
+    """
     if place.model.draft is not None:
         pytest.skip("beside a drafter a block has a key for each token behind it")
-    config = kvloft(tmp_path / "disk", kv_groups=place.model.kv_groups, host_size="1MiB", disk_size="4MiB")
+    config = kvloft(
+        tmp_path / "disk", kv_groups=place.model.kv_groups, host_size="1MiB", disk_size="4MiB"
+    )
     prompts = [place.prompt(9950 + i, 150 + 67 * i) for i in range(6)]
     found = list[int]()
     again = [5, 5, 2, 2]
@@ -342,10 +443,14 @@ def test_events_say_what_each_group_has(
                 assert engine.reset()
                 settle(engine)
                 step(engine)  # what was told before is told again, and may take a step more
-                until(lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1], "no word of the reset")  # type: ignore[misc]
+                until(
+                    lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1],
+                    "no word of the reset",
+                )  # type: ignore[misc]
                 expected = foretold(place, router, sizes, prompt)
                 found += ask(place, engine, prompt)
-                # On a busy machine, tokens on disk may be computed because that is expected to be faster.
+                # On a busy machine, tokens on disk may be computed because that is expected to be
+                # faster.
                 if is_of_before or expected <= found[-1] or attempt == 3:
                     break
             assert expected == (0 if is_of_before else found[-1]), (order, found)
@@ -364,14 +469,19 @@ def test_blocks_are_called_what_vllm_calls_them_however_it_hashes(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """vLLM, told to keep all, says the same of each block of each group: its size, name, parent, tokens and what else it is of."""
+    """vLLM, told to keep all, says the same of each block of each group: its size, name, parent,
+    tokens and what else it is of.
+    """
     if len(place.model.kinds) == 1 or any(kind.startswith("state") for kind in place.model.kinds):
         pytest.skip("with one group vLLM refuses --prefix-match-unit, with states kvloft does")
     more = {"prefix_match_unit": 16} if is_finer else {}
     engine = serve(
-        kv_transfer_config=kvloft(kv_groups=place.model.kv_groups), kv_events_config=router.settings(), enable_prefix_caching=True,
-        prefix_cache_retention_interval=None, **more,
-    )  # fmt: skip
+        kv_transfer_config=kvloft(kv_groups=place.model.kv_groups),
+        kv_events_config=router.settings(),
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+        **more,
+    )
     sizes = block_sizes(engine)
     router.join()
     prompt = place.prompt(9960, 300)
@@ -381,10 +491,18 @@ def test_blocks_are_called_what_vllm_calls_them_however_it_hashes(
     router.hear()
     gpu, host = router.blocks["GPU"], router.blocks["CPU"]
     assert {each: gpu.get(each) for each in host} == host
-    num_tokens = (prompt.num_prompt_tokens + prompt.max_tokens - 1) // place.model.hit_tokens * place.model.hit_tokens
-    assert Counter(group for group, _ in host) == {nth: 2 * num_tokens // size for nth, size in enumerate(sizes)}
+    num_tokens = (
+        (prompt.num_prompt_tokens + prompt.max_tokens - 1)
+        // place.model.hit_tokens
+        * place.model.hit_tokens
+    )
+    assert Counter(group for group, _ in host) == {
+        nth: 2 * num_tokens // size for nth, size in enumerate(sizes)
+    }
     assert {block["size"] for block in host.values()} == set(sizes)
-    assert Counter(str(block["extra"]) for block in host.values())["['of a user']"] == len(sizes), "the first of each group"
+    assert Counter(str(block["extra"]) for block in host.values())["['of a user']"] == len(sizes), (
+        "the first of each group"
+    )
 
 
 def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
@@ -392,7 +510,9 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
     serve: Callable[..., Engine],
     server: CacheServer,  # noqa: F811
 ) -> None:
-    one, other = (serve(kv_transfer_config=sharing(server, kv_groups=place.model.kv_groups)) for _ in range(2))
+    one, other = (
+        serve(kv_transfer_config=sharing(server, kv_groups=place.model.kv_groups)) for _ in range(2)
+    )
     prompts = [place.prompt(9900 + i, 150 + 67 * i) for i in range(5)]
     wanted = [least(place, p.num_prompt_tokens) for p in prompts]
     assert ask(place, one, *prompts) == [0] * len(prompts)
@@ -413,7 +533,9 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
             other.step(2)
             server.start()
             results = other.run()
-            assert [results[r.id].tokens for r in requests] == [place.truth.tokens(p) for p in prompts]
+            assert [results[r.id].tokens for r in requests] == [
+                place.truth.tokens(p) for p in prompts
+            ]
     server.end()
     assert other.reset()
     assert ask(place, other, *prompts) == [0] * len(prompts)

@@ -1,4 +1,6 @@
-"""Through the front door: vllm serve with kvloft, /v1/completions with prompt embeddings and salts, and vllm bench serve."""
+"""Through the front door: vllm serve with kvloft, /v1/completions with prompt embeddings and salts,
+and vllm bench serve.
+"""
 
 import base64
 import io
@@ -37,11 +39,28 @@ class Serving:
 
     def start(self, transfer: dict[str, Any] | None = None, *flags: str) -> Server:
         transfer = transfer or kvloft(self._disk)
-        self.server = self._zygote.server([
-            "--model", str(self.model), "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK),
-            "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--max-num-seqs", "16", "--enable-prompt-embeds",
-            "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer), *flags,
-        ])  # fmt: skip
+        self.server = self._zygote.server(
+            [
+                "--model",
+                str(self.model),
+                "--enforce-eager",
+                "--dtype",
+                "float32",
+                "--block-size",
+                str(BLOCK),
+                "--max-model-len",
+                "512",
+                "--num-gpu-blocks-override",
+                "64",
+                "--max-num-seqs",
+                "16",
+                "--enable-prompt-embeds",
+                "--no-enable-prefix-caching",
+                "--kv-transfer-config",
+                json.dumps(transfer),
+                *flags,
+            ]
+        )
         return self.server.wait()
 
     def stop(self) -> None:
@@ -58,12 +77,22 @@ def serving(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[Serving]:
 
 def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) -> tuple[int, ...]:
     """Token ids of one greedy completion."""
-    body = {"model": str(model), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": str(model),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     return tuple(server.post("/v1/completions", body | fields)["choices"][0]["token_ids"])
 
 
-def settled(server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE) -> float:
-    """Wait until a metric has grown: statistics travel with engine steps, so each look asks for one token."""
+def settled(
+    server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE
+) -> float:
+    """Wait until a metric has grown: statistics travel with engine steps, so each look asks for one
+    token.
+    """
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:
         complete(server, model, 1, prompt=[5])
@@ -75,7 +104,9 @@ def test_embeddings_over_http_across_a_restart(truth: Truth, serving: Serving) -
     a, b = embeds(1, NUM_ROWS), embeds(2, NUM_ROWS)
     hits = "vllm:external_prefix_cache_hits_total"
     server = serving.start()
-    assert complete(server, serving.model, prompt_embeds=encoded(a), cache_salt="one") == truth.tokens(Req(embeds=a))
+    assert complete(
+        server, serving.model, prompt_embeds=encoded(a), cache_salt="one"
+    ) == truth.tokens(Req(embeds=a))
     assert server.metrics()[hits] == 0
     assert settled(server, serving.model, "vllm:kvloft_disk_used", 3) >= 3
     server.stop()
@@ -88,29 +119,70 @@ def test_embeddings_over_http_across_a_restart(truth: Truth, serving: Serving) -
         assert server.metrics()[hits] - before == external, salt
     before = server.metrics()[hits]
     zeros = (0,) * NUM_ROWS
-    assert complete(server, serving.model, prompt=list(zeros), cache_salt="one") == truth.tokens(Req(zeros))
+    assert complete(server, serving.model, prompt=list(zeros), cache_salt="one") == truth.tokens(
+        Req(zeros)
+    )
     assert server.metrics()[hits] == before
     assert server.metrics()["vllm:kvloft_load_tokens_disk_total"] == full_blocks(NUM_ROWS)
 
 
-def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(serving: Serving, tmp_path: Path) -> None:
+def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(
+    serving: Serving, tmp_path: Path
+) -> None:
     server = serving.start()
-    server.bench([
-        "--model", str(serving.model), "--dataset-name", "random", "--random-prefix-len", str(3 * BLOCK), "--random-input-len",
-        "40", "--random-output-len", "4", "--num-prompts", "200", "--max-concurrency", "16", "--ignore-eos", "--seed", "3",
-        "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json",
-    ], tmp_path / "bench.log")  # fmt: skip
+    server.bench(
+        [
+            "--model",
+            str(serving.model),
+            "--dataset-name",
+            "random",
+            "--random-prefix-len",
+            str(3 * BLOCK),
+            "--random-input-len",
+            "40",
+            "--random-output-len",
+            "4",
+            "--num-prompts",
+            "200",
+            "--max-concurrency",
+            "16",
+            "--ignore-eos",
+            "--seed",
+            "3",
+            "--disable-tqdm",
+            "--save-result",
+            "--result-dir",
+            str(tmp_path),
+            "--result-filename",
+            "bench.json",
+        ],
+        tmp_path / "bench.log",
+    )
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["completed"], result["failed"]) == (200, 0)
     settled(server, serving.model, "vllm:kvloft_saved_chunks_total", 200)
     metrics = server.metrics()
-    loaded = metrics["vllm:kvloft_load_tokens_host_total"] + metrics["vllm:kvloft_load_tokens_disk_total"]
+    loaded = (
+        metrics["vllm:kvloft_load_tokens_host_total"]
+        + metrics["vllm:kvloft_load_tokens_disk_total"]
+    )
     assert loaded == metrics["vllm:external_prefix_cache_hits_total"] >= 150 * 3 * BLOCK
-    block_bytes = metrics["vllm:kvloft_saved_bytes_total"] / metrics["vllm:kvloft_saved_chunks_total"]
+    block_bytes = (
+        metrics["vllm:kvloft_saved_bytes_total"] / metrics["vllm:kvloft_saved_chunks_total"]
+    )
     assert metrics["vllm:kvloft_loaded_bytes_total"] == loaded / BLOCK * block_bytes
-    assert metrics["vllm:kvloft_frames_visible"] + metrics["vllm:kvloft_frames_free"] == metrics["vllm:kvloft_frames_total"]
+    assert (
+        metrics["vllm:kvloft_frames_visible"] + metrics["vllm:kvloft_frames_free"]
+        == metrics["vllm:kvloft_frames_total"]
+    )
     assert metrics["vllm:kvloft_pins"] == metrics["vllm:kvloft_frames_reserved"] == 0
-    for name in ("hook_errors", "verify_failures", "save_failed_chunks", "load_lost_blocks", "disk_verify_failures"):
+    for name in (
+        "hook_errors",
+        "verify_failures",
+        "save_failed_chunks",
+        "load_lost_blocks",
+        "disk_verify_failures",
+    ):
         assert metrics.get(f"vllm:kvloft_{name}_total", 0) == 0, name
     ids = random_ids(7000, 60)
     assert len(complete(server, serving.model, 4, prompt=list(ids))) == 4
@@ -118,7 +190,11 @@ def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(se
 
 def among(*children: dict[str, Any]) -> dict[str, Any]:
     """MultiConnector with these children, in this order."""
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": list(children)}}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
 
 
 @pytest.mark.short
@@ -139,7 +215,10 @@ def test_inside_multi_connector_100_prompts_come_back_from_host_and_after_a_rest
 
     server = serving.start(transfer)
     assert [complete(server, serving.model, prompt=prompt) for prompt in prompts] == cold
-    assert settled(server, serving.model, "vllm:kvloft_load_tokens_disk_total", 50 * 3 * BLOCK) == 50 * 3 * BLOCK
+    assert (
+        settled(server, serving.model, "vllm:kvloft_load_tokens_disk_total", 50 * 3 * BLOCK)
+        == 50 * 3 * BLOCK
+    )
     assert server.metrics().get("vllm:kvloft_hook_errors_total", 0) == 0
 
 
@@ -148,5 +227,9 @@ def test_two_api_servers_export_each_gauge_once(serving: Serving) -> None:
     for i in range(8):
         complete(server, serving.model, prompt=list(random_ids(7200 + i, 3 * BLOCK + 5)))
     settled(server, serving.model, "vllm:kvloft_saved_chunks_total", 24)
-    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("vllm:kvloft_frames_total")]
+    lines = [
+        line
+        for line in server.get("/metrics").splitlines()
+        if line.startswith("vllm:kvloft_frames_total")
+    ]
     assert len(lines) == 1

@@ -1,6 +1,8 @@
-"""Defect 1: what a prefix is must be wholly in its key: embedding rows, adapters, salts; never more is shared than is equal.
+"""Defect 1: what a prefix is must be wholly in its key: embedding rows, adapters, salts; never more
+is shared than is equal.
 
-Each scenario asserts the exact number of external tokens, and the tokens against vLLM without any cache.
+Each scenario asserts the exact number of external tokens, and the tokens against vLLM without any
+cache.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,9 @@ def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
 
 
 def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> None:
-    """Ask ``request`` alone: the truth's tokens, and exactly ``num_external`` tokens from kvloft."""
+    """Ask ``request`` alone: the truth's tokens, and exactly ``num_external`` tokens from
+    kvloft.
+    """
     request = request.again()
     result = engine.ask(request)[0]
     assert result.tokens == truth.tokens(request)
@@ -35,7 +39,9 @@ def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> N
 
 
 @pytest.mark.short
-def test_embeddings_of_equal_length_never_share(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_embeddings_of_equal_length_never_share(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
     a, b = Req(embeds=embeds(1), salt="one"), Req(embeds=embeds(2), salt="one")
     half = Req(embeds=np.concatenate([embeds(1)[: 2 * BLOCK], embeds(2)[2 * BLOCK :]]), salt="one")
     first = start(kv_transfer_config=by_block(tmp_path))
@@ -57,18 +63,31 @@ def test_token_ids_never_share_with_embeddings(truth: Truth, start: Callable[...
     engine = start(kv_transfer_config=by_block())
     check(truth, engine, Req((0,) * NUM_ROWS), num_external=0)
     check(truth, engine, Req(embeds=embeds(1)), num_external=0)
-    check(truth, engine, Req(embeds=np.full((NUM_ROWS, tiny.HIDDEN), 0.25, np.float32)), num_external=0)
+    check(
+        truth,
+        engine,
+        Req(embeds=np.full((NUM_ROWS, tiny.HIDDEN), 0.25, np.float32)),
+        num_external=0,
+    )
     check(truth, engine, Req((0,) * NUM_ROWS), num_external=FULL)
     check(truth, engine, Req(ids), num_external=0)
     check(truth, engine, Req(embeds=tiny.embedding_rows(list(ids))), num_external=0)
     check(truth, engine, Req(ids), num_external=FULL)
 
 
-def test_one_bit_of_one_row_ends_the_shared_prefix(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_one_bit_of_one_row_ends_the_shared_prefix(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     rows = embeds(4)
     engine = start(kv_transfer_config=by_block())
     check(truth, engine, Req(embeds=rows), num_external=0)
-    for row, num_external in ((0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (3 * BLOCK - 1, 2 * BLOCK), (NUM_ROWS - 1, FULL)):
+    for row, num_external in (
+        (0, 0),
+        (BLOCK - 1, 0),
+        (BLOCK, BLOCK),
+        (3 * BLOCK - 1, 2 * BLOCK),
+        (NUM_ROWS - 1, FULL),
+    ):
         changed = rows.copy()
         changed.view(np.uint32)[row, row % tiny.HIDDEN] ^= 1
         request = Req(embeds=changed, salt=None)
@@ -76,14 +95,18 @@ def test_one_bit_of_one_row_ends_the_shared_prefix(truth: Truth, start: Callable
         check(truth, engine, Req(embeds=rows), num_external=FULL)
 
 
-def test_mixed_prompts_share_only_equal_positions(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_mixed_prompts_share_only_equal_positions(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
     ids, rows, others = random_ids(5, NUM_ROWS), embeds(6), embeds(7)
     position = np.arange(NUM_ROWS)
     is_token = (position < 40) | (position >= 80)  # rows at 40..79: inside blocks 1 and 2
     mask = tuple(bool(m) for m in is_token)
 
     def mixed(tokens: tuple[int, ...], values: NDArray[np.float32]) -> Req:
-        return Req(tokens, embeds=np.where(is_token[:, None], 0, values).astype(np.float32), is_token=mask)
+        return Req(
+            tokens, embeds=np.where(is_token[:, None], 0, values).astype(np.float32), is_token=mask
+        )
 
     first = start(kv_transfer_config=by_block(tmp_path))
     check(truth, first, mixed(ids, rows), num_external=0)
@@ -93,10 +116,17 @@ def test_mixed_prompts_share_only_equal_positions(truth: Truth, start: Callable[
     check(truth, engine, mixed(ids, rows), num_external=FULL)
     check(truth, engine, Req(ids), num_external=BLOCK)
     check(truth, engine, Req(embeds=rows), num_external=0)
-    check(truth, engine, mixed(ids[:100] + random_ids(8, NUM_ROWS - 100), rows), num_external=3 * BLOCK)
+    check(
+        truth,
+        engine,
+        mixed(ids[:100] + random_ids(8, NUM_ROWS - 100), rows),
+        num_external=3 * BLOCK,
+    )
 
 
-def test_generated_tokens_after_embeddings_are_found_again(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_generated_tokens_after_embeddings_are_found_again(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     rows = embeds(9, 60)
     engine = start(kv_transfer_config=by_block())
     said = engine.ask(Req(embeds=rows, max_tokens=50))[0].tokens
@@ -106,7 +136,9 @@ def test_generated_tokens_after_embeddings_are_found_again(truth: Truth, start: 
     mask = (False,) * 60 + (True,) * 70
     padded = np.zeros((num_tokens, tiny.HIDDEN), np.float32)
     padded[:60] = rows
-    check(truth, engine, Req(ids, embeds=padded, is_token=mask), num_external=full_blocks(60 + 50 - 1))
+    check(
+        truth, engine, Req(ids, embeds=padded, is_token=mask), num_external=full_blocks(60 + 50 - 1)
+    )
     padded = padded.copy()
     padded[:60] = embeds(11, 60)
     check(truth, engine, Req(ids, embeds=padded, is_token=mask), num_external=0)
@@ -128,8 +160,12 @@ def patient(engine: Engine) -> Engine:
     return engine
 
 
-def test_adapters_separate_equal_token_ids(zygote: Zygote, model: Path, start: Callable[..., Engine], tmp_path: Path) -> None:
-    adapters = [(f"adapter{i}", i, str(tiny.write_lora(tmp_path / f"lora{i}", seed=i))) for i in (1, 2)]
+def test_adapters_separate_equal_token_ids(
+    zygote: Zygote, model: Path, start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    adapters = [
+        (f"adapter{i}", i, str(tiny.write_lora(tmp_path / f"lora{i}", seed=i))) for i in (1, 2)
+    ]
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": False}
     oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=200, **lora)))
     try:

@@ -1,6 +1,8 @@
-"""A real ZMQ subscriber of a real engine's publisher: before each prompt, what it learned says how many tokens kvloft will give.
+"""A real ZMQ subscriber of a real engine's publisher: before each prompt, what it learned says how
+many tokens kvloft will give.
 
-It reads what is on the wire, as a router in another language would, and knows neither vLLM's classes nor kvloft's.
+It reads what is on the wire, as a router in another language would, and knows neither vLLM's
+classes nor kvloft's.
 """
 
 import shutil
@@ -26,7 +28,9 @@ FRAME_KIB = 32
 
 
 class Subscriber:
-    """What a router knows of one engine: medium -> (group, block hash) -> the event's other fields of that block."""
+    """What a router knows of one engine: medium -> (group, block hash) -> the event's other fields
+    of that block.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/events"
@@ -39,12 +43,18 @@ class Subscriber:
 
     def begin(self) -> None:
         """The engine is another one: it holds nothing that was heard of before."""
-        self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
+            "GPU": {},
+            "CPU": {},
+            "STORAGE": {},
+        }
         self.num_removed = self.num_cleared = 0
         self._next = 0
 
     def join(self) -> None:
-        """Wait until the engine, which was started, knows of this subscriber: what it says before that is lost."""
+        """Wait until the engine, which was started, knows of this subscriber: what it says before
+        that is lost.
+        """
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
 
@@ -76,43 +86,64 @@ class Subscriber:
         if kind == "BlockRemoved":
             self.num_removed += len(event["block_hashes"]) * (medium != "GPU")
             for each in event["block_hashes"]:
-                assert known.pop((group, each), None) is not None or medium == "GPU", "removed, and was not there"
+                assert known.pop((group, each), None) is not None or medium == "GPU", (
+                    "removed, and was not there"
+                )
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
-            return  # of windows that vLLM keeps in part it tells the tokens of all blocks, and not which those are that it has
+            # of windows that vLLM keeps in part it tells the tokens of all blocks, and not which
+            # those are that it has
+            return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
             assert (group, each) not in known or medium == "GPU", "told twice"
             known[group, each] = {
-                "tokens": tuple(event["token_ids"][nth * size : (nth + 1) * size]), "parent": parent, "size": size,
+                "tokens": tuple(event["token_ids"][nth * size : (nth + 1) * size]),
+                "parent": parent,
+                "size": size,
                 "extra": (event.get("extra_keys") or [None] * (nth + 1))[nth],
-                "lora": (event["lora_id"], event["lora_name"]), "kind": event.get("kv_cache_spec_kind"),
-            }  # fmt: skip
+                "lora": (event["lora_id"], event["lora_name"]),
+                "kind": event.get("kv_cache_spec_kind"),
+            }
             self._hashes[parent, known[group, each]["tokens"]] = each
             parent = each
 
     def num_tokens(self, prompt: Req, *media: str, extra: list[Any] | None = None) -> int:
-        """Tokens of the prompt's blocks in any of ``media``, from the first on; ``extra``: keys of the first block."""
+        """Tokens of the prompt's blocks in any of ``media``, from the first on; ``extra``: keys of
+        the first block.
+        """
         assert prompt.ids is not None
         known = {each: block for medium in media for each, block in self.blocks[medium].items()}
         parent, found = None, 0
         while True:
             tokens, keys = prompt.ids[found : found + BLOCK], extra if not found else None
             wanted = (parent, tokens, keys)
-            here = [each for (_, each), block in known.items() if (block["parent"], block["tokens"], block["extra"]) == wanted]
+            here = [
+                each
+                for (_, each), block in known.items()
+                if (block["parent"], block["tokens"], block["extra"]) == wanted
+            ]
             if len(tokens) < BLOCK or not here:
                 return found
             (parent,), found = here, found + BLOCK
 
     def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
-        """Hashes of the prompt's prefixes by their ends, as far as any was heard of: blocks of all ``sizes`` give them the same."""
+        """Hashes of the prompt's prefixes by their ends, as far as any was heard of: blocks of all
+        ``sizes`` give them the same.
+        """
         assert prompt.ids is not None
         names: dict[int, int | bytes | None] = {0: None}
         for end in range(min(sizes), len(prompt.ids) + 1):
-            heard = [self._hashes.get((names[end - n], prompt.ids[end - n : end])) for n in sizes if end - n in names]
+            heard = [
+                self._hashes.get((names[end - n], prompt.ids[end - n : end]))
+                for n in sizes
+                if end - n in names
+            ]
             found = {name for name in heard if name is not None}
-            assert len(found) <= 1, "blocks of different sizes that end together have different hashes"
+            assert len(found) <= 1, (
+                "blocks of different sizes that end together have different hashes"
+            )
             if found:
                 (names[end],) = found
         return names
@@ -139,10 +170,14 @@ def step(engine: Engine) -> None:
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """The prompt says what it should, and kvloft gives what the events let expect; returns how many tokens that is."""
+    """The prompt says what it should, and kvloft gives what the events let expect; returns how many
+    tokens that is.
+    """
     settle(engine)
     router.hear()
-    expected = min(router.num_tokens(prompt, "CPU", "STORAGE"), full_blocks(prompt.num_prompt_tokens - 1))
+    expected = min(
+        router.num_tokens(prompt, "CPU", "STORAGE"), full_blocks(prompt.num_prompt_tokens - 1)
+    )
     result = engine.ask(prompt.again())[0]
     assert result.tokens == truth.tokens(prompt)
     assert result.num_external == expected
@@ -152,12 +187,22 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_say_before_each_prompt_what_the_store_gives(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk is told of only when it is asked about."""
-    config = kvloft(tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB")
-    prompts = [truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9100 + i) for i in range(10)]
+    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk is told of
+    only when it is asked about.
+    """
+    config = kvloft(
+        tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB"
+    )
+    prompts = [
+        truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9100 + i)
+        for i in range(10)
+    ]
     engine = start(kv_transfer_config=config, kv_events_config=router.settings())
     router.join()
-    given = [ask_as_predicted(engine, router, truth, prompts[i]) for i in [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 9, 0, 3, 8]]
+    given = [
+        ask_as_predicted(engine, router, truth, prompts[i])
+        for i in [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 9, 0, 3, 8]
+    ]
     assert given[0] == 0 and given[1] > 0 and sum(map(bool, given)) > 4
     assert engine.store()["host_evictions"] > 0 and router.num_removed > 0
     assert router.blocks["STORAGE"] and not router.blocks["GPU"]
@@ -183,7 +228,9 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     router: Subscriber,
     server: CacheServer,  # noqa: F811
 ) -> None:
-    """Another engine fills memory, a person clears, and the server is killed: kill -9. What its disk has is told again."""
+    """Another engine fills memory, a person clears, and the server is killed: kill -9. What its
+    disk has is told again.
+    """
     server.end()
     server.start(host_size=f"{12 * FRAME_KIB}KiB")
     prompt = truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9500)
@@ -193,11 +240,16 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     assert router.num_tokens(prompt, "CPU") > 0
     (space,) = server.namespaces()
     other = _core.Session.connect(
-        str(server.socket), frame_bytes=space["frame_bytes"], namespace=space["namespace"], timeout_s=60.0 * PACE
+        str(server.socket),
+        frame_bytes=space["frame_bytes"],
+        namespace=space["namespace"],
+        timeout_s=60.0 * PACE,
     )
     chain = _core.KeyChain(_core.root_key(space["namespace"], None, None), block_tokens=1)
     chain.append_tokens(list(range(other.num_frames)))
-    (chunks,), _ = other.reserve([(chain, (), 0, 0, other.num_frames, [list(range(1, other.num_frames + 1))])])
+    (chunks,), _ = other.reserve(
+        [(chain, (), 0, 0, other.num_frames, [list(range(1, other.num_frames + 1))])]
+    )
     assert chunks is not None
     assert other.settle(chunks.tickets()) == (other.num_frames, 0)
     settle(engine)
@@ -224,25 +276,37 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     engine.assert_at_rest()
 
 
-def test_blocks_are_called_what_vllm_calls_them(start: Callable[..., Engine], router: Subscriber, tmp_path: Path) -> None:
-    """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with embeddings, which are not announced."""
+def test_blocks_are_called_what_vllm_calls_them(
+    start: Callable[..., Engine], router: Subscriber, tmp_path: Path
+) -> None:
+    """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with
+    embeddings, which are not announced.
+    """
     adapter = ("a", 1, str(tiny.write_lora(tmp_path / "adapter", seed=5)))
     stem = random_ids(9300, 3 * BLOCK)
     prompts = [Req(stem + random_ids(seed, 5 * BLOCK + 7), max_tokens=40) for seed in (9301, 9302)]
     prompts += [Req(prompts[0].ids, salt="of a user"), Req(prompts[0].ids, lora=adapter)]
     engine = start(
-        kv_transfer_config=kvloft(), kv_events_config=router.settings(), enable_prefix_caching=True,
-        num_blocks=200, enable_lora=True, max_lora_rank=8,
-    )  # fmt: skip
+        kv_transfer_config=kvloft(),
+        kv_events_config=router.settings(),
+        enable_prefix_caching=True,
+        num_blocks=200,
+        enable_lora=True,
+        max_lora_rank=8,
+    )
     router.join()
     engine.ask(*prompts)
     settle(engine)
     router.hear()
     gpu, host = dict(router.blocks["GPU"]), dict(router.blocks["CPU"])
     num_tokens = [full_blocks(p.num_prompt_tokens + p.max_tokens - 1) for p in prompts]
-    assert {each: block for each, block in gpu.items() if each in host} == host, "same hashes, and all else of them too"
+    assert {each: block for each, block in gpu.items() if each in host} == host, (
+        "same hashes, and all else of them too"
+    )
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
-    assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(len(prompts[2].ids or ()))
+    assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(
+        len(prompts[2].ids or ())
+    )
     engine.ask(Req(embeds=tiny.embedding_rows(list(stem)), max_tokens=4))
     engine.add(Req(random_ids(9303, 5), max_tokens=4))
     engine.step(1)
@@ -250,11 +314,15 @@ def test_blocks_are_called_what_vllm_calls_them(start: Callable[..., Engine], ro
     engine.run()
     settle(engine)
     router.hear()
-    assert router.blocks["GPU"] and router.blocks["CPU"] == host and not router.num_cleared, "vLLM did not reset"
+    assert router.blocks["GPU"] and router.blocks["CPU"] == host and not router.num_cleared, (
+        "vLLM did not reset"
+    )
     assert engine.reset() is True
     settle(engine)
     router.hear()
-    assert not router.blocks["GPU"] and router.blocks["CPU"] == host, "kvloft's blocks are told again"
+    assert not router.blocks["GPU"] and router.blocks["CPU"] == host, (
+        "kvloft's blocks are told again"
+    )
 
 
 def test_an_engine_without_events_notes_nothing(start: Callable[..., Engine]) -> None:

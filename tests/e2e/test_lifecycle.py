@@ -1,4 +1,6 @@
-"""Requests that end at any moment, resets with and without the connector, and engines at rest: everything is given back."""
+"""Requests that end at any moment, resets with and without the connector, and engines at rest:
+everything is given back.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +19,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
-    """Queued (step 0), computing its prompt in chunks, saving, decoding: for each step one request is aborted there."""
-    engine = start(num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape])
+def test_abort_at_any_step_gives_everything_back(
+    truth: Truth, start: Callable[..., Engine], shape: str
+) -> None:
+    """Queued (step 0), computing its prompt in chunks, saving, decoding: for each step one request
+    is aborted there.
+    """
+    engine = start(
+        num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape]
+    )
     other = Req(random_ids(5001, 50), max_tokens=20)
     for step in range(14):
         victim = Req(random_ids(5010 + step, 5 * BLOCK + step), max_tokens=60)
@@ -40,8 +48,12 @@ def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_abort_while_loading_gives_everything_back(truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str) -> None:
-    """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into the load."""
+def test_abort_while_loading_gives_everything_back(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
+) -> None:
+    """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into
+    the load.
+    """
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()
     for step in range(5):
@@ -70,7 +82,13 @@ def test_reset_with_the_connector_forgets_and_without_it_keeps(
 ) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path), **SHAPES[shape])
     request = Req(random_ids(5200, 150), max_tokens=20)
-    for connector, num_external in ((False, 0), (False, 128), (True, 128), (False, 0), (False, 128)):
+    for connector, num_external in (
+        (False, 0),
+        (False, 128),
+        (True, 128),
+        (False, 0),
+        (False, 128),
+    ):
         result = engine.ask(request.again())[0]
         assert (result.tokens, result.num_external) == (truth.tokens(request), num_external)
         assert engine.reset(connector=connector)
@@ -78,13 +96,21 @@ def test_reset_with_the_connector_forgets_and_without_it_keeps(
     engine.stop()
     again = start(kv_transfer_config=kvloft(tmp_path), **SHAPES[shape])
     result = again.ask(request.again())[0]
-    assert (result.tokens, result.num_external) == (truth.tokens(request), 0), "a forgotten chunk came back from disk"
+    assert (result.tokens, result.num_external) == (truth.tokens(request), 0), (
+        "a forgotten chunk came back from disk"
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
-    engine = start(num_blocks=40, max_num_batched_tokens=96, kv_transfer_config=kvloft(), **SHAPES[shape])
-    requests = truth.clear([Req(random_ids(5300 + i, 70 + 11 * i), max_tokens=40) for i in range(6)])
+def test_reset_in_the_middle_of_running_requests(
+    truth: Truth, start: Callable[..., Engine], shape: str
+) -> None:
+    engine = start(
+        num_blocks=40, max_num_batched_tokens=96, kv_transfer_config=kvloft(), **SHAPES[shape]
+    )
+    requests = truth.clear(
+        [Req(random_ids(5300 + i, 70 + 11 * i), max_tokens=40) for i in range(6)]
+    )
     for connector in (False, True):
         for steps in (1, 2, 5, 12, 30):
             batch = [r.again() for r in requests]
@@ -94,7 +120,10 @@ def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[.
             if not any(s == "WAITING_FOR_REMOTE_KVS" for s in engine.state()["status"].values()):
                 assert engine.reset(running=True, connector=connector)
             results = engine.run()
-            assert [results[r.id].tokens for r in batch] == [truth.tokens(r) for r in requests], (connector, steps)
+            assert [results[r.id].tokens for r in batch] == [truth.tokens(r) for r in requests], (
+                connector,
+                steps,
+            )
             engine.assert_at_rest()
 
 
@@ -109,17 +138,28 @@ def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[...,
 
 
 def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
-    """Requests that start together save the same chunks at once, and want them at once: each is kept once, and all stay right."""
+    """Requests that start together save the same chunks at once, and want them at once: each is
+    kept once, and all stay right.
+    """
     system = random_ids(5500, 4 * BLOCK)
-    requests = truth.clear([Req(system + random_ids(5501 + i, 20), max_tokens=12) for i in range(8)])
+    requests = truth.clear(
+        [Req(system + random_ids(5501 + i, 20), max_tokens=12) for i in range(8)]
+    )
     for settings in SHAPES.values():
         engine = start(num_blocks=100, kv_transfer_config=kvloft(), **settings)
         for _ in range(2):
             results = engine.ask(*[r.again() for r in requests])
             assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
             engine.reset()
-        loaders = 1 if "enable_prefix_caching" in settings else len(requests)  # the others share its blocks
-        assert sorted(r.num_external for r in results) == [0] * (len(requests) - loaders) + [4 * BLOCK] * loaders
-        assert engine.store()["frames_visible"] == 4 + len(requests) * ((4 * BLOCK + 20 + 12 - 1) // BLOCK - 4)
+        loaders = (
+            1 if "enable_prefix_caching" in settings else len(requests)
+        )  # the others share its blocks
+        assert (
+            sorted(r.num_external for r in results)
+            == [0] * (len(requests) - loaders) + [4 * BLOCK] * loaders
+        )
+        assert engine.store()["frames_visible"] == 4 + len(requests) * (
+            (4 * BLOCK + 20 + 12 - 1) // BLOCK - 4
+        )
         engine.assert_at_rest()
         engine.kill()

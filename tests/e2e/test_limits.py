@@ -1,4 +1,6 @@
-"""Real engines and tenants with limits on one `kvloft serve`: who is over its quota pays for it alone, and what is old is gone."""
+"""Real engines and tenants with limits on one `kvloft serve`: who is over its quota pays for it
+alone, and what is old is gone.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,9 +61,18 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
     server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
-    small, unsalted, big = of_salt("small", PROMPTS[:1]), of_salt(None, PROMPTS[:2]), of_salt("big", PROMPTS)
-    whole = [sum(full_blocks(r.num_prompt_tokens) for r in requests) for requests in (small, unsalted)]
-    until(lambda: [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole, "not all is saved")
+    small, unsalted, big = (
+        of_salt("small", PROMPTS[:1]),
+        of_salt(None, PROMPTS[:2]),
+        of_salt("big", PROMPTS),
+    )
+    whole = [
+        sum(full_blocks(r.num_prompt_tokens) for r in requests) for requests in (small, unsalted)
+    ]
+    until(
+        lambda: [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole,
+        "not all is saved",
+    )
     before = others(server)
     for _ in range(2):
         assert external(truth, engines[-1], big) <= most * BLOCK, "no more is kept of it"
@@ -76,7 +87,9 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     server.assert_at_rest()
 
 
-def test_what_is_too_old_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+def test_what_is_too_old_is_computed_again(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
     server.end()
     server.serve({"host_size": "64MiB", "salt_ttl": "20s"} | server.disk)
     engine = start(kv_transfer_config=shared(server), num_blocks=120)
@@ -93,15 +106,23 @@ def test_what_is_too_old_is_computed_again(truth: Truth, start: Callable[..., En
     server.assert_at_rest()
 
 
-def test_the_store_of_one_engine_has_limits_too(truth: Truth, start: Callable[..., Engine], tmp_path: Any) -> None:
+def test_the_store_of_one_engine_has_limits_too(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Any
+) -> None:
     """A quota of nothing for one salt: its requests are computed each time."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}
-    transfer = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    transfer = {
+        "kv_connector": "KVLoftConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
     engine = start(kv_transfer_config=transfer, num_blocks=120)
     whole = full_blocks(PROMPTS[0].num_prompt_tokens)
     for wanted in ([0, 0], [0, whole], [0, whole]):
-        assert [external(truth, engine, of_salt(salt, PROMPTS[:1])) for salt in ("one", "two")] == wanted
+        assert [
+            external(truth, engine, of_salt(salt, PROMPTS[:1])) for salt in ("one", "two")
+        ] == wanted
     assert engine.metrics()["vllm:kvloft_quota_dropped_total"] > 0
     engine.assert_at_rest()

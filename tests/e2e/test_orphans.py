@@ -1,4 +1,6 @@
-"""A worker outlives its killed EngineCore and writes to its frames: no other engine has them, and no token is wrong."""
+"""A worker outlives its killed EngineCore and writes to its frames: no other engine has them, and
+no token is wrong.
+"""
 
 from pathlib import Path
 
@@ -19,6 +21,8 @@ def test_frames_of_a_killed_engine_stay_reserved_while_its_workers_write_to_them
         other = scene.engine()
         found = orphans.orphan(scene, other, 20_000, STEP_S)
         assert not found["problems"]
-        assert found["stored"] == found["reserved"] * ranks > 0, "the workers wrote to every frame after their scheduler's death"
+        assert found["stored"] == found["reserved"] * ranks > 0, (
+            "the workers wrote to every frame after their scheduler's death"
+        )
         assert other.metrics()["vllm:kvloft_verify_failures_total"] == 0
         other.assert_at_rest()

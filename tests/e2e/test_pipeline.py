@@ -1,7 +1,9 @@
-"""Pipeline stages: each rank has its own layers and its own part of every frame, and stages need not be of the same size.
+"""Pipeline stages: each rank has its own layers and its own part of every frame, and stages need
+not be of the same size.
 
-vLLM's CPU build can do it where it warms the model up, which it does not with enforce_eager: "assert self.intermediate_tensors is
-not None". So models here are compiled by a compiler that does nothing.
+vLLM's CPU build can do it where it warms the model up, which it does not with enforce_eager:
+"assert self.intermediate_tensors is not None". So models here are compiled by a compiler that does
+nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +21,11 @@ from .zoo.states import qwen3_next_config, qwen3_next_weights
 from .zoo.windows import gemma3_config, gemma3_weights
 
 STAGES: dict[str, Any] = {
-    "pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"},
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
     "enable_prompt_embeds": False,
-}  # fmt: skip
+}
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
 """Layers of each stage; the scheduler is told of the first stage's only."""
 MIXED = ("state", "full", "state", "full")
@@ -42,7 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
     """Of one stage."""
-    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=300, enable_prompt_embeds=False)))
+    oracle = Truth(
+        lambda: zygote.engine(engine_kwargs(model, num_blocks=300, enable_prompt_embeds=False))
+    )
     yield oracle
     oracle.close()
 
@@ -62,9 +68,13 @@ def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
 def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
     layers: str, start: Callable[..., Engine], model: Path, truth: Truth, tmp_path: Path
 ) -> None:
-    requests = [truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)]  # whole chunks
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)
+    ]  # whole chunks
     for life in range(2):
-        engine = start(kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES)
+        engine = start(
+            kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES
+        )
         for turn in range(2):
             assert ask(engine, truth, requests) == [288 if life or turn else 0] * 3
         engine.assert_at_rest()
@@ -75,7 +85,9 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
         env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST),
         **STAGES,
     )
-    assert ask(others, truth, requests) == [0] * 3, "stages of other layers have frames of their own"
+    assert ask(others, truth, requests) == [0] * 3, (
+        "stages of other layers have frames of their own"
+    )
 
 
 @pytest.mark.parametrize("kv_groups", ["one", "auto"])
@@ -83,7 +95,9 @@ def test_what_one_stage_cannot_load_is_computed_by_all(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
     """vLLM hears of it as blocks, or where there may be several groups as a request."""
-    requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)
+    ]
     settings = kvloft(policy="recompute", kv_groups=kv_groups)
     engine = start(kv_transfer_config=settings, model=model, env=environment(MORE_LAST), **STAGES)
     for part in range(2):
@@ -94,35 +108,55 @@ def test_what_one_stage_cannot_load_is_computed_by_all(
     engine.assert_at_rest()
 
 
-def test_few_blocks_and_many_requests_say_the_truth(start: Callable[..., Engine], model: Path, truth: Truth) -> None:
+def test_few_blocks_and_many_requests_say_the_truth(
+    start: Callable[..., Engine], model: Path, truth: Truth
+) -> None:
     """Preemptions, with as many steps in flight as there are stages."""
-    requests = [truth.pick(lambda s: Req(random_ids(s, 60 + 17 * (s % 7)), max_tokens=40), 7300 + i) for i in range(8)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 60 + 17 * (s % 7)), max_tokens=40), 7300 + i)
+        for i in range(8)
+    ]
     engine = start(
-        kv_transfer_config=kvloft(policy="recompute"), model=model, env=environment(MORE_LAST), num_blocks=16,
-        enable_prefix_caching=True, **STAGES,
-    )  # fmt: skip
+        kv_transfer_config=kvloft(policy="recompute"),
+        model=model,
+        env=environment(MORE_LAST),
+        num_blocks=16,
+        enable_prefix_caching=True,
+        **STAGES,
+    )
     for _ in range(3):
         ask(engine, truth, requests)
         engine.reset()
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
-    assert engine.metrics()["vllm:kvloft_hook_errors_total"] + engine.metrics()["vllm:kvloft_verify_failures_total"] == 0
+    assert (
+        engine.metrics()["vllm:kvloft_hook_errors_total"]
+        + engine.metrics()["vllm:kvloft_verify_failures_total"]
+        == 0
+    )
     engine.assert_at_rest()
 
 
 def test_two_stages_of_two_ranks_each_have_four_parts(
     start: Callable[..., Engine], model: Path, truth: Truth, tmp_path: Path
 ) -> None:
-    requests = [truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=8), 7400 + i) for i in range(2)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=8), 7400 + i) for i in range(2)
+    ]
     for life in range(2):
         engine = start(
-            kv_transfer_config=kvloft(tmp_path), model=model, env=environment(MORE_LAST, 4), tensor_parallel_size=2, **STAGES
+            kv_transfer_config=kvloft(tmp_path),
+            model=model,
+            env=environment(MORE_LAST, 4),
+            tensor_parallel_size=2,
+            **STAGES,
         )
         assert ask(engine, truth, requests) == [96 * life] * 2
         assert engine.call("_scheduler._store.frame_bytes") % 4 == 0
         engine.stop()
 
 
-# -- several KV cache groups --------------------------------------------------------------------------------------
+# -- several KV cache groups
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,31 +173,42 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_of_several_groups_save_and_load_what_they_have_of_each(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other (7,1)."""
+    """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other
+    (7,1).
+    """
     zoo = ZOO[name]
     if name == "qwen3-next":  # vLLM wants experts in each stage, and a state in the last one
         zoo = replace(
-            zoo, config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
+            zoo,
+            config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
             weights=lambda: qwen3_next_weights(layers=MIXED, all_have_experts=True),
-        )  # fmt: skip
+        )
     elif ranks > 2:  # two to a stage, and each has query heads
         heads = 2 * zoo.config()["num_attention_heads"]
         config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
         zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))
     folder = zoo.write(tmp_path / "model")
     truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain()), prepare=zoo.prepare))
-    requests = [truth.pick(lambda s: Req(random_ids(s, 230), max_tokens=12), 7500 + i) for i in range(3)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 230), max_tokens=12), 7500 + i) for i in range(3)
+    ]
     arguments = zoo.engine(folder) | STAGES | {"tensor_parallel_size": ranks // 2}
     for life in range(2):
         engine = start(
-            kv_transfer_config=kvloft(tmp_path / "disk", kv_groups="all"), model=folder, env=environment(layers, ranks),
-            prepare=zoo.prepare, **arguments,
-        )  # fmt: skip
+            kv_transfer_config=kvloft(tmp_path / "disk", kv_groups="all"),
+            model=folder,
+            env=environment(layers, ranks),
+            prepare=zoo.prepare,
+            **arguments,
+        )
         for turn in range(2):
             assert ask(engine, truth, requests) == [zoo.own_hit(230) if life or turn else 0] * 3
             assert engine.reset()
         metrics = engine.metrics()
-        assert metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+        assert (
+            metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"]
+            == 0
+        )
         engine.assert_at_rest()
         engine.stop()
     truth.close()
@@ -175,9 +220,16 @@ def test_a_group_that_one_stage_cannot_load_is_computed_by_all(
     zoo = ZOO["gemma3"]
     folder = zoo.write(tmp_path / "model")
     truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain())))
-    requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7600 + i) for i in range(2)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7600 + i) for i in range(2)
+    ]
     settings = kvloft(policy="recompute", kv_groups="all")
-    engine = start(kv_transfer_config=settings, model=folder, env=environment("3,5"), **zoo.engine(folder) | STAGES)
+    engine = start(
+        kv_transfer_config=settings,
+        model=folder,
+        env=environment("3,5"),
+        **zoo.engine(folder) | STAGES,
+    )
     for part in range(2):
         ask(engine, truth, requests)
         assert engine.reset()

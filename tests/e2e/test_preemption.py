@@ -1,6 +1,8 @@
-"""Defect 3: a request that is preempted and resumed reads its own KV, in both shapes vLLM gives resumed requests.
+"""Defect 3: a request that is preempted and resumed reads its own KV, in both shapes vLLM gives
+resumed requests.
 
-All engines here have a pool too small for their requests, so that preemption is certain, and asserted.
+All engines here have a pool too small for their requests, so that preemption is certain, and
+asserted.
 """
 
 from collections.abc import Callable
@@ -23,18 +25,33 @@ SHORT = {("v1", False), ("v2", False), ("v2-async", True)}
 
 @pytest.mark.parametrize(
     ("shape", "caching"),
-    [pytest.param(s, c, id=f"{s}-{'caching' if c else 'no-caching'}", marks=pytest.mark.short if (s, c) in SHORT else ())
-     for s in SHAPES for c in (False, True)],
-)  # fmt: skip
-def test_two_requests_in_seven_blocks(truth: Truth, start: Callable[..., Engine], shape: str, caching: bool) -> None:
-    """Request 1 is preempted, request 0 takes its blocks, request 1 resumes with what kvloft kept."""
+    [
+        pytest.param(
+            s,
+            c,
+            id=f"{s}-{'caching' if c else 'no-caching'}",
+            marks=pytest.mark.short if (s, c) in SHORT else (),
+        )
+        for s in SHAPES
+        for c in (False, True)
+    ],
+)
+def test_two_requests_in_seven_blocks(
+    truth: Truth, start: Callable[..., Engine], shape: str, caching: bool
+) -> None:
+    """Request 1 is preempted, request 0 takes its blocks, request 1 resumes with what kvloft
+    kept.
+    """
     requests = [Req(random_ids(2000 + i, 2 * BLOCK - 2), max_tokens=3 * BLOCK) for i in range(2)]
-    engine = start(num_blocks=8, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape])
+    engine = start(
+        num_blocks=8, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape]
+    )
     results = engine.ask(*requests)
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
-        # There its blocks, free at once, are still in vLLM's own cache, and the one in flight when it was preempted is nowhere.
+        # There its blocks, free at once, are still in vLLM's own cache, and the one in flight when
+        # it was preempted is nowhere.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
@@ -52,7 +69,11 @@ def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
 
 
 def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:
-    wrong = [i for i, (r, x) in enumerate(zip(requests, results, strict=True)) if x.tokens != truth.tokens(r)]
+    wrong = [
+        i
+        for i, (r, x) in enumerate(zip(requests, results, strict=True))
+        if x.tokens != truth.tokens(r)
+    ]
     assert not wrong, f"requests {wrong} of {len(requests)} say something else than without a cache"
 
 
@@ -61,7 +82,9 @@ def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:
 def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
     truth: Truth, start: Callable[..., Engine], shape: str, caching: bool
 ) -> None:
-    engine = start(num_blocks=14, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape])
+    engine = start(
+        num_blocks=14, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape]
+    )
     resumed, preempted = 0, 0.0
     for seed in range(5) if "async" not in shape else range(2):
         requests = truth.clear(shared_prefix_requests(2100 + seed, 32))[:30]
@@ -78,18 +101,32 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
             preempted = total
     assert resumed > 0, "nothing was loaded on resume"
     state = engine.state()
-    assert not state["busy"] and not state["status"] and state["free_blocks"] == state["num_blocks"] - 1
+    assert (
+        not state["busy"]
+        and not state["status"]
+        and state["free_blocks"] == state["num_blocks"] - 1
+    )
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
-def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(truth: Truth, start: Callable[..., Engine], caching: bool) -> None:
-    """Under async scheduling and 0.26's rule: one victim after another, while the blocks of the first wait to be free."""
+def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
+    truth: Truth, start: Callable[..., Engine], caching: bool
+) -> None:
+    """Under async scheduling and 0.26's rule: one victim after another, while the blocks of the
+    first wait to be free.
+    """
     requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
-    settings: dict[str, Any] = {"num_blocks": 16, "async_scheduling": True, "enable_prefix_caching": caching}
+    settings: dict[str, Any] = {
+        "num_blocks": 16,
+        "async_scheduling": True,
+        "enable_prefix_caching": caching,
+    }
     preemptions: list[float] = []
     for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
         engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
-        engine.ask(Req(random_ids(2399, 5), max_tokens=1))  # what is decided at the first request is decided
+        engine.ask(
+            Req(random_ids(2399, 5), max_tokens=1)
+        )  # what is decided at the first request is decided
         engine.preempt_as_0_26(deferred=deferred)
         results = engine.ask(*[r.again() for r in requests])
         assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]

@@ -1,4 +1,6 @@
-"""Real engines on one `kvloft serve`: they share, and the death of either side costs misses, never a token or an engine."""
+"""Real engines on one `kvloft serve`: they share, and the death of either side costs misses, never
+a token or an engine.
+"""
 
 import contextlib
 import os
@@ -30,12 +32,16 @@ def server() -> Iterator[CacheServer]:
 
 
 def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
-    """kv_transfer_config of an engine on ``server``. No deadline is met by a machine that others use."""
+    """kv_transfer_config of an engine on ``server``. No deadline is met by a machine that others
+    use.
+    """
     extra = {"server": f"unix:{server.socket}", "server_timeout": f"{10 * PACE}s"} | more
     return {
-        "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "KVLoftConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
-    }  # fmt: skip
+    }
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
@@ -49,7 +55,9 @@ def until_full(truth: Truth, engine: Engine) -> None:
     until(lambda: ask_all(truth, engine) == FULL, "hits do not come back")
 
 
-def test_what_one_engine_computed_the_other_loads(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+def test_what_one_engine_computed_the_other_loads(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
     one, other = (start(kv_transfer_config=shared(server), num_blocks=120) for _ in range(2))
     assert ask_all(truth, one) == 0
     assert ask_all(truth, other) == FULL
@@ -64,7 +72,9 @@ def test_what_one_engine_computed_the_other_loads(truth: Truth, start: Callable[
     assert len(space["engines"]) == 2
 
 
-def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+def test_a_server_that_was_stopped_has_everything_on_disk(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
     engine = start(kv_transfer_config=shared(server), num_blocks=120)
     assert ask_all(truth, engine) == 0
     assert server.end(signal.SIGTERM) == 0
@@ -76,7 +86,9 @@ def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: C
     engine.assert_at_rest()
 
 
-def test_a_tenant_that_is_evicted_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+def test_a_tenant_that_is_evicted_is_computed_again(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
     engine = start(kv_transfer_config=shared(server), num_blocks=120)
     asked = [PROMPTS[0].again(salt=salt) for salt in (None, "one", "two")]
 
@@ -191,17 +203,25 @@ def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
 
     def has_connected() -> bool:
         lines = engine.log.read_text().splitlines()
-        return any("connected to the kvloft server" in line and "(namespace" in line for line in lines)
+        return any(
+            "connected to the kvloft server" in line and "(namespace" in line for line in lines
+        )
 
     until(has_connected, "an idle engine does not say so")
     until_full(truth, engine)
 
 
-def test_another_shape_of_a_namespace_is_refused_in_one_sentence(start: Callable[..., Engine], server: CacheServer) -> None:
+def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
+    start: Callable[..., Engine], server: CacheServer
+) -> None:
     engine = start(kv_transfer_config=shared(server))
     size = server.namespaces()[0]["frame_bytes"]
-    other = Session.connect(str(server.socket), frame_bytes=size, namespace=b"\1" * 32, timeout_s=60.0)
-    refused = Session.connect(str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0)
+    other = Session.connect(
+        str(server.socket), frame_bytes=size, namespace=b"\1" * 32, timeout_s=60.0
+    )
+    refused = Session.connect(
+        str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0
+    )
     assert "give them the same settings" in "".join(refused.take_events())
     assert not refused.arena_path
     refused.close()
@@ -222,14 +242,19 @@ def test_two_models_on_one_server_have_each_their_own(
     truth: Truth, start: Callable[..., Engine], server: CacheServer, other_model: tuple[Path, Truth]
 ) -> None:
     model, other_truth = other_model
-    requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(4)]
+    requests = [
+        other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth)
+        for nth in range(4)
+    ]
     full = sum(full_blocks(request.num_prompt_tokens) for request in requests)
     one = start(kv_transfer_config=shared(server), num_blocks=120)
     other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
 
     def ask_other() -> int:
         results = other.ask(*[request.again() for request in requests])
-        assert [result.tokens for result in results] == [other_truth.tokens(request) for request in requests]
+        assert [result.tokens for result in results] == [
+            other_truth.tokens(request) for request in requests
+        ]
         return sum(result.num_external for result in results)
 
     assert (ask_all(truth, one), ask_other()) == (0, 0)
@@ -254,7 +279,10 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
     model, other_truth = other_model
     server.end()
     server.start(host_size="1MiB")
-    requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(6)]
+    requests = [
+        other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth)
+        for nth in range(6)
+    ]
     # Its chunks are the larger ones: the first engine decides how large slabs are.
     other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
     one = start(kv_transfer_config=shared(server), num_blocks=120)
@@ -275,7 +303,9 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
     server.assert_at_rest()
 
 
-def test_reset_empties_the_shared_cache(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+def test_reset_empties_the_shared_cache(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
     one, other = (start(kv_transfer_config=shared(server), num_blocks=120) for _ in range(2))
     ask_all(truth, one)
     assert one.reset(connector=True)
@@ -291,7 +321,9 @@ def test_two_ranks_map_the_memory_of_a_server_that_began_anew(
     truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
     request = truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000)
     ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|0"}
-    engine = start(kv_transfer_config=shared(server), model=model, tensor_parallel_size=2, env=ranks)
+    engine = start(
+        kv_transfer_config=shared(server), model=model, tensor_parallel_size=2, env=ranks
+    )
 
     def ask() -> int:
         result = engine.ask(request.again())[0]
@@ -310,14 +342,23 @@ def test_two_ranks_map_the_memory_of_a_server_that_began_anew(
     truth.close()
 
 
-def test_engines_share_a_server_that_they_start_themselves(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_engines_share_a_server_that_they_start_themselves(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
         socket = Path(folder) / "kvloft" / "auto.sock"
-        extra = {"server": "auto", "server_timeout": f"{10 * PACE}s", "server_linger": "2s", "host_size": "64MiB"}
+        extra = {
+            "server": "auto",
+            "server_timeout": f"{10 * PACE}s",
+            "server_linger": "2s",
+            "host_size": "64MiB",
+        }
         transfer = {
-            "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KVLoftConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
-        }  # fmt: skip
+        }
         env = {"XDG_RUNTIME_DIR": folder}
         one, other = (start(kv_transfer_config=transfer, num_blocks=120, env=env) for _ in range(2))
         assert ask_all(truth, one) == 0

@@ -1,6 +1,7 @@
 """A disk that goes read-only, freezes or is full, under a real engine on a real file system.
 
-Host memory serves on, saves into it go on, every token is right, the engine stops, and what was good on disk before is there after.
+Host memory serves on, saves into it go on, every token is right, the engine stops, and what was
+good on disk before is there after.
 """
 
 import shutil
@@ -49,7 +50,9 @@ def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:
 
 def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
     """An engine that has the old prompts in host memory and on disk."""
-    engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB", load_timeout="1s"), num_blocks=120)
+    engine = start(
+        kv_transfer_config=kvloft(folder, disk_size="32MiB", load_timeout="1s"), num_blocks=120
+    )
     assert ask(truth, engine, OLD) == 0
     engine.flush()
     return engine
@@ -72,7 +75,9 @@ def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> 
     engine.stop()
 
 
-def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(
+    truth: Truth, start: Callable[..., Engine], disk: Ext4
+) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.read_only()
     goes_on(truth, engine)
@@ -83,7 +88,9 @@ def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(truth: Truth, st
     is_there_after(truth, start, disk.path / "cache")
 
 
-def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(
+    truth: Truth, start: Callable[..., Engine], disk: Ext4
+) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.freeze()
     # Should the stop hang, the file system thaws so that the test ends; the flag tells.
@@ -100,7 +107,9 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(truth: Truth
     is_there_after(truth, start, disk.path / "cache")
 
 
-def test_a_full_disk_keeps_what_it_has(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+def test_a_full_disk_keeps_what_it_has(
+    truth: Truth, start: Callable[..., Engine], disk: Ext4
+) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.fill()
     goes_on(truth, engine)
@@ -109,22 +118,39 @@ def test_a_full_disk_keeps_what_it_has(truth: Truth, start: Callable[..., Engine
     is_there_after(truth, start, disk.path / "cache")
 
 
-def test_an_engine_starts_on_a_disk_that_takes_nothing(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+def test_an_engine_starts_on_a_disk_that_takes_nothing(
+    truth: Truth, start: Callable[..., Engine], disk: Ext4
+) -> None:
     disk.fill()
-    engine = start(kv_transfer_config=kvloft(disk.path / "cache", disk_size="32MiB"), num_blocks=120)
+    engine = start(
+        kv_transfer_config=kvloft(disk.path / "cache", disk_size="32MiB"), num_blocks=120
+    )
     assert ask(truth, engine, OLD) == 0
     assert ask(truth, engine, OLD) == FULL_HIT
     until(lambda: "host memory only" in engine.store_log(), "nothing tells that there is no disk")
     engine.stop()
 
 
-def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(disk: Ext4, tmp_path: Path) -> None:
+def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(
+    disk: Ext4, tmp_path: Path
+) -> None:
     folder, socket = disk.path / "disk", tempfile.mkdtemp(prefix="kv-")  # a socket's path is short
-    argv = ["--socket", f"{socket}/kv.sock", "--host-size", "1MiB", "--disk-path", str(folder), "--disk-size", "1MiB"]
+    argv = [
+        "--socket",
+        f"{socket}/kv.sock",
+        "--host-size",
+        "1MiB",
+        "--disk-path",
+        str(folder),
+        "--disk-size",
+        "1MiB",
+    ]
     log = tmp_path / "log"
     disk.freeze()
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", "serve", *argv], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvloft.cli", "serve", *argv], stdout=out, stderr=out
+        )
     try:
         told = f"disk {folder} not in use, retrying"
         until(lambda: told in log.read_text(), "it waits for the disk")

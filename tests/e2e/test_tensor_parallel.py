@@ -1,4 +1,6 @@
-"""Two ranks, each with its part of every frame: a chunk is found only when both saved it, and each loads its own part."""
+"""Two ranks, each with its part of every frame: a chunk is found only when both saved it, and each
+loads its own part.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,17 @@ def test_two_ranks_save_and_load_their_parts_from_host_and_from_disk(
 ) -> None:
     model = tiny.write_model(tmp_path / "model", num_heads=4, num_kv_heads=2)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
-    requests = [truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000 + i) for i in range(2)]
+    requests = [
+        truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000 + i) for i in range(2)
+    ]
     ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|0"}
     for life in range(2):
-        engine = start(kv_transfer_config=kvloft(tmp_path / "disk"), model=model, tensor_parallel_size=2, env=ranks)
+        engine = start(
+            kv_transfer_config=kvloft(tmp_path / "disk"),
+            model=model,
+            tensor_parallel_size=2,
+            env=ranks,
+        )
         for turn in range(2):
             results = engine.ask(*[r.again() for r in requests])
             assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]

@@ -1,4 +1,6 @@
-"""The harness itself: the tiny model's output depends on every block of its prompt, and engines can be killed and restarted."""
+"""The harness itself: the tiny model's output depends on every block of its prompt, and engines can
+be killed and restarted.
+"""
 
 from collections.abc import Callable
 
@@ -16,10 +18,14 @@ def test_output_depends_on_every_block_of_the_prompt_and_varies(truth: Truth) ->
     for block in range(5):
         changed = list(prompt)
         changed[block * BLOCK : (block + 1) * BLOCK] = random_ids(100 + block, BLOCK)
-        assert truth.tokens(Req(tuple(changed), max_tokens=24))[:4] != original[:4], f"block {block} is not read"
+        assert truth.tokens(Req(tuple(changed), max_tokens=24))[:4] != original[:4], (
+            f"block {block} is not read"
+        )
 
 
-def test_one_engine_says_the_same_alone_and_in_a_batch(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_one_engine_says_the_same_alone_and_in_a_batch(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     requests = truth.clear([Req(random_ids(200 + i, 40 + 9 * i), max_tokens=24) for i in range(12)])
     engine = start()
     for request, result in zip(requests, engine.ask(*requests), strict=True):
@@ -32,7 +38,11 @@ def test_prompt_embeds_of_the_vocabulary_say_what_the_ids_say(truth: Truth) -> N
     ids = random_ids(300, 70)
     rows = tiny.embedding_rows(list(ids))
     assert truth.tokens(Req(embeds=rows)) == truth.tokens(Req(ids))
-    mixed = Req(ids, embeds=np.where(np.arange(70)[:, None] < 40, rows, 0), is_token=tuple(i >= 40 for i in range(70)))
+    mixed = Req(
+        ids,
+        embeds=np.where(np.arange(70)[:, None] < 40, rows, 0),
+        is_token=tuple(i >= 40 for i in range(70)),
+    )
     assert truth.tokens(mixed) == truth.tokens(Req(ids))
 
 
@@ -48,11 +58,20 @@ def test_a_killed_engine_is_gone_and_another_can_start(start: Callable[..., Engi
     assert len(again.ask(request)[0].tokens) == request.max_tokens
 
 
-def test_preemption_in_both_scheduler_shapes_keeps_the_output(truth: Truth, start: Callable[..., Engine]) -> None:
+def test_preemption_in_both_scheduler_shapes_keeps_the_output(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
     requests = truth.clear([Req(random_ids(500 + i, 60 + i), max_tokens=50) for i in range(8)])
-    for shape in ({}, {"v2_shape": True}, {"async_scheduling": True}, {"async_scheduling": True, "v2_shape": True}):
+    for shape in (
+        {},
+        {"v2_shape": True},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "v2_shape": True},
+    ):
         engine = start(num_blocks=13, **shape)
-        for request, result in zip(requests, engine.ask(*[r.again() for r in requests]), strict=True):
+        for request, result in zip(
+            requests, engine.ask(*[r.again() for r in requests]), strict=True
+        ):
             assert result.tokens == truth.tokens(request), shape
         assert engine.metrics()["vllm:num_preemptions_total"] > 0, shape
         assert engine.state()["v2_shape"] == shape.get("v2_shape", False)

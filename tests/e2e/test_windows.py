@@ -1,7 +1,9 @@
-"""Sliding windows beside full attention (a small random Gemma 3): kvloft serves them, for vLLM then keeps the KV of every token.
+"""Sliding windows beside full attention (a small random Gemma 3): kvloft serves them, for vLLM then
+keeps the KV of every token.
 
-With a connector that knows one block table a request, vLLM puts all layers into one group of full attention; only the
-computation keeps its windows. Were a block out of the window given away, a load would bring back what was in it.
+With a connector that knows one block table a request, vLLM puts all layers into one group of full
+attention; only the computation keeps its windows. Were a block out of the window given away, a load
+would bring back what was in it.
 """
 
 import json
@@ -20,14 +22,30 @@ from .conftest import Truth
 WINDOW = 40
 LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
 QK_NORM, BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what they are added to."""
+"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what
+they are added to.
+"""
 PROMPTS = [Req(random_ids(9000 + i, 150 + 23 * i), max_tokens=12) for i in range(6)]
 
 
 def gemma_config() -> dict[str, object]:
     """config.json; ``layer_types`` says which layers have the window."""
-    same = ("head_dim", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps")
-    same += ("num_attention_heads", "num_key_value_heads", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id")
+    same = (
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
+    same += (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "attention_bias",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
     base = tiny.config()
     return {name: base[name] for name in (*same, "torch_dtype", "dtype")} | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -55,20 +73,37 @@ def gemma_weights(seed: int = 21) -> dict[str, NDArray[np.float32]]:
         return np.full(size, gain, dtype=np.float32)
 
     width = tiny.HIDDEN
-    tensors = {"model.embed_tokens.weight": dense(tiny.VOCAB, width, 1 / np.sqrt(width)), "model.norm.weight": norm(width)}
+    tensors = {
+        "model.embed_tokens.weight": dense(tiny.VOCAB, width, 1 / np.sqrt(width)),
+        "model.norm.weight": norm(width),
+    }
     for layer in range(len(LAYERS)):
         at = f"model.layers.{layer}."
-        tensors |= {at + f"self_attn.{name}_norm.weight": norm(tiny.HEAD_DIM, QK_NORM) for name in "qk"}
-        tensors |= {at + f"{name}_layernorm.weight": norm(width) for name in ("input", "pre_feedforward")}
-        tensors |= {at + f"post_{name}_layernorm.weight": norm(width, BRANCH_NORM) for name in ("attention", "feedforward")}
-        sizes = {"self_attn.q": (heads, width), "self_attn.k": (kv_heads, width), "self_attn.v": (kv_heads, width)}
+        tensors |= {
+            at + f"self_attn.{name}_norm.weight": norm(tiny.HEAD_DIM, QK_NORM) for name in "qk"
+        }
+        tensors |= {
+            at + f"{name}_layernorm.weight": norm(width) for name in ("input", "pre_feedforward")
+        }
+        tensors |= {
+            at + f"post_{name}_layernorm.weight": norm(width, BRANCH_NORM)
+            for name in ("attention", "feedforward")
+        }
+        sizes = {
+            "self_attn.q": (heads, width),
+            "self_attn.k": (kv_heads, width),
+            "self_attn.v": (kv_heads, width),
+        }
         sizes |= {
             "self_attn.o": (width, heads),
             "mlp.gate": (tiny.FFN, width),
             "mlp.up": (tiny.FFN, width),
             "mlp.down": (width, tiny.FFN),
         }
-        tensors |= {at + f"{name}_proj.weight": dense(*size, 1 / np.sqrt(size[1])) for name, size in sizes.items()}
+        tensors |= {
+            at + f"{name}_proj.weight": dense(*size, 1 / np.sqrt(size[1]))
+            for name, size in sizes.items()
+        }
     return tensors
 
 
@@ -89,7 +124,9 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
-    """Without a connector, and so with vLLM's hybrid manager: blocks out of the window are given away."""
+    """Without a connector, and so with vLLM's hybrid manager: blocks out of the window are given
+    away.
+    """
     oracle = Truth(lambda: zygote.engine(engine_kwargs(gemma, **arguments())))
     yield oracle
     oracle.close()
@@ -106,19 +143,28 @@ def test_tokens_depend_on_what_is_in_the_windows_and_before_them(gemma_truth: Tr
     prompt = PROMPTS[0].ids or ()
     for first in (0, 64, len(prompt) - WINDOW):
         changed = (*prompt[:first], *random_ids(9100 + first, 32), *prompt[first + 32 :])
-        assert gemma_truth.tokens(Req(changed, max_tokens=12))[:4] != gemma_truth.tokens(PROMPTS[0])[:4], f"{first} is not read"
+        assert (
+            gemma_truth.tokens(Req(changed, max_tokens=12))[:4]
+            != gemma_truth.tokens(PROMPTS[0])[:4]
+        ), f"{first} is not read"
 
 
 def test_windows_beside_full_attention_say_the_same_cold_warm_and_after_a_restart(
     gemma_truth: Truth, gemma: Path, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     plain = start(model=gemma, **arguments(disable_hybrid_kv_cache_manager=True))
-    assert [r.tokens for r in plain.ask(*[p.again() for p in PROMPTS])] == [gemma_truth.tokens(p) for p in PROMPTS]
+    assert [r.tokens for r in plain.ask(*[p.again() for p in PROMPTS])] == [
+        gemma_truth.tokens(p) for p in PROMPTS
+    ]
     plain.kill()
-    settings = arguments(kv_transfer_config=kvloft(tmp_path, kv_groups="one"), enable_prefix_caching=True)
+    settings = arguments(
+        kv_transfer_config=kvloft(tmp_path, kv_groups="one"), enable_prefix_caching=True
+    )
     full = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
     engine = start(model=gemma, **settings)
-    assert "Hybrid KV cache manager is disabled for this hybrid model" in engine.log.read_text(), "no windows to speak of"
+    assert "Hybrid KV cache manager is disabled for this hybrid model" in engine.log.read_text(), (
+        "no windows to speak of"
+    )
     assert ask_all(gemma_truth, engine) == 0
     assert engine.reset()
     assert ask_all(gemma_truth, engine) == full
@@ -127,5 +173,7 @@ def test_windows_beside_full_attention_say_the_same_cold_warm_and_after_a_restar
     assert ask_all(gemma_truth, again) == full
     metrics = again.metrics()
     assert metrics["vllm:kvloft_load_tokens_disk_total"] == full
-    assert metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+    assert (
+        metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+    )
     again.assert_at_rest()

@@ -1,4 +1,6 @@
-"""How vLLM finds kvloft and how a mistake in its settings is told: by name, by module path, inside MultiConnector."""
+"""How vLLM finds kvloft and how a mistake in its settings is told: by name, by module path, inside
+MultiConnector.
+"""
 
 import json
 from collections.abc import Callable
@@ -16,7 +18,9 @@ REQUEST = Req(random_ids(6000, 100), max_tokens=10)
 
 
 @pytest.mark.parametrize("how", ["name", "module"])
-def test_found_by_name_and_by_module_path(truth: Truth, start: Callable[..., Engine], how: str) -> None:
+def test_found_by_name_and_by_module_path(
+    truth: Truth, start: Callable[..., Engine], how: str
+) -> None:
     config = kvloft() | ({"kv_connector_module_path": "kvloft.vllm"} if how == "module" else {})
     engine = start(kv_transfer_config=config)
     for num_external in (0, 96):
@@ -46,12 +50,16 @@ def test_works_inside_multi_connector(truth: Truth, start: Callable[..., Engine]
         pytest.param({"host_size": "8 parsecs"}, r"host_size.*8 parsecs", marks=of_own_store),
     ],
 )
-def test_a_wrong_setting_stops_the_start_and_is_named(start: Callable[..., Engine], extra: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_stops_the_start_and_is_named(
+    start: Callable[..., Engine], extra: dict[str, Any], said: str
+) -> None:
     with pytest.raises(EngineError, match=f"(?s){said}"):
         start(kv_transfer_config=kvloft(**extra))
 
 
-@pytest.mark.parametrize("environment", [{}, {"KVLOFT_HOST_SZE": "1GiB"}], ids=["extra config", "environment"])
+@pytest.mark.parametrize(
+    "environment", [{}, {"KVLOFT_HOST_SZE": "1GiB"}], ids=["extra config", "environment"]
+)
 def test_a_wrong_setting_is_told_before_any_weights_are_loaded(
     start: Callable[..., Engine], tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -68,15 +76,17 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
     requests = [Req(random_ids(6100 + i, 90 + i), max_tokens=10) for i in range(5)]
     for _ in range(2):
         engine.ask(*[r.again() for r in requests])
-    assert 'set "kv_load_failure_policy": "recompute"' in engine.tail(1 << 20), "the default is reported"
+    assert 'set "kv_load_failure_policy": "recompute"' in engine.tail(1 << 20), (
+        "the default is reported"
+    )
     metrics, store = engine.metrics(), engine.store()
     loaded = metrics["vllm:kvloft_load_tokens_host_total"]
     assert loaded == metrics["vllm:external_prefix_cache_hits_total"] == 5 * 2 * BLOCK
     assert metrics["vllm:kvloft_saved_chunks_total"] == store["frames_visible"]
     assert metrics["vllm:kvloft_frames_total"] == store["frames_total"]
-    assert metrics["vllm:kvloft_loaded_bytes_total"] * metrics["vllm:kvloft_saved_chunks_total"] == (
-        metrics["vllm:kvloft_saved_bytes_total"] * loaded / BLOCK
-    )
+    assert metrics["vllm:kvloft_loaded_bytes_total"] * metrics[
+        "vllm:kvloft_saved_chunks_total"
+    ] == (metrics["vllm:kvloft_saved_bytes_total"] * loaded / BLOCK)
     for name in ("hook_errors", "verify_failures", "save_failed_chunks", "load_lost_blocks"):
         assert metrics[f"vllm:kvloft_{name}_total"] == 0, name
 
@@ -90,7 +100,9 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 
     def saved_and_loaded() -> tuple[float, float]:
         metrics = engine.metrics()
-        return engine.store()["frames_visible"], metrics.get("vllm:kvloft_load_tokens_host_total", 0)
+        return engine.store()["frames_visible"], metrics.get(
+            "vllm:kvloft_load_tokens_host_total", 0
+        )
 
     def ask(request: Req) -> None:
         assert engine.ask(request.again())[0].tokens == truth.tokens(request)
@@ -110,17 +122,25 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
     for request in requests[:2]:
         ask(request)
     engine.detach(away=False)
-    assert saved_and_loaded() == before, "nothing of a request without the connector is its business"
+    assert saved_and_loaded() == before, (
+        "nothing of a request without the connector is its business"
+    )
     ask(requests[2])
     engine.reset()
     for request in requests:
         ask(request)
-    assert saved_and_loaded()[1] == 2 * 3 * BLOCK, "the first and the last were saved, the second was not"
+    assert saved_and_loaded()[1] == 2 * 3 * BLOCK, (
+        "the first and the last were saved, the second was not"
+    )
     engine.assert_at_rest()
 
 
-def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(truth: Truth, start: Callable[..., Engine]) -> None:
-    """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks permanently."""
+def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
+    """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks
+    permanently.
+    """
     engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]
 

@@ -1,8 +1,8 @@
 """A small random Llama made on the spot, two LoRA adapters for it, and a word-per-token tokenizer.
 
-The weights are scaled so that greedy output depends on the whole prompt through attention: a random model at the
-usual scales copies its last token permanently, and would hide a wrong page of KV. test_tiny.py proves the dependence.
-Must not know vLLM or kvloft.
+The weights are scaled so that greedy output depends on the whole prompt through attention: a random
+model at the usual scales copies its last token permanently, and would hide a wrong page of KV.
+test_tiny.py proves the dependence. Must not know vLLM or kvloft.
 """
 
 import json
@@ -26,7 +26,9 @@ OUT_GAIN = 4.0
 HEAD_GAIN = 3.0
 
 
-def config(max_positions: int = 4096, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS) -> dict[str, object]:
+def config(
+    max_positions: int = 4096, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+) -> dict[str, object]:
     """config.json of the model, as transformers writes it."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -53,7 +55,9 @@ def config(max_positions: int = 4096, num_heads: int = NUM_HEADS, num_kv_heads: 
     }
 
 
-def weights(seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS) -> dict[str, NDArray[np.float32]]:
+def weights(
+    seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+) -> dict[str, NDArray[np.float32]]:
     """All tensors by their Hugging Face names, float32."""
     rng = np.random.default_rng(seed)
 
@@ -61,7 +65,11 @@ def weights(seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NU
         return (rng.standard_normal((rows, cols)) * (gain / np.sqrt(cols))).astype(np.float32)
 
     ones = np.ones(HIDDEN, dtype=np.float32)
-    tensors = {"model.embed_tokens.weight": (rng.standard_normal((VOCAB, HIDDEN)) * EMBED_STD).astype(np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": (rng.standard_normal((VOCAB, HIDDEN)) * EMBED_STD).astype(
+            np.float32
+        )
+    }
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         tensors |= {
@@ -84,15 +92,28 @@ def embedding_rows(token_ids: list[int], seed: int = SEED) -> NDArray[np.float32
 
 
 def write_model(
-    folder: Path, *, seed: int = SEED, tokenizer: bool = True, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+    folder: Path,
+    *,
+    seed: int = SEED,
+    tokenizer: bool = True,
+    num_heads: int = NUM_HEADS,
+    num_kv_heads: int = NUM_KV_HEADS,
 ) -> Path:
     """Write config, weights and (for the HTTP tests) a tokenizer to ``folder``; returns it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(num_heads=num_heads, num_kv_heads=num_kv_heads), indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    save_file(weights(seed, num_heads, num_kv_heads), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(
+        json.dumps(config(num_heads=num_heads, num_kv_heads=num_kv_heads), indent=1)
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": 2})
+    )
+    save_file(
+        weights(seed, num_heads, num_kv_heads),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     if tokenizer:
         _write_tokenizer(folder)
     return folder
@@ -102,7 +123,15 @@ def _write_tokenizer(folder: Path) -> None:
     """Word ``w17`` is token 17; no library is needed to write it, only to read it."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     special = [
-        {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {
+            "id": i,
+            "content": t,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for t, i in list(vocab.items())[:3]
     ]
     spec = {
@@ -132,7 +161,9 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
-    """Write a random adapter on q, k, v and o of every layer, strong enough to change what is said."""
+    """Write a random adapter on q, k, v and o of every layer, strong enough to change what is
+    said.
+    """
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(seed)
@@ -143,8 +174,12 @@ def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
         for name, rows in sizes.items():
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}."
             cols = heads if name == "o_proj" else HIDDEN
-            tensors[at + "lora_A.weight"] = (rng.standard_normal((rank, cols)) / np.sqrt(cols)).astype(np.float32)
-            tensors[at + "lora_B.weight"] = (rng.standard_normal((rows, rank)) / np.sqrt(rank)).astype(np.float32)
+            tensors[at + "lora_A.weight"] = (
+                rng.standard_normal((rank, cols)) / np.sqrt(cols)
+            ).astype(np.float32)
+            tensors[at + "lora_B.weight"] = (
+                rng.standard_normal((rows, rank)) / np.sqrt(rank)
+            ).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(

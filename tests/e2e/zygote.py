@@ -1,8 +1,9 @@
 """Imports vLLM once, then forks one engine process per connection.
 
-Importing vLLM costs 10-30 s on two cores, building an engine 2 s: with a fork per engine a test can afford a restart.
-Each connection of the Unix socket becomes one child that speaks engine.py's JSON lines; the zygote itself never runs
-a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET PARENT``.
+Importing vLLM costs 10-30 s on two cores, building an engine 2 s: with a fork per engine a test can
+afford a restart. Each connection of the Unix socket becomes one child that speaks engine.py's JSON
+lines; the zygote itself never runs a torch operation, so no thread pool exists when it forks. Run
+as ``python -m <package>.zygote SOCKET PARENT``.
 """
 
 import contextlib
@@ -46,7 +47,8 @@ def preload() -> None:
     gc.unfreeze = lambda: None  # an engine that ends thaws, and goes through, all that was imported
     import vllm.model_executor.models.registry as registry
 
-    # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known to be harmless here.
+    # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known
+    # to be harmless here.
     registry._run_in_subprocess = lambda fn: fn()
 
 
@@ -79,7 +81,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    gc.freeze()  # an engine's collections then write into none of these pages, which it would have to copy
+    # an engine's collections then write into none of these pages, which it would have to copy
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{path}.new")

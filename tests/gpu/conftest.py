@@ -23,4 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = "torch is not installed"
     if reason is not None:
         for item in mine:
-            item.add_marker(pytest.mark.skip(reason=f"GPU test: {reason}; run scripts/gpu_check.sh on a GPU machine"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"GPU test: {reason}; run scripts/gpu_check.sh on a GPU machine"
+                )
+            )

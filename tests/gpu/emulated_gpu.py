@@ -1,8 +1,10 @@
-"""A GPU in numpy for the movers' own streams, ring and kernels: commands of different streams run in an order that chance picks.
+"""A GPU in numpy for the movers' own streams, ring and kernels: commands of different streams run
+in an order that chance picks.
 
-It stands in for `driver` and the compiled kernels and does what CUDA promises, no more: a stream's commands run in their order, an
-event stands for its latest record, what no event orders may run in any order. A mover that is right here for many seeds has no
-missing wait that these show; that the real kernels do the same with bytes is what the tests marked gpu are for.
+It stands in for `driver` and the compiled kernels and does what CUDA promises, no more: a stream's
+commands run in their order, an event stands for its latest record, what no event orders may run in
+any order. A mover that is right here for many seeds has no missing wait that these show; that the
+real kernels do the same with bytes is what the tests marked gpu are for.
 """
 
 import ctypes
@@ -39,7 +41,9 @@ class Record:
 
 
 class Gpu:
-    """Streams, and the order in which their heads run. All state changes under one lock: submitters are threads."""
+    """Streams, and the order in which their heads run. All state changes under one lock: submitters
+    are threads.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -57,16 +61,22 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """A copy may not leave the range that was pinned at once; memory of no such range is the device's, or pageable."""
+        """A copy may not leave the range that was pinned at once; memory of no such range is the
+        device's, or pageable.
+        """
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
-                assert inside, "the driver refuses a copy over the end of what was registered at once"
+                assert inside, (
+                    "the driver refuses a copy over the end of what was registered at once"
+                )
 
     def check_registered(self, address: int, num_bytes: int) -> None:
         """A kernel that touches host memory which is not registered faults."""
         ranges = list(self.registered.items())
-        assert any(begin <= address and address + num_bytes <= begin + size for begin, size in ranges), "a kernel would fault"
+        assert any(
+            begin <= address and address + num_bytes <= begin + size for begin, size in ranges
+        ), "a kernel would fault"
 
     def advance(self, num_commands: int) -> None:
         """Run some commands, if there are as many that may run."""
@@ -130,15 +140,27 @@ class Stream:
     copy_to_host = copy_to_device
 
     def copy_rows(
-        self, *, host: int, host_pitch: int, device: int, device_pitch: int, row_bytes: int, num_rows: int, to_host: bool
+        self,
+        *,
+        host: int,
+        host_pitch: int,
+        device: int,
+        device_pitch: int,
+        row_bytes: int,
+        num_rows: int,
+        to_host: bool,
     ) -> None:
-        assert row_bytes <= min(host_pitch, device_pitch), "cuMemcpy2DAsync refuses rows wider than their pitch"
+        assert row_bytes <= min(host_pitch, device_pitch), (
+            "cuMemcpy2DAsync refuses rows wider than their pitch"
+        )
         self.gpu.check_host(host, (num_rows - 1) * host_pitch + row_bytes)
         for row in range(num_rows):
             at = host + row * host_pitch, device + row * device_pitch
             self.copy_to_device(*(at if to_host else at[::-1]), row_bytes)
 
-    def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
+    def copy_batch(
+        self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]
+    ) -> None:
         copies = list(zip(to, source, num_bytes, strict=True))
         self.gpu.random.shuffle(copies)
         for each in copies:
@@ -183,7 +205,12 @@ class Event:
         self.gpu.run_until(lambda: last is None or last.is_done)
 
     def seconds_since(self, begin: "Event") -> float:
-        assert self.last is not None and self.last.is_done and begin.last is not None and begin.last.is_done
+        assert (
+            self.last is not None
+            and self.last.is_done
+            and begin.last is not None
+            and begin.last.is_done
+        )
         return float(self.last.at - begin.last.at)
 
     def destroy(self) -> None: ...
@@ -191,7 +218,9 @@ class Event:
 
 def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
     """Every tile of a piece as chunks.cu moves it, in any order; the sums at the end."""
-    tiles = np.frombuffer(ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE)
+    tiles = np.frombuffer(
+        ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
+    )
     segments = np.frombuffer(params.segments, kernels_module.SEGMENT)[: params.num_segments]
     first_tiles = segments["first_tile"].tolist()
     assert first_tiles[0] == 0 and first_tiles == sorted(first_tiles)
@@ -201,12 +230,19 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
     for number in order:
         at = int(np.searchsorted(segments["first_tile"], number, side="right")) - 1
         segment = segments[at]
-        block, rest = divmod(int(segment["chunk_tile"]) + number - first_tiles[at], params.tiles_per_block)
+        block, rest = divmod(
+            int(segment["chunk_tile"]) + number - first_tiles[at], params.tiles_per_block
+        )
         tile = tiles[rest]
         num_bytes = int(tile["num_bytes"])
         block_id = int(params.block_ids[int(segment["block_index"]) + block])
         page = int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
-        payload = (params.base + int(segment["base"]) + block * params.block_bytes + int(tile["payload_offset"])) % 2**64
+        payload = (
+            params.base
+            + int(segment["base"])
+            + block * params.block_bytes
+            + int(tile["payload_offset"])
+        ) % 2**64
         if verb == "gather":
             if page is None:
                 continue
@@ -214,20 +250,28 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
         elif page is not None:
             ctypes.memmove(page, payload, num_bytes)
         words = np.frombuffer(ctypes.string_at(payload, num_bytes), np.uint8)
-        sums[at] += page_sum(words, block * params.num_planes + int(tile["plane"]), int(tile["first_word"]))
+        sums[at] += page_sum(
+            words, block * params.num_planes + int(tile["plane"]), int(tile["first_word"])
+        )
     tags_out = (ctypes.c_uint64 * params.num_segments).from_address(params.tags_out)
     tags_out[:] = [total % 2**64 for total in sums]
 
 
 def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
     """As e348.cu: whole chunks, records in any order, those behind the width in host memory."""
-    tiles = np.frombuffer(ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE)
+    tiles = np.frombuffer(
+        ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
+    )
     segments = np.frombuffer(params.segments, kernels_module.SEGMENT)[: params.num_segments]
     parts = np.frombuffer(params.parts, kernels_module.PART)
     ends = [*segments["first_tile"][1:].tolist(), params.num_tiles]
     sums, used = [0] * params.num_segments, [0] * params.num_segments
     for at, (segment, part) in enumerate(zip(segments, parts[: params.num_segments], strict=True)):
-        slot, host, width = params.base + int(segment["base"]), int(part["address"]), int(part["width"])
+        slot, host, width = (
+            params.base + int(segment["base"]),
+            int(part["address"]),
+            int(part["width"]),
+        )
         count = ends[at] - int(segment["first_tile"])
         table_bytes = -(-8 * count // 16) * 16
         order = list(range(count))
@@ -237,7 +281,9 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
             tile = tiles[rest]
             num_bytes = int(tile["num_bytes"])
             block_id = int(params.block_ids[int(segment["block_index"]) + block])
-            page = int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
+            page = (
+                int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
+            )
             if verb == "encode":
                 words = ctypes.string_at(page, num_bytes)
                 made = e348.encode_tile(words, is_bf16=bool(tile["is_bf16"]))
@@ -262,11 +308,17 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
                     continue
                 if end > width:
                     gpu.check_registered(host + begin, end - begin)
-                words = e348.decode_tile(entry, ctypes.string_at((slot if end <= width else host) + begin, end - begin), num_bytes)
+                words = e348.decode_tile(
+                    entry,
+                    ctypes.string_at((slot if end <= width else host) + begin, end - begin),
+                    num_bytes,
+                )
                 if page is not None:
                     ctypes.memmove(page, words, num_bytes)
             number_of_page = block * params.num_planes + int(tile["plane"])
-            sums[at] += page_sum(np.frombuffer(words, np.uint8), number_of_page, int(tile["first_word"]))
+            sums[at] += page_sum(
+                np.frombuffer(words, np.uint8), number_of_page, int(tile["first_word"])
+            )
     tags_out = (ctypes.c_uint64 * params.num_segments).from_address(params.tags_out)
     tags_out[:] = [total % 2**64 for total in sums]
     used_out = (ctypes.c_uint64 * params.num_segments).from_address(params.used_out)
@@ -279,16 +331,25 @@ def fake_driver(gpu: Gpu) -> Any:
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        gpu.kept.append(memory)  # for the life of the test: a late write may not hit what is somebody else's by then
+        gpu.kept.append(
+            memory
+        )  # for the life of the test: a late write may not hit what is somebody else's by then
         return memory.ctypes.data
 
     stream = SimpleNamespace(create=lambda **_: Stream(gpu), view=lambda _: gpu.compute)
     return SimpleNamespace(
-        Stream=stream, Event=lambda **_: Event(gpu), CudaError=CudaError, current_context=lambda: None, use_context=lambda _: None,
-        host_alloc=host_alloc, host_free=lambda _: None, registered=registered,
-        host_register=registered.__setitem__, host_unregister=registered.__delitem__,
+        Stream=stream,
+        Event=lambda **_: Event(gpu),
+        CudaError=CudaError,
+        current_context=lambda: None,
+        use_context=lambda _: None,
+        host_alloc=host_alloc,
+        host_free=lambda _: None,
+        registered=registered,
+        host_register=registered.__setitem__,
+        host_unregister=registered.__delitem__,
         synchronize=lambda: gpu.run_until(lambda: gpu.is_idle),
-    )  # fmt: skip
+    )
 
 
 class EmulatedKernels:
@@ -296,7 +357,9 @@ class EmulatedKernels:
 
     num_sms = 132
 
-    def __init__(self, layout: PagedLayout, *_: object, encodes: bool = False, **__: object) -> None:
+    def __init__(
+        self, layout: PagedLayout, *_: object, encodes: bool = False, **__: object
+    ) -> None:
         self.gather, self.scatter = ("encode", "decode") if encodes else ("gather", "scatter")
         self.encodes = encodes
         self.vec_bytes = vec_bytes_of(layout)
@@ -307,7 +370,9 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """While it lasts, movers that are made run on the emulated GPU and paged KV is made in host memory."""
+    """While it lasts, movers that are made run on the emulated GPU and paged KV is made in host
+    memory.
+    """
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
@@ -315,8 +380,14 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
         patch.setattr(mover_module, "numa_node_of", lambda _: None)
         patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)
-        patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
-        patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))  # as of large chunks
+        patch.setattr(
+            torch.cuda,
+            "current_stream",
+            lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
+        )
+        patch.setattr(
+            mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece))
+        )  # as of large chunks
         patch.setattr("gpu_support.DEVICE", "cpu")
         patch.setattr("gpu_support.make_kernels", EmulatedKernels)
         yield gpu

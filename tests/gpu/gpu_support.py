@@ -1,4 +1,6 @@
-"""What the GPU tests share: paged KV in many layouts, frames in plain memory, movers made for both, and the torch reference."""
+"""What the GPU tests share: paged KV in many layouts, frames in plain memory, movers made for both,
+and the torch reference.
+"""
 
 import mmap
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ DEVICE = "cuda"
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
-    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE, encodes=encodes)
+    return Kernels(
+        layout, torch.device("cuda", torch.cuda.current_device()), CACHE, encodes=encodes
+    )
 
 
 @dataclass
@@ -61,13 +65,19 @@ class Paged:
     def snapshot(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.buffers]
 
-    def payload(self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def payload(
+        self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The reference gather: torch slices, page by page."""
         buffers = buffers or self.buffers
-        pages = [buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes]
+        pages = [
+            buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes
+        ]
         return torch.cat(pages) if pages else buffers[0][:0]
 
-    def place(self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]) -> None:
+    def place(
+        self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]
+    ) -> None:
         """The reference scatter, into ``buffers``."""
         at = 0
         for b in blocks:
@@ -83,20 +93,27 @@ class Paged:
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
     """One tensor a layer; pages ``gap`` bytes apart, the first at ``offset``."""
     stride = page + gap
-    buffers = [torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE) for _ in range(num_layers)]
+    buffers = [
+        torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
+        for _ in range(num_layers)
+    ]
     return Paged(buffers, [(i, offset, stride, page) for i in range(num_layers)], num_blocks)
 
 
 def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
     """All layers in one buffer, layer outermost."""
     buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
-    return Paged([buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks)
+    return Paged(
+        [buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks
+    )
 
 
 def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
     """All layers of a block side by side."""
     buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
-    return Paged([buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks)
+    return Paged(
+        [buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks
+    )
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
@@ -106,7 +123,9 @@ def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
 
 
 def turned(paged: Paged) -> Paged:
-    """The pages of two layers as a state-space layer may see them: the second first, cut in two, and then the first."""
+    """The pages of two layers as a state-space layer may see them: the second first, cut in two,
+    and then the first.
+    """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3
     planes = [(buffer, offset, stride, cut), (buffer, offset + cut, stride, size - cut), first]
@@ -122,9 +141,15 @@ class Frames:
         self.parts = self.raw[:, rank]
         self.raw[:] = POISON
         self.memory = FrameMemory(
-            self.raw.ctypes.data, num_frames, part_bytes * num_ranks, rank * part_bytes, part_bytes, rank, self._map,
+            self.raw.ctypes.data,
+            num_frames,
+            part_bytes * num_ranks,
+            rank * part_bytes,
+            part_bytes,
+            rank,
+            self._map,
             is_shared=num_ranks > 1,
-        )  # fmt: skip
+        )
 
 
 def part_bytes_for(payload: int) -> int:
@@ -132,19 +157,31 @@ def part_bytes_for(payload: int) -> int:
 
 
 def make_mover(
-    paged: Paged, frames: Frames, blocks_per_chunk: int | Sequence[int], *, gathers_first: bool = False,
-    ring: tuple[int, int] = (2, 1 << 20), num_ctas: int = 66, others: Sequence[Paged] = (), kind_of: Sequence[int] = (0,),
+    paged: Paged,
+    frames: Frames,
+    blocks_per_chunk: int | Sequence[int],
+    *,
+    gathers_first: bool = False,
+    ring: tuple[int, int] = (2, 1 << 20),
+    num_ctas: int = 66,
+    others: Sequence[Paged] = (),
+    kind_of: Sequence[int] = (0,),
     encodes: bool = False,
-) -> CudaMover:  # fmt: skip
-    """``blocks_per_chunk``: of all kinds, or of each. ``ring``: staging slots, and bytes of each. ``others``: kinds of pages beside
-    ``paged``; ``kind_of``: each group's.
+) -> CudaMover:
+    """``blocks_per_chunk``: of all kinds, or of each. ``ring``: staging slots, and bytes of each.
+    ``others``: kinds of pages beside ``paged``; ``kind_of``: each group's.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(
-        [(layout, make_kernels(layout, encodes=encodes)) for layout in layouts], frames.memory,
-        blocks_per_chunk=[blocks_per_chunk] * len(layouts) if isinstance(blocks_per_chunk, int) else blocks_per_chunk,
-        tuning=Tuning(*ring, num_ctas), kind_of=kind_of, gathers_first=gathers_first,
-    )  # fmt: skip
+        [(layout, make_kernels(layout, encodes=encodes)) for layout in layouts],
+        frames.memory,
+        blocks_per_chunk=[blocks_per_chunk] * len(layouts)
+        if isinstance(blocks_per_chunk, int)
+        else blocks_per_chunk,
+        tuning=Tuning(*ring, num_ctas),
+        kind_of=kind_of,
+        gathers_first=gathers_first,
+    )
     mover.wait_registered()
     return mover
 
@@ -153,9 +190,18 @@ def key_of(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "little"))
 
 
-def copies_of(frames: Sequence[int], blocks: Sequence[Sequence[int]], first_key: int = 1) -> tuple[ChunkCopy, ...]:
+def copies_of(
+    frames: Sequence[int], blocks: Sequence[Sequence[int]], first_key: int = 1
+) -> tuple[ChunkCopy, ...]:
     return tuple(
-        ChunkCopy(frame, key_of(first_key + i), len(ids), 0, tuple(map(BlockId, ids)), Ticket(first_key + i))
+        ChunkCopy(
+            frame,
+            key_of(first_key + i),
+            len(ids),
+            0,
+            tuple(map(BlockId, ids)),
+            Ticket(first_key + i),
+        )
         for i, (frame, ids) in enumerate(zip(frames, blocks, strict=True))
     )
 

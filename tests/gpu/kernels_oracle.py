@@ -1,4 +1,6 @@
-"""Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with what it checks."""
+"""Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with
+what it checks.
+"""
 
 import json
 from collections.abc import Sequence
@@ -6,21 +8,29 @@ from pathlib import Path
 
 import numpy as np
 
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "tag.json").read_text(encoding="utf-8"))
+VECTORS = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "tag.json").read_text(encoding="utf-8")
+)
 _C = {name: int(digits, 16) for name, digits in VECTORS["constants"].items()}
 
 
 def mix(x: np.ndarray) -> np.ndarray:
     """ARCHITECTURE.md's, of uint64."""
     with np.errstate(over="ignore"):
-        x = x ^ (x >> np.uint64(17) | x << np.uint64(47)) ^ (x >> np.uint64(36) | x << np.uint64(28))
+        x = (
+            x
+            ^ (x >> np.uint64(17) | x << np.uint64(47))
+            ^ (x >> np.uint64(36) | x << np.uint64(28))
+        )
         x = x * np.uint64(_C["M1"])
         x = (x ^ x >> np.uint64(29)) * np.uint64(_C["M2"])
         return x ^ x >> np.uint64(32)
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """The terms of one page (uint8), `number` in payload order, or of what of it begins with its word ``first_word``."""
+    """The terms of one page (uint8), `number` in payload order, or of what of it begins with its
+    word ``first_word``.
+    """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page
     words = padded.view("<u8")
@@ -41,7 +51,9 @@ def chunk_tag(payload: np.ndarray, page_bytes: Sequence[int], num_blocks: int) -
     return total % 2**64
 
 
-def payload_of(planes: Sequence[tuple[np.ndarray, int, int, int]], blocks: Sequence[int]) -> np.ndarray:
+def payload_of(
+    planes: Sequence[tuple[np.ndarray, int, int, int]], blocks: Sequence[int]
+) -> np.ndarray:
     """Pages of ``blocks``: planes are (buffer uint8, offset, block_stride, page_bytes)."""
     pages = [
         buffer[offset + block * stride : offset + block * stride + size]

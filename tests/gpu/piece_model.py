@@ -1,4 +1,6 @@
-"""What a piece means, spelled out tile by tile in Python: the reference that the cutting into pieces is held against."""
+"""What a piece means, spelled out tile by tile in Python: the reference that the cutting into
+pieces is held against.
+"""
 
 import numpy as np
 
@@ -11,7 +13,13 @@ def frames_of(piece: Piece) -> list[int]:
     return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
 
 
-def gather(table: ChunkTable, piece: Piece, shape: PieceLimits, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
+def gather(
+    table: ChunkTable,
+    piece: Piece,
+    shape: PieceLimits,
+    paged: dict[int, np.ndarray],
+    slot: np.ndarray,
+) -> None:
     """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
     for _, to, block_id, offset, size in _tiles(piece, shape.block_tiles):
         assert block_id >= 0
@@ -21,16 +29,24 @@ def gather(table: ChunkTable, piece: Piece, shape: PieceLimits, paged: dict[int,
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
     """Do the runs of a save: ``parts`` is [frames, part_bytes], row f our part of frame f."""
     for run in piece.runs:
-        assert run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
+        assert run.part_offset + run.row_bytes <= parts.shape[1], (
+            "a run crosses another rank's part"
+        )
         for row in range(run.num_rows):
             at = run.slot_offset + row * piece.slot_stride
-            parts[run.frame + row, run.part_offset : run.part_offset + run.row_bytes] = slot[at : at + run.row_bytes]
+            parts[run.frame + row, run.part_offset : run.part_offset + run.row_bytes] = slot[
+                at : at + run.row_bytes
+            ]
         last = run.frame + run.num_rows - 1
-        assert run.frame // shape.frames_per_registration == last // shape.frames_per_registration, "a run crosses two pieces"
+        assert (
+            run.frame // shape.frames_per_registration == last // shape.frames_per_registration
+        ), "a run crosses two pieces"
 
 
 def _tiles(piece: Piece, block_tiles: BlockTiles):
-    """(tile, address in the slot, paged block, offset in the block, size) as kernels compute them."""
+    """(tile, address in the slot, paged block, offset in the block, size) as kernels compute
+    them.
+    """
     segments = piece.segments[: piece.num_segments]
     ends = [*segments["first_tile"][1:].tolist(), piece.num_tiles]
     for segment, end in zip(segments, ends, strict=True):
@@ -38,6 +54,16 @@ def _tiles(piece: Piece, block_tiles: BlockTiles):
             chunk_tile = int(segment["chunk_tile"]) + tile - int(segment["first_tile"])
             block, rest = divmod(chunk_tile, block_tiles.tiles_per_block)
             offset = int(block_tiles.tile_offsets[rest])
-            after = int(block_tiles.tile_offsets[rest + 1]) if rest + 1 < block_tiles.tiles_per_block else block_tiles.block_bytes
+            after = (
+                int(block_tiles.tile_offsets[rest + 1])
+                if rest + 1 < block_tiles.tiles_per_block
+                else block_tiles.block_bytes
+            )
             base = (int(segment["base"]) + block * block_tiles.block_bytes + offset) % 2**64
-            yield tile, base, int(piece.block_ids[int(segment["block_index"]) + block]), offset, after - offset
+            yield (
+                tile,
+                base,
+                int(piece.block_ids[int(segment["block_index"]) + block]),
+                offset,
+                after - offset,
+            )

@@ -7,7 +7,15 @@ import pytest
 pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
-from kvloft.transfer.cuda.compile import CHUNKS, E348, VEC_BYTES, Family, KernelError, compile_kernels, kernel_source
+from kvloft.transfer.cuda.compile import (
+    CHUNKS,
+    E348,
+    VEC_BYTES,
+    Family,
+    KernelError,
+    compile_kernels,
+    kernel_source,
+)
 
 
 @pytest.mark.parametrize("vec_bytes", VEC_BYTES)

@@ -1,4 +1,6 @@
-"""Driver calls by ctypes: the arguments that reach the driver, answers that are errors, functions that it has not. Needs no GPU."""
+"""Driver calls by ctypes: the arguments that reach the driver, answers that are errors, functions
+that it has not. Needs no GPU.
+"""
 
 import ctypes
 import re
@@ -16,7 +18,9 @@ HOST, DEVICE, SIZE = 0x7F00_0000_1000, 0x7E00_0000_2000, 5 << 32
 
 
 class Library:
-    """Functions of the machine's own calling convention, which note the arguments that came and answer ``result``."""
+    """Functions of the machine's own calling convention, which note the arguments that came and
+    answer ``result``.
+    """
 
     def __init__(self) -> None:
         self.result = 0
@@ -34,14 +38,24 @@ class Library:
             if name == "cuMemcpy2DAsync_v2":
                 self.copied.append(ctypes.string_at(arguments[0], 128))
             if name == "cuMemcpyBatchAsync":
-                rows = [(ctypes.c_uint64 * arguments[3]).from_address(address)[:] for address in arguments[:3]]
+                rows = [
+                    (ctypes.c_uint64 * arguments[3]).from_address(address)[:]
+                    for address in arguments[:3]
+                ]
                 self.copied.append(repr(rows).encode())
             if name in self.writes:
-                ctypes.memmove(arguments[0], ctypes.addressof(self.writes[name]), ctypes.sizeof(self.writes[name]))
+                ctypes.memmove(
+                    arguments[0],
+                    ctypes.addressof(self.writes[name]),
+                    ctypes.sizeof(self.writes[name]),
+                )
             self.said.append((name, *arguments))
             return self.result
 
-        kinds = [ctypes.c_uint64 if ctypes.sizeof(kind) == 8 else kind for kind in driver._ARGUMENTS[name]]
+        kinds = [
+            ctypes.c_uint64 if ctypes.sizeof(kind) == 8 else kind
+            for kind in driver._ARGUMENTS[name]
+        ]
         function = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(called)
         function.__name__ = name
         return function
@@ -78,25 +92,51 @@ def event() -> Event:
 
 
 @pytest.mark.parametrize("to_host", [False, True])
-def test_rows_reach_the_driver_as_the_bindings_would_say_them(to_host: bool, library: Library, stream: Stream) -> None:
+def test_rows_reach_the_driver_as_the_bindings_would_say_them(
+    to_host: bool, library: Library, stream: Stream
+) -> None:
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     wanted = bindings.CUDA_MEMCPY2D()
     kinds = bindings.CUmemorytype
     if to_host:
-        wanted.srcMemoryType, wanted.dstMemoryType = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        wanted.srcDevice, wanted.dstHost, wanted.srcPitch, wanted.dstPitch = bindings.CUdeviceptr(DEVICE), HOST, 5003, 4099
+        wanted.srcMemoryType, wanted.dstMemoryType = (
+            kinds.CU_MEMORYTYPE_DEVICE,
+            kinds.CU_MEMORYTYPE_HOST,
+        )
+        wanted.srcDevice, wanted.dstHost, wanted.srcPitch, wanted.dstPitch = (
+            bindings.CUdeviceptr(DEVICE),
+            HOST,
+            5003,
+            4099,
+        )
     else:
-        wanted.srcMemoryType, wanted.dstMemoryType = kinds.CU_MEMORYTYPE_HOST, kinds.CU_MEMORYTYPE_DEVICE
-        wanted.srcHost, wanted.dstDevice, wanted.srcPitch, wanted.dstPitch = HOST, bindings.CUdeviceptr(DEVICE), 4099, 5003
+        wanted.srcMemoryType, wanted.dstMemoryType = (
+            kinds.CU_MEMORYTYPE_HOST,
+            kinds.CU_MEMORYTYPE_DEVICE,
+        )
+        wanted.srcHost, wanted.dstDevice, wanted.srcPitch, wanted.dstPitch = (
+            HOST,
+            bindings.CUdeviceptr(DEVICE),
+            4099,
+            5003,
+        )
     wanted.WidthInBytes, wanted.Height = 4093, 17
     stream.copy_rows(
-        host=HOST, host_pitch=4099, device=DEVICE, device_pitch=5003, row_bytes=4093, num_rows=17, to_host=to_host
-    )  # fmt: skip
+        host=HOST,
+        host_pitch=4099,
+        device=DEVICE,
+        device_pitch=5003,
+        row_bytes=4093,
+        num_rows=17,
+        to_host=to_host,
+    )
     assert library.copied == [ctypes.string_at(wanted.getPtr(), 128)]
     assert library.said[0][2] == HANDLE
 
 
-def test_every_argument_reaches_its_function_whole(library: Library, stream: Stream, event: Event) -> None:
+def test_every_argument_reaches_its_function_whole(
+    library: Library, stream: Stream, event: Event
+) -> None:
     stream.copy_to_device(OTHER, HOST, SIZE)
     stream.copy_to_host(HOST, OTHER, SIZE)
     stream.wait(event)
@@ -114,23 +154,50 @@ def test_every_argument_reaches_its_function_whole(library: Library, stream: Str
     driver.use_context(None)
     driver.synchronize()
     assert library.said == [
-        ("cuMemcpyHtoDAsync_v2", OTHER, HOST, SIZE, HANDLE), ("cuMemcpyDtoHAsync_v2", HOST, OTHER, SIZE, HANDLE),
-        ("cuStreamWaitEvent", HANDLE, OTHER, 0), ("cuLaunchKernel", OTHER, 66, 1, 1, 512, 1, 1, 0, HANDLE, HOST, 0),
-        ("cuStreamSynchronize", HANDLE), ("cuStreamDestroy_v2", HANDLE), ("cuEventRecord", OTHER, HANDLE),
-        ("cuEventSynchronize", OTHER), ("cuEventQuery", OTHER), ("cuEventDestroy_v2", OTHER),
-        ("cuMemHostRegister_v2", OTHER, SIZE, 3), ("cuMemHostUnregister", OTHER), ("cuMemFreeHost", OTHER),
-        ("cuCtxSetCurrent", OTHER), ("cuCtxSetCurrent", 0), ("cuCtxSynchronize",),
-    ]  # fmt: skip
+        ("cuMemcpyHtoDAsync_v2", OTHER, HOST, SIZE, HANDLE),
+        ("cuMemcpyDtoHAsync_v2", HOST, OTHER, SIZE, HANDLE),
+        ("cuStreamWaitEvent", HANDLE, OTHER, 0),
+        ("cuLaunchKernel", OTHER, 66, 1, 1, 512, 1, 1, 0, HANDLE, HOST, 0),
+        ("cuStreamSynchronize", HANDLE),
+        ("cuStreamDestroy_v2", HANDLE),
+        ("cuEventRecord", OTHER, HANDLE),
+        ("cuEventSynchronize", OTHER),
+        ("cuEventQuery", OTHER),
+        ("cuEventDestroy_v2", OTHER),
+        ("cuMemHostRegister_v2", OTHER, SIZE, 3),
+        ("cuMemHostUnregister", OTHER),
+        ("cuMemFreeHost", OTHER),
+        ("cuCtxSetCurrent", OTHER),
+        ("cuCtxSetCurrent", 0),
+        ("cuCtxSynchronize",),
+    ]
 
 
 def test_what_the_driver_makes_comes_back_whole(library: Library) -> None:
-    """Streams are of the lowest priority and wait for no other; events cost no timing unless they are for that."""
-    for name in ("cuStreamCreateWithPriority", "cuEventCreate", "cuMemHostAlloc", "cuCtxGetCurrent", "cuModuleGetFunction"):
+    """Streams are of the lowest priority and wait for no other; events cost no timing unless they
+    are for that.
+    """
+    for name in (
+        "cuStreamCreateWithPriority",
+        "cuEventCreate",
+        "cuMemHostAlloc",
+        "cuCtxGetCurrent",
+        "cuModuleGetFunction",
+    ):
         library.writes[name] = ctypes.c_uint64(OTHER)
     library.writes["cuModuleLoadData"] = ctypes.c_uint64(HANDLE)
-    library.writes["cuCtxGetStreamPriorityRange"], library.writes["cuDriverGetVersion"] = ctypes.c_int(-3), ctypes.c_int(13000)
+    library.writes["cuCtxGetStreamPriorityRange"], library.writes["cuDriverGetVersion"] = (
+        ctypes.c_int(-3),
+        ctypes.c_int(13000),
+    )
     assert Stream.create().handle == OTHER
-    assert Event().handle == Event(timing=True).handle == driver.host_alloc(SIZE) == driver.current_context() == OTHER
+    assert (
+        Event().handle
+        == Event(timing=True).handle
+        == driver.host_alloc(SIZE)
+        == driver.current_context()
+        == OTHER
+    )
     assert driver.load_functions(b"\x7fELF\0more", ("gather",)) == {"gather": OTHER}
     assert driver.driver_version() == 13000
     said = {call[0]: call[2:] for call in library.said}
@@ -148,28 +215,50 @@ def test_seconds_are_counted_from_the_earlier_event(library: Library, event: Eve
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_batch_is_one_command_where_the_driver_has_it(is_old: bool, library: Library, stream: Stream) -> None:
+def test_a_batch_is_one_command_where_the_driver_has_it(
+    is_old: bool, library: Library, stream: Stream
+) -> None:
     if is_old:
         library.lacks.add("cuMemcpyBatchAsync")
     stream.copy_batch([OTHER, 2], [3, HOST], [SIZE, 6])
     if is_old:
-        assert library.said == [("cuMemcpyAsync", OTHER, 3, SIZE, HANDLE), ("cuMemcpyAsync", 2, HOST, 6, HANDLE)]
+        assert library.said == [
+            ("cuMemcpyAsync", OTHER, 3, SIZE, HANDLE),
+            ("cuMemcpyAsync", 2, HOST, 6, HANDLE),
+        ]
     else:
         assert library.copied == [repr([[OTHER, 2], [3, HOST], [SIZE, 6]]).encode()]
-        assert [call[4] for call in library.said] == [2] and library.said[0][7] == 1 and library.said[0][9] == HANDLE
+        assert (
+            [call[4] for call in library.said] == [2]
+            and library.said[0][7] == 1
+            and library.said[0][9] == HANDLE
+        )
 
 
-@pytest.mark.parametrize(("result", "name"), [(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), (987654, "error 987654")])
+@pytest.mark.parametrize(
+    ("result", "name"), [(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), (987654, "error 987654")]
+)
 def test_an_answer_that_is_an_error_is_raised_with_its_name(
     result: int, name: str, library: Library, stream: Stream, event: Event
 ) -> None:
     library.result = result
     calls: tuple[Callable[[], object], ...] = (
-        lambda: stream.copy_to_device(1, 2, 3), lambda: stream.copy_to_host(1, 2, 3), lambda: stream.wait(event),
-        lambda: stream.launch(1, 2, 3, 4), lambda: event.record(stream), event.synchronize, event.is_done, Event, Stream.create,
-        lambda: stream.copy_batch([1, 2], [1, 2], [1, 2]), lambda: driver.host_register(1, 2), driver.current_context,
-        lambda: stream.copy_rows(host=1, host_pitch=1, device=1, device_pitch=1, row_bytes=1, num_rows=1, to_host=True),
-    )  # fmt: skip
+        lambda: stream.copy_to_device(1, 2, 3),
+        lambda: stream.copy_to_host(1, 2, 3),
+        lambda: stream.wait(event),
+        lambda: stream.launch(1, 2, 3, 4),
+        lambda: event.record(stream),
+        event.synchronize,
+        event.is_done,
+        Event,
+        Stream.create,
+        lambda: stream.copy_batch([1, 2], [1, 2], [1, 2]),
+        lambda: driver.host_register(1, 2),
+        driver.current_context,
+        lambda: stream.copy_rows(
+            host=1, host_pitch=1, device=1, device_pitch=1, row_bytes=1, num_rows=1, to_host=True
+        ),
+    )
     for call in calls:
         with pytest.raises(CudaError, match=name):
             call()
@@ -180,7 +269,9 @@ def test_work_that_is_not_done_is_no_error(library: Library, event: Event) -> No
     assert not event.is_done()
 
 
-def test_a_function_that_the_driver_has_not_is_an_error_not_a_crash(library: Library, stream: Stream) -> None:
+def test_a_function_that_the_driver_has_not_is_an_error_not_a_crash(
+    library: Library, stream: Stream
+) -> None:
     library.lacks.add("cuLaunchKernel")
     with pytest.raises(CudaError, match="cuLaunchKernel"):
         stream.launch(1, 2, 3, 4)
@@ -196,10 +287,22 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_function_is_asked_for_by_the_name_of_cuda_12_and_13() -> None:
-    """As cuda.h maps them: without ``_v2`` a library answers with what CUDA 3 had. A batch copy is as of 12.8, on purpose."""
-    header = Path(str(pytest.importorskip("triton", reason="triton, which has cuda.h, is not installed").__file__)).parent
+    """As cuda.h maps them: without ``_v2`` a library answers with what CUDA 3 had. A batch copy is
+    as of 12.8, on purpose.
+    """
+    header = Path(
+        str(
+            pytest.importorskip(
+                "triton", reason="triton, which has cuda.h, is not installed"
+            ).__file__
+        )
+    ).parent
     text = (header / "backends" / "nvidia" / "include" / "cuda.h").read_text()
-    mapped = dict(re.findall(r"^#define (cu\w+) +(?:__CUDA_API_PT[DS]Z?\()?(cu\w+_v\d)\)?$", text, re.MULTILINE))
+    mapped = dict(
+        re.findall(
+            r"^#define (cu\w+) +(?:__CUDA_API_PT[DS]Z?\()?(cu\w+_v\d)\)?$", text, re.MULTILINE
+        )
+    )
     kept = {"cuMemcpyBatchAsync", "cuEventElapsedTime"}
     for name in driver._ARGUMENTS:
         plain = re.sub(r"_v\d$", "", name)

@@ -1,4 +1,6 @@
-"""The format e348: golden vectors of the oracle, which bounds what the GPU tests compare with, and sizes of parts in staging."""
+"""The format e348: golden vectors of the oracle, which bounds what the GPU tests compare with, and
+sizes of parts in staging.
+"""
 
 import json
 from dataclasses import replace
@@ -32,10 +34,14 @@ def test_oracle_makes_the_golden_records(case: dict[str, str]) -> None:
 
 
 @given(
-    sample=st.sampled_from(sorted(e348.SAMPLES)), sizes=st.lists(st.integers(1, 256).map(lambda n: 16 * n), min_size=1, max_size=5),
-    seed=st.integers(0, 2**32), data=st.data(),
-)  # fmt: skip
-def test_oracle_decodes_what_it_encodes(sample: str, sizes: list[int], seed: int, data: st.DataObject) -> None:
+    sample=st.sampled_from(sorted(e348.SAMPLES)),
+    sizes=st.lists(st.integers(1, 256).map(lambda n: 16 * n), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_oracle_decodes_what_it_encodes(
+    sample: str, sizes: list[int], seed: int, data: st.DataObject
+) -> None:
     tiles = [(size, data.draw(st.booleans())) for size in sizes]
     payload = e348.SAMPLES[sample](np.random.default_rng(seed), sum(sizes) // 2).tobytes()
     part = e348.encode_part(payload, tiles)
@@ -50,26 +56,46 @@ def bf16(paged: Paged) -> Paged:
 
 def layouts() -> dict[str, Paged]:
     return {
-        "bf16": bf16(per_layer(4, 3, 32 << 10)), "MLA": bf16(one_buffer(4, 3, 18 << 10)), "not bf16": per_layer(4, 3, 32 << 10),
-        "misaligned": bf16(per_layer(4, 3, 4096, offset=8)), "tiny": bf16(per_layer(4, 3, 512)),
-    }  # fmt: skip
+        "bf16": bf16(per_layer(4, 3, 32 << 10)),
+        "MLA": bf16(one_buffer(4, 3, 18 << 10)),
+        "not bf16": per_layer(4, 3, 32 << 10),
+        "misaligned": bf16(per_layer(4, 3, 4096, offset=8)),
+        "tiny": bf16(per_layer(4, 3, 512)),
+    }
 
 
-def test_layouts_that_shrink_and_whose_chunks_fit_a_slot_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_shrink_and_whose_chunks_fit_a_slot_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     found = {name: can_encode(paged.layout(), 2, 1 << 20) for name, paged in layouts().items()}
-    assert found == {"bf16": True, "MLA": True, "not bf16": False, "misaligned": False, "tiny": False}
+    assert found == {
+        "bf16": True,
+        "MLA": True,
+        "not bf16": False,
+        "misaligned": False,
+        "tiny": False,
+    }
     whole = layouts()["bf16"].layout()
-    assert not can_encode(whole, 9, 1 << 20) and not can_encode(whole, 2000, 1 << 40) and can_encode(whole, 9, 2 << 20)
+    assert (
+        not can_encode(whole, 9, 1 << 20)
+        and not can_encode(whole, 2000, 1 << 40)
+        and can_encode(whole, 9, 2 << 20)
+    )
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 7])
-def test_a_width_holds_the_table_and_a_whole_one_everything(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_width_holds_the_table_and_a_whole_one_everything(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = layouts()["MLA"].layout()
     tiles = e348.tiles_of(layout.page_bytes, num_blocks)
     payload, table = layout.block_bytes * num_blocks, -(-8 * len(tiles) // 16) * 16
-    narrow, whole = (PartEncoding.of(layout, 4096, 1 << 20, 1 << 20, everything=each).width(num_blocks) for each in (False, True))
+    narrow, whole = (
+        PartEncoding.of(layout, 4096, 1 << 20, 1 << 20, everything=each).width(num_blocks)
+        for each in (False, True)
+    )
     assert table < narrow < 0.71 * payload and payload + table <= whole <= payload + table + 128
     assert slot_stride(narrow) >= narrow + 4096
 
@@ -90,6 +116,10 @@ def test_parts_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = PartEncoding.of(layout, 1 << 45, 1 << 20, (1 << 20) - 128)
     parts = encoding.parts([3, 0], [1, 2], np.array([False, True]))
     assert parts["address"].tolist() == [(1 << 45) + (3 << 20), 1 << 45]
-    assert parts["width"].tolist() == [encoding.width(1), encoding.width(2)] and parts["is_raw"].tolist() == [0, 1]
+    assert parts["width"].tolist() == [encoding.width(1), encoding.width(2)] and parts[
+        "is_raw"
+    ].tolist() == [0, 1]
     whole = PartEncoding.of(layout, 1 << 45, 1 << 20, (1 << 20) - 128, everything=True)
-    assert whole.parts([3], [1], None)["address"].tolist() == [0], "frames that are not registered may not be touched"
+    assert whole.parts([3], [1], None)["address"].tolist() == [0], (
+        "frames that are not registered may not be touched"
+    )

@@ -1,4 +1,6 @@
-"""Encoded parts on the emulated GPU: widths, raw parts, pinning, parts without room. Needs no GPU."""
+"""Encoded parts on the emulated GPU: widths, raw parts, pinning, parts without room. Needs no
+GPU.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -42,16 +44,29 @@ def test_any_content_comes_back(sample: str) -> None:
     on_gpu.check_round_trip(on_gpu.bf16("pages_of_6k"), sample, 2)
 
 
-test_parts_saved_raw_are_loaded_with_encoded_ones = on_gpu.test_parts_saved_raw_are_loaded_with_encoded_ones
-test_an_encoded_part_is_a_miss_where_parts_are_raw = on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
-test_chunks_that_do_not_fit_their_parts_are_not_saved = on_gpu.test_chunks_that_do_not_fit_their_parts_are_not_saved
+test_parts_saved_raw_are_loaded_with_encoded_ones = (
+    on_gpu.test_parts_saved_raw_are_loaded_with_encoded_ones
+)
+test_an_encoded_part_is_a_miss_where_parts_are_raw = (
+    on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
+)
+test_chunks_that_do_not_fit_their_parts_are_not_saved = (
+    on_gpu.test_chunks_that_do_not_fit_their_parts_are_not_saved
+)
 test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
-test_frames_not_registered_yet_are_loaded_and_not_saved_to = on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
+test_frames_not_registered_yet_are_loaded_and_not_saved_to = (
+    on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
+)
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 
 
 def kernels_of(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], *, device_encodes: bool, compiles: bool = True, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    *,
+    device_encodes: bool,
+    compiles: bool = True,
+    **options: Any,
 ) -> list[bool]:
     """Which of the layouts `prepare` encodes."""
 
@@ -68,11 +83,15 @@ def kernels_of(
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     layouts = [on_gpu.bf16(name).layout() for name in names]
     window: Any = SimpleNamespace(memory=None)
-    mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(window)
+    mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(
+        window
+    )
     return [kernels.encodes for _, kernels in made]
 
 
-def test_parts_are_encoded_where_settings_device_and_pages_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_encoded_where_settings_device_and_pages_allow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ["pages_of_64k", "mixed", "pages_of_2m"]
     chosen = [
         kernels_of(monkeypatch, names, device_encodes=device, encodes=encodes, staging_bytes=size)
@@ -90,6 +109,16 @@ def test_parts_are_raw_where_the_kernels_that_encode_do_not_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
-        found = kernels_of(monkeypatch, ["pages_of_4k"], device_encodes=True, compiles=False, encodes=True, staging_bytes=80 << 20)
+        found = kernels_of(
+            monkeypatch,
+            ["pages_of_4k"],
+            device_encodes=True,
+            compiles=False,
+            encodes=True,
+            staging_bytes=80 << 20,
+        )
     assert found == [False]
-    assert "KV is not compressed: the kernels for it failed to compile or load (no such architecture)" in caplog.text
+    assert (
+        "KV is not compressed: the kernels for it failed to compile or load (no such architecture)"
+        in caplog.text
+    )

@@ -24,33 +24,58 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 
 test_bytes_of_every_group_come_back = on_gpu.test_bytes_of_every_group_come_back
-test_groups_may_have_different_numbers_of_blocks_in_a_chunk = on_gpu.test_groups_may_have_different_numbers_of_blocks_in_a_chunk
+test_groups_may_have_different_numbers_of_blocks_in_a_chunk = (
+    on_gpu.test_groups_may_have_different_numbers_of_blocks_in_a_chunk
+)
 test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied = (
     on_gpu.test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied
 )
 test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another = (
     on_gpu.test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another
 )
-test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
-test_a_damaged_trailer_of_a_group_without_pages_is_told = on_gpu.test_a_damaged_trailer_of_a_group_without_pages_is_told
+test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = (
+    on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
+)
+test_a_damaged_trailer_of_a_group_without_pages_is_told = (
+    on_gpu.test_a_damaged_trailer_of_a_group_without_pages_is_told
+)
 
 
-def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have_one_mover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows beside full attention have the same pages: one batch, one tile table. The digest alone does not say so."""
+def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have_one_mover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows beside full attention have the same pages: one batch, one tile table. The digest
+    alone does not say so.
+    """
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
     monkeypatch.setattr(
-        mover, "CudaMover", lambda kinds, *_, **more: made.append((kinds, more["kind_of"], more["blocks_per_chunk"]))
+        mover,
+        "CudaMover",
+        lambda kinds, *_, **more: made.append((kinds, more["kind_of"], more["blocks_per_chunk"])),
     )
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     paged = per_layer(2, 8, 4096)
     elsewhere = per_layer(2, 8, 4096)
     nothing = without_pages(paged.layout())
-    layouts = [nothing, *(each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)), nothing]
-    make = mover.prepare(layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False)
+    layouts = [
+        nothing,
+        *(each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)),
+        nothing,
+    ]
+    make = mover.prepare(
+        layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False
+    )
     make(SimpleNamespace(memory=None))  # type: ignore[arg-type]
     ((kinds, kind_of, blocks_per_chunk),) = made
     assert list(kind_of) == [0, 1, 2, 3, 4, 5, 0]
     assert list(blocks_per_chunk) == [1, 1, 3, 2, 1, 2], "a kind's chunks have as many blocks"
-    assert [layout for layout, _ in kinds] == [nothing, layouts[1], layouts[2], layouts[3], layouts[4], layouts[5]]
+    assert [layout for layout, _ in kinds] == [
+        nothing,
+        layouts[1],
+        layouts[2],
+        layouts[3],
+        layouts[4],
+        layouts[5],
+    ]

@@ -1,4 +1,6 @@
-"""The tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks, pinning and bad copies. Needs no GPU."""
+"""The tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks, pinning
+and bad copies. Needs no GPU.
+"""
 
 import random
 from collections import Counter
@@ -41,12 +43,18 @@ def test_round_trip_is_bitwise(layout: str, route: str) -> None:
 
 test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
-test_frames_not_registered_yet_are_loaded_and_not_saved_to = on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
-test_copies_outside_the_arena_are_failures_not_writes = on_gpu.test_copies_outside_the_arena_are_failures_not_writes
+test_frames_not_registered_yet_are_loaded_and_not_saved_to = (
+    on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
+)
+test_copies_outside_the_arena_are_failures_not_writes = (
+    on_gpu.test_copies_outside_the_arena_are_failures_not_writes
+)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_nothing_is_written_behind_a_payload(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_behind_a_payload(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five frames are pinned at a time."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.GOOD_PIECE_BYTES", 5 * 8192 * num_ranks)
     paged = per_layer(2, 300, 900)
@@ -83,8 +91,12 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
         ([*range(24)], {"copy_rows": 1}),
     ],
 )
-def test_many_short_runs_are_one_command(places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link idles between commands, so a store whose frames lie in pairs must not have one for each."""
+def test_many_short_runs_are_one_command(
+    places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link idles between commands, so a store whose frames lie in pairs must not have one for
+    each.
+    """
     paged = per_layer(2, 60, 900)
     paged.randomize(3)
     frames = Frames(60, part_bytes_for(paged.block_bytes))
@@ -102,8 +114,12 @@ def test_many_short_runs_are_one_command(places: list[int], num_commands: dict[s
 
 
 @given(seed=st.integers(0, 2**32), fails_at=st.integers(1, 70))
-def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fails_at: int) -> None:
-    """A call of the driver fails once, wherever it is and on whichever thread: what was reported may be somebody else's by then."""
+def test_one_failed_call_is_told_once_and_nothing_is_written_after(
+    seed: int, fails_at: int
+) -> None:
+    """A call of the driver fails once, wherever it is and on whichever thread: what was reported
+    may be somebody else's by then.
+    """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
         paged = per_layer(2, 60, 900)
@@ -126,10 +142,15 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
         for step in range(4):
             mover.begin_step((), has_loads=True)
             targets = chance.sample(range(30, 60), 3)
-            loads = [copy._replace(blocks=(BlockId(block),)) for copy, block in zip(old, targets, strict=False)]
+            loads = [
+                copy._replace(blocks=(BlockId(block),))
+                for copy, block in zip(old, targets, strict=False)
+            ]
             mover.submit_loads([LoadPlan(ReqId("l"), step, batch_of(loads))])
             fresh = copies_of(
-                range(10 + 9 * step, 19 + 9 * step), [[block] for block in chance.sample(range(30), 9)], 100 + 9 * step
+                range(10 + 9 * step, 19 + 9 * step),
+                [[block] for block in chance.sample(range(30), 9)],
+                100 + 9 * step,
             )
             saves += fresh
             mover.submit_saves([SavePlan(ReqId("s"), batch_of(fresh))])
@@ -150,11 +171,14 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
         mover.close()
 
 
-def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_behind_until_its_last_piece_is_sent(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks larger than a slot are many pieces, which wait one behind the other."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     monkeypatch.setattr(
-        "kvloft.transfer.cuda.mover.Submitter", lambda *_, **__: SimpleNamespace(wake=lambda: None, close=lambda: None)
+        "kvloft.transfer.cuda.mover.Submitter",
+        lambda *_, **__: SimpleNamespace(wake=lambda: None, close=lambda: None),
     )
     paged = per_layer(3, 40, 8192)
     paged.randomize(5)
@@ -171,7 +195,9 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: py
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """Or their requests would be offered the same again and again. One was under way, one comes later."""
+    """Or their requests would be offered the same again and again. One was under way, one comes
+    later.
+    """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)
     load = LoadPlan(ReqId("r"), 1, batch_of(copies_of([0, 1], [[3], [4]])))
@@ -179,6 +205,9 @@ def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
     gpu.stop_forever()
     mover.submit_loads([replace(load, load_id=2)])
     done = mover.drain()
-    assert [(result.load_id, result.failed, result.bad_keys) for result in done.loads] == [(1, True, ()), (2, True, ())]
+    assert [(result.load_id, result.failed, result.bad_keys) for result in done.loads] == [
+        (1, True, ()),
+        (2, True, ()),
+    ]
     assert done.bad_blocks == {3, 4}
     mover.close()

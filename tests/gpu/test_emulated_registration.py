@@ -1,6 +1,7 @@
 """Saves and loads while host memory is being pinned, on the emulated GPU. Needs no GPU.
 
-Saves to frames that are not pinned yet wait for them, and none fails unless its blocks are written again first.
+Saves to frames that are not pinned yet wait for them, and none fails unless its blocks are written
+again first.
 """
 
 import ctypes
@@ -46,7 +47,9 @@ class Pins:
         return self.num_registered_bytes >= self.size_bytes
 
     def pin(self, num_frames: int) -> None:
-        self.num_registered_bytes = min(self.size_bytes, self.num_registered_bytes + num_frames * self.frame_bytes)
+        self.num_registered_bytes = min(
+            self.size_bytes, self.num_registered_bytes + num_frames * self.frame_bytes
+        )
         self.on_progress()
 
     def end(self) -> None:
@@ -114,7 +117,9 @@ def test_saves_wait_for_their_frames_and_none_fails(rig: Rig) -> None:
     rig.pins.pin(12)
     assert rig.mover.usable_frames == 12
     saved, failed = rig.settled()
-    assert failed == [] and saved == list(range(1, len(saved) + 1)) and 9 <= len(saved) <= 12, "pieces of pinned frames go at once"
+    assert failed == [] and saved == list(range(1, len(saved) + 1)) and 9 <= len(saved) <= 12, (
+        "pieces of pinned frames go at once"
+    )
     rig.pins.pin(BLOCKS)
     assert rig.settled() == (list(range(len(saved) + 1, 31)), [])
     assert rig.mover.usable_frames is None
@@ -135,14 +140,20 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         rig.mover.begin_step((BlockId(rewritten),))
         rig.mover._compute().synchronize()  # the forward that writes the block again may run now
         for buffer, offset, stride, size in rig.paged.planes:
-            rig.paged.buffers[buffer][offset + rewritten * stride : offset + rewritten * stride + size] = 0x5A
+            rig.paged.buffers[buffer][
+                offset + rewritten * stride : offset + rewritten * stride + size
+            ] = 0x5A
         rig.pins.pin(BLOCKS)
         saved, failed = rig.settled()
         assert sorted(saved + failed) == list(range(1, 41)), "each once"
-        assert all(ticket - 1 <= max(rewritten + 3, 0) for ticket in failed), "those behind it need not fail"
+        assert all(ticket - 1 <= max(rewritten + 3, 0) for ticket in failed), (
+            "those behind it need not fail"
+        )
         if rewritten < num_registered - 3:
             assert failed == []
-        assert all(rig.is_kept(copy) for copy in copies if copy.ticket in saved and copy.frame != rewritten)
+        assert all(
+            rig.is_kept(copy) for copy in copies if copy.ticket in saved and copy.frame != rewritten
+        )
         if rewritten + 1 in saved:
             assert not rig.is_kept(copies[rewritten]), "saved before it was written again"
         rig.mover.close()
@@ -171,7 +182,9 @@ def test_draining_does_not_wait_for_pinning(rig: Rig) -> None:
     rig.mover.close()
 
 
-def test_loads_go_by_dma_where_their_frames_are_pinned(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_go_by_dma_where_their_frames_are_pinned(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = chunks(30)
     rig.pins.pin(BLOCKS)
     rig.submit(copies)
@@ -221,7 +234,9 @@ def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.Mo
                 seen.append((pinned.num_registered_bytes, pinned.is_over))
 
         monkeypatch.setattr(registration.threading.Thread, "start", lambda _: None)
-        pinned = registration.RegisteredRange(1 << 20, 10 * 4096, piece_bytes=4 * 4096, numa_node=None, on_progress=progress)
+        pinned = registration.RegisteredRange(
+            1 << 20, 10 * 4096, piece_bytes=4 * 4096, numa_node=None, on_progress=progress
+        )
         pinned._run()
         assert seen == [(4 * 4096, False), (8 * 4096, False), (10 * 4096, False), (10 * 4096, True)]
         assert sorted(gpu.registered) == [1 << 20, (1 << 20) + 4 * 4096, (1 << 20) + 8 * 4096]

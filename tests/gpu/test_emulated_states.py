@@ -1,4 +1,6 @@
-"""The tests of states on the emulated GPU, and what vLLM does with states before any hook of a step. Needs no GPU."""
+"""The tests of states on the emulated GPU, and what vLLM does with states before any hook of a
+step. Needs no GPU.
+"""
 
 from collections.abc import Iterator
 
@@ -21,39 +23,55 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         yield gpu
 
 
-test_a_states_page_is_its_own_bytes_whatever_types_they_are = on_gpu.test_a_states_page_is_its_own_bytes_whatever_types_they_are
+test_a_states_page_is_its_own_bytes_whatever_types_they_are = (
+    on_gpu.test_a_states_page_is_its_own_bytes_whatever_types_they_are
+)
 test_states_and_attention_come_back_and_padding_stays_as_it_was = (
     on_gpu.test_states_and_attention_come_back_and_padding_stays_as_it_was
 )
-test_a_states_frame_is_not_read_as_another_groups = on_gpu.test_a_states_frame_is_not_read_as_another_groups
+test_a_states_frame_is_not_read_as_another_groups = (
+    on_gpu.test_a_states_frame_is_not_read_as_another_groups
+)
 
 
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
-    """vLLM copies a running state into a new block, and copies on write, before the connector hears of the step: the block's last
-    owner may be gone, and no step names it as rewritten."""
+    """vLLM copies a running state into a new block, and copies on write, before the connector hears
+    of the step: the block's last owner may be gone, and no step names it as rewritten."""
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)
     before = rig.raw.clone()
     rig.step(saves=rig.batches())
-    gpu.compute.enqueue(lambda: rig.raw.fill_(0))  # as the kernels that follow, launched before `begin_step`
+    gpu.compute.enqueue(
+        lambda: rig.raw.fill_(0)
+    )  # as the kernels that follow, launched before `begin_step`
     rig.step()
     assert len(rig.mover.drain().saved) == NUM_BLOCKS
     for group, copies in enumerate(rig.copies):
         for copy in copies:
-            payload = np.concatenate([before[place].numpy() for place in rig.used(group, copy.blocks[0])])
+            payload = np.concatenate(
+                [before[place].numpy() for place in rig.used(group, copy.blocks[0])]
+            )
             assert np.array_equal(rig.frames.parts[copy.frame, : len(payload)], payload)
     rig.mover.close()
 
 
-def test_a_state_that_is_loaded_is_not_overwritten_by_what_its_step_did_before_any_hook(gpu: Gpu) -> None:
-    """A waiting request's new blocks are zeroed, or copied to, in the step that begins its load: the load comes last."""
+def test_a_state_that_is_loaded_is_not_overwritten_by_what_its_step_did_before_any_hook(
+    gpu: Gpu,
+) -> None:
+    """A waiting request's new blocks are zeroed, or copied to, in the step that begins its load:
+    the load comes last.
+    """
     rig = Rig("blocks outermost", heads_first=False)
     rig.raw.random_(0, 256)
     before = rig.raw.clone()
     rig.step(saves=rig.batches())
     assert rig.mover.drain().saved
     gpu.compute.enqueue(lambda: rig.raw.fill_(0))
-    rig.step(loads=batch_of_groups((group, list(own)) for group, own in rig.batches().by_group() if group in (1, 2)))
+    rig.step(
+        loads=batch_of_groups(
+            (group, list(own)) for group, own in rig.batches().by_group() if group in (1, 2)
+        )
+    )
     assert not rig.mover.drain().bad_blocks
     gpu.run_until(lambda: gpu.is_idle)
     for group in (1, 2):

@@ -1,8 +1,10 @@
-"""CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a dict of what each block holds.
+"""CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a
+dict of what each block holds.
 
-What a save stores is what its block held when it was asked for, whatever is rewritten since; what a forward reads is what was
-written, whatever is loaded meanwhile; a damaged frame is reported. One group may have no pages, as on some pipeline stage: of its
-frames only the trailer is written, and of its blocks nothing. Needs no GPU.
+What a save stores is what its block held when it was asked for, whatever is rewritten since; what a
+forward reads is what was written, whatever is loaded meanwhile; a damaged frame is reported. One
+group may have no pages, as on some pipeline stage: of its frames only the trailer is written, and
+of its blocks nothing. Needs no GPU.
 """
 
 import os
@@ -33,7 +35,9 @@ from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 KIND_OF = (0, 1, 0, 2)
-"""Of each group, if there are several: the second sees the same pages in another order, the fourth has none."""
+"""Of each group, if there are several: the second sees the same pages in another order, the fourth
+has none.
+"""
 SIZES = (CHUNK, CHUNK, 7)
 """Blocks of a chunk, by kind."""
 FIELDS = ("magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank")
@@ -66,7 +70,9 @@ class Saved:
 
 @dataclass
 class Wanted:
-    """A chunk of a load: what ``blocks`` must hold once it is reported, or that it must be reported as bad."""
+    """A chunk of a load: what ``blocks`` must hold once it is reported, or that it must be reported
+    as bad.
+    """
 
     saved: Saved
     copy: ChunkCopy
@@ -105,7 +111,14 @@ class Steps(RuleBasedStateMachine):
         more_bytes=st.sampled_from([0, 5 * 4096]),
     )
     def start(
-        self, seed: int, shape: str, zeroes: bool, num_groups: int, num_registered: int, few_pieces: bool, more_bytes: int
+        self,
+        seed: int,
+        shape: str,
+        zeroes: bool,
+        num_groups: int,
+        num_registered: int,
+        few_pieces: bool,
+        more_bytes: int,
     ) -> None:
         """``more_bytes``: what another stage's layers need more of a part."""
         self.zeroes, self.num_groups = zeroes, num_groups
@@ -119,16 +132,32 @@ class Steps(RuleBasedStateMachine):
         page, tuning = SHAPES[shape]
         self.paged = per_layer(2, NUM_BLOCKS, page, offset=3, gap=5)
         self.paged.poison()
-        self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes) + more_bytes, rank=1, num_ranks=2)
+        self.frames = Frames(
+            NUM_FRAMES,
+            part_bytes_for(CHUNK * self.paged.block_bytes) + more_bytes,
+            rank=1,
+            num_ranks=2,
+        )
         size_bytes = self.frames.memory.size_bytes
         self.pins = Pins(size_bytes, num_registered * self.frames.memory.frame_bytes)
         self.patch.setattr(mover_module, "RegisteredRange", lambda *_, **__: self.pins)
-        self.kinds = [self.paged, turned(self.paged), no_pages(self.paged)][: max(KIND_OF[:num_groups]) + 1]
+        self.kinds = [self.paged, turned(self.paged), no_pages(self.paged)][
+            : max(KIND_OF[:num_groups]) + 1
+        ]
         several: Any = {"others": self.kinds[1:], "kind_of": KIND_OF[:num_groups]}
-        self.mover = make_mover(self.paged, self.frames, SIZES[: len(self.kinds)], gathers_first=zeroes, **several, **tuning)
+        self.mover = make_mover(
+            self.paged,
+            self.frames,
+            SIZES[: len(self.kinds)],
+            gathers_first=zeroes,
+            **several,
+            **tuning,
+        )
         self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
         self.random = np.random.default_rng(seed)
-        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: not to be relied on
+        self.held: dict[int, np.ndarray | None] = dict.fromkeys(
+            range(NUM_BLOCKS)
+        )  # None: not to be relied on
         self.free = set(range(NUM_FRAMES))
         self.unsaved: dict[int, Saved] = {}
         self.saved: list[Saved] = []
@@ -157,10 +186,13 @@ class Steps(RuleBasedStateMachine):
             self.patch.undo()
             self.context.gen.close()  # type: ignore[attr-defined]
 
-    # -- the engine's side ----------------------------------------------------------------------------------------
+    # -- the engine's side
+    # ----------------------------------------------------------------------------------------
 
     def pages(self, block: int) -> list[np.ndarray]:
-        return [self.buffers[i][o + block * s : o + block * s + n] for i, o, s, n in self.paged.planes]
+        return [
+            self.buffers[i][o + block * s : o + block * s + n] for i, o, s, n in self.paged.planes
+        ]
 
     def now(self, block: int) -> np.ndarray:
         return np.concatenate(self.pages(block))
@@ -191,7 +223,8 @@ class Steps(RuleBasedStateMachine):
             if self.held[block] is not None:
                 self.enqueue_read(block)
 
-    # -- rules ----------------------------------------------------------------------------------------------------
+    # -- rules
+    # -----------------------------------------------------------------------------------------
 
     @rule(
         random=st.randoms(use_true_random=True),
@@ -200,7 +233,12 @@ class Steps(RuleBasedStateMachine):
         num_loads=st.integers(0, 6),
     )
     def step(self, random: Random, num_written: int, num_saves: int, num_loads: int) -> None:
-        loading = {int(block) for chunks in self.loads.values() for wanted in chunks for block in wanted.copy.blocks}
+        loading = {
+            int(block)
+            for chunks in self.loads.values()
+            for wanted in chunks
+            for block in wanted.copy.blocks
+        }
         mine = random.sample(sorted(set(range(NUM_BLOCKS)) - loading), NUM_BLOCKS - len(loading))
         loads = self.choose_loads(random, mine, num_loads)  # takes its blocks from ``mine``
         written = mine[:num_written]
@@ -208,7 +246,10 @@ class Steps(RuleBasedStateMachine):
         if self.zeroes and not self.gpu.is_broken:
             for block in written:  # as vLLM zeroes new blocks, before any hook of the step
                 self.enqueue_write(block)
-        self.mover.begin_step([BlockId(block) for block in written if block in read_by_saves], has_loads=random.random() < 0.8)
+        self.mover.begin_step(
+            [BlockId(block) for block in written if block in read_by_saves],
+            has_loads=random.random() < 0.8,
+        )
         if not self.gpu.is_broken:
             self.enqueue_forward(random, mine)
             for block in written:
@@ -219,10 +260,16 @@ class Steps(RuleBasedStateMachine):
                 if self.kinds[KIND_OF[wanted.saved.group]].planes:
                     self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
             self.loads[self.next_load] = loads
-            plan = LoadPlan(ReqId("l"), self.next_load, self.batch([(wanted.saved.group, wanted.copy) for wanted in loads]))
+            plan = LoadPlan(
+                ReqId("l"),
+                self.next_load,
+                self.batch([(wanted.saved.group, wanted.copy) for wanted in loads]),
+            )
             self.next_load += 1
             self.mover.submit_loads([plan])
-        saves = self.choose_saves(random, [block for block in mine if self.held[block] is not None], num_saves)
+        saves = self.choose_saves(
+            random, [block for block in mine if self.held[block] is not None], num_saves
+        )
         if saves:
             self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
 
@@ -231,13 +278,21 @@ class Steps(RuleBasedStateMachine):
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
-        return batch_of_groups((nth, [copy for group, copy in copies if group == nth]) for nth in groups)
+        return batch_of_groups(
+            (nth, [copy for group, copy in copies if group == nth]) for nth in groups
+        )
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
-        """Blocks as the group's layers see them, out of them as the first's do; and the other way round, for it turns a block."""
+        """Blocks as the group's layers see them, out of them as the first's do; and the other way
+        round, for it turns a block.
+        """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]
-        return payload if not KIND_OF[group] else payload.reshape(-1, 2, self.paged.block_bytes // 2)[:, ::-1].reshape(-1)
+        return (
+            payload
+            if not KIND_OF[group]
+            else payload.reshape(-1, 2, self.paged.block_bytes // 2)[:, ::-1].reshape(-1)
+        )
 
     def choose_loads(self, random: Random, mine: list[int], count: int) -> list[Wanted]:
         wanted: list[Wanted] = []
@@ -254,7 +309,9 @@ class Steps(RuleBasedStateMachine):
             wanted.append(Wanted(saved, copy, payload, saved.is_damaged or key != saved.key))
         return wanted
 
-    def choose_saves(self, random: Random, blocks: list[int], count: int) -> list[tuple[int, ChunkCopy]]:
+    def choose_saves(
+        self, random: Random, blocks: list[int], count: int
+    ) -> list[tuple[int, ChunkCopy]]:
         copies: list[tuple[int, ChunkCopy]] = []
         for _ in range(min(count, len(self.free))):
             group = random.randrange(self.num_groups)
@@ -268,7 +325,19 @@ class Steps(RuleBasedStateMachine):
             payload = self.seen_by(group, np.concatenate([self.held[block] for block in mine]))  # type: ignore[misc]
             before = None if len(payload) else self.frames.parts[frame, : -TRAILER.itemsize].copy()
             self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload, group, before=before)
-            copies.append((group, ChunkCopy(frame, key_of(ticket), len(mine), 0, tuple(map(BlockId, mine)), Ticket(ticket))))
+            copies.append(
+                (
+                    group,
+                    ChunkCopy(
+                        frame,
+                        key_of(ticket),
+                        len(mine),
+                        0,
+                        tuple(map(BlockId, mine)),
+                        Ticket(ticket),
+                    ),
+                )
+            )
         return copies
 
     @rule(num_commands=st.integers(1, 60))
@@ -281,20 +350,28 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def engine_sleeps(self) -> None:
-        """What is saved by then can be loaded: without this, most lives end before they load anything."""
+        """What is saved by then can be loaded: without this, most lives end before they load
+        anything.
+        """
         self.take(self.mover.drain())
 
     @rule()
     def feeders_run(self) -> None:
         for half in (self.mover._saves, self.mover._loads):
             with self.mover._shared.lock:
-                if (event := half.awaited()) is not None and (self.gpu.is_broken or event.is_done()):
+                if (event := half.awaited()) is not None and (
+                    self.gpu.is_broken or event.is_done()
+                ):
                     half.feed()
 
     @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:
         being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
-        idle = [saved for saved in self.saved if saved.frame not in being_loaded and not saved.is_damaged]  # it may flip back
+        idle = [
+            saved
+            for saved in self.saved
+            if saved.frame not in being_loaded and not saved.is_damaged
+        ]  # it may flip back
         if idle and random.random() < 0.5:
             saved = random.choice(idle)
             dtype, offset = TRAILER.fields[random.choice(FIELDS)][:2]  # type: ignore[index]
@@ -326,13 +403,18 @@ class Steps(RuleBasedStateMachine):
         self.gpu.stop_forever()
         self.held = dict.fromkeys(range(NUM_BLOCKS))
 
-    # -- what comes back ------------------------------------------------------------------------------------------
+    # -- what comes back
+    # ------------------------------------------------------------------------------------------
 
     def take(self, done: Finished) -> None:
         broken = self.mover._shared.broken
         assert broken is None or self.gpu.is_broken, f"the mover gave up: {broken}"
         suspects = {
-            int(b) for chunks in self.loads.values() for w in chunks if w.is_bad or self.gpu.is_broken for b in w.copy.blocks
+            int(b)
+            for chunks in self.loads.values()
+            for w in chunks
+            if w.is_bad or self.gpu.is_broken
+            for b in w.copy.blocks
         }
         assert done.bad_blocks <= suspects, "a chunk that is as it was saved was called bad"
         self.bad_blocks |= done.bad_blocks  # they may come before their load's end
@@ -340,11 +422,15 @@ class Steps(RuleBasedStateMachine):
             chunks = self.loads.pop(result.load_id)
             bad_keys = sorted(key for key, _ in result.bad_keys)
             assert not result.failed or self.gpu.is_broken
-            assert self.gpu.is_broken or bad_keys == sorted(wanted.copy.key for wanted in chunks if wanted.is_bad)
+            assert self.gpu.is_broken or bad_keys == sorted(
+                wanted.copy.key for wanted in chunks if wanted.is_bad
+            )
             for wanted in chunks:
                 blocks = list(map(int, wanted.copy.blocks))
                 if wanted.is_bad or self.bad_blocks.issuperset(blocks):
-                    assert self.bad_blocks.issuperset(blocks), "a chunk that is not what was saved may be read"
+                    assert self.bad_blocks.issuperset(blocks), (
+                        "a chunk that is not what was saved may be read"
+                    )
                     self.bad_blocks.difference_update(blocks)
                     continue
                 if not len(wanted.payload):
@@ -357,18 +443,26 @@ class Steps(RuleBasedStateMachine):
         trailers = trailers_of(self.frames.memory)
         for ticket in done.saved:
             saved = self.unsaved.pop(ticket)
-            assert np.array_equal(self.frames.parts[saved.frame, : len(saved.payload)], saved.payload), "saved something else"
+            assert np.array_equal(
+                self.frames.parts[saved.frame, : len(saved.payload)], saved.payload
+            ), "saved something else"
             if saved.before is not None:
-                assert np.array_equal(self.frames.parts[saved.frame, : -TRAILER.itemsize], saved.before), "more than a trailer"
+                assert np.array_equal(
+                    self.frames.parts[saved.frame, : -TRAILER.itemsize], saved.before
+                ), "more than a trailer"
             page_bytes = [plane[3] for plane in self.kinds[KIND_OF[saved.group]].planes]
-            assert int(trailers[saved.frame]["tag"]) == chunk_tag(saved.payload, page_bytes, len(saved.blocks))
+            assert int(trailers[saved.frame]["tag"]) == chunk_tag(
+                saved.payload, page_bytes, len(saved.blocks)
+            )
             self.saved.append(saved)
 
     def check_nothing_else_was_written(self) -> None:
         assert (self.frames.raw[:, 0] == POISON).all(), "another rank's part was written"
         for saved in self.saved:
             payload = self.frames.parts[saved.frame, : len(saved.payload)]
-            assert saved.is_damaged or np.array_equal(payload, saved.payload), "a saved frame was written again"
+            assert saved.is_damaged or np.array_equal(payload, saved.payload), (
+                "a saved frame was written again"
+            )
         for buffer, (_, offset, stride, size) in zip(self.buffers, self.paged.planes, strict=True):
             is_gap = np.ones(len(buffer), bool)
             for block in range(NUM_BLOCKS):
@@ -377,6 +471,8 @@ class Steps(RuleBasedStateMachine):
 
 
 Steps.TestCase.settings = settings(
-    max_examples=max(10, settings().max_examples // 4), stateful_step_count=40, derandomize="CI" in os.environ
+    max_examples=max(10, settings().max_examples // 4),
+    stateful_step_count=40,
+    derandomize="CI" in os.environ,
 )
 TestSteps: Any = Steps.TestCase

@@ -1,4 +1,6 @@
-"""Feeders alone, on the emulated GPU: what is not polled for is sent all the same, and lands where it belongs. Needs no GPU."""
+"""Feeders alone, on the emulated GPU: what is not polled for is sent all the same, and lands where
+it belongs. Needs no GPU.
+"""
 
 import os
 import queue
@@ -40,7 +42,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
+    ("num_chunks", "num_slots", "slot_pages"),
+    [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)],
 )
 def test_submitters_send_what_is_not_polled_for(
     num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +57,10 @@ def test_submitters_send_what_is_not_polled_for(
         frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
         mover = make_mover(paged, frames, 1, ring=(num_slots, slot_pages * 4096))
         mover.wait_registered()
-        sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
+        sources, targets = (
+            chance.sample(range(150), num_chunks),
+            chance.sample(range(150, BLOCKS), num_chunks),
+        )
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
         mover.begin_step(())
         mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
@@ -72,26 +78,36 @@ def test_submitters_send_what_is_not_polled_for(
         mover.submit_loads(plans)
         until(lambda: not mover.is_behind)
         done = mover.drain()
-        assert sorted(result.load_id for result in done.loads) == list(range(len(plans))) and not done.bad_blocks
+        assert (
+            sorted(result.load_id for result in done.loads) == list(range(len(plans)))
+            and not done.bad_blocks
+        )
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
         mover.begin_step(())  # gives back the step's own
         assert len(mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
         mover.close()
 
 
-def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or a caller that asks then, a bench, takes a copy for done whose last piece has not begun."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
     with emulated(7):
         paged = per_layer(2, BLOCKS, 900)
-        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=(2, 4096))
+        mover = make_mover(
+            paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=(2, 4096)
+        )
         mover.wait_registered()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
         def slow(piece: Piece, **more: Any) -> Sent:
-            if threading.current_thread() is not threading.main_thread() and not mover._saves.queued:
+            if (
+                threading.current_thread() is not threading.main_thread()
+                and not mover._saves.queued
+            ):
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
             return submit(piece, **more)
@@ -110,10 +126,18 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         mover.close()
 
 
-@given(st.integers(1, 200), st.integers(12, 42).map(lambda bits: 1 << bits), st.sampled_from([1.0, 100.0, 1e6]))
-def test_first_pieces_grow_and_are_less_than_a_piece(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> None:
+@given(
+    st.integers(1, 200),
+    st.integers(12, 42).map(lambda bits: 1 << bits),
+    st.sampled_from([1.0, 100.0, 1e6]),
+)
+def test_first_pieces_grow_and_are_less_than_a_piece(
+    chunks_per_piece: int, part_bytes: int, prepare_us: float
+) -> None:
     sizes = [0, *jobs.ramp(chunks_per_piece, part_bytes, prepare_us), chunks_per_piece]
-    assert sizes == sorted(set(sizes)), "an empty piece, one that is smaller than the one before it, or more than a piece"
+    assert sizes == sorted(set(sizes)), (
+        "an empty piece, one that is smaller than the one before it, or more than a piece"
+    )
 
 
 @pytest.mark.parametrize("part_bytes", [256 << 10, 512 << 10, 1 << 20, 2 << 20])

@@ -1,4 +1,6 @@
-"""Pieces of a save or a load that begin on an idle link are small at first, for any request. Needs no GPU."""
+"""Pieces of a save or a load that begin on an idle link are small at first, for any request. Needs
+no GPU.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,7 +33,9 @@ PER_PIECE, BLOCKS = 6, 120
 
 
 class Rig:
-    """A mover whose first pieces have 2 and 3 chunks, later ones 6; how many chunks each piece had, as they were sent."""
+    """A mover whose first pieces have 2 and 3 chunks, later ones 6; how many chunks each piece had,
+    as they were sent.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(mover_module, "ramp", lambda *_: (2, 3))
@@ -46,7 +50,9 @@ class Rig:
 
     def noted(self, submit: Any) -> Any:
         def noting(piece: Any, **more: Any) -> Any:
-            assert frames_of(piece) == sorted(frames_of(piece)), "neighbours in the arena are not one copy"
+            assert frames_of(piece) == sorted(frames_of(piece)), (
+                "neighbours in the arena are not one copy"
+            )
             self.sizes.append(piece.num_segments)
             return submit(piece, **more)
 
@@ -61,7 +67,10 @@ class Rig:
         places = iter(range(BLOCKS))
         plans = [[next(places) for _ in range(count)] for count in counts]
         self.mover.submit_saves(
-            [SavePlan(ReqId("s"), batch_of(copies_of(plan, [[p] for p in plan], plan[0] + 1))) for plan in plans]
+            [
+                SavePlan(ReqId("s"), batch_of(copies_of(plan, [[p] for p in plan], plan[0] + 1)))
+                for plan in plans
+            ]
         )
         return self.sent()
 
@@ -70,7 +79,9 @@ class Rig:
         places = iter(range(BLOCKS))
         plans = [[next(places) for _ in range(count)] for count in counts]
         loads = [copies_of(plan, [[p + 60] for p in plan], plan[0] + 1) for plan in plans]
-        self.mover.submit_loads([LoadPlan(ReqId("l"), i, batch_of(copies)) for i, copies in enumerate(loads)])
+        self.mover.submit_loads(
+            [LoadPlan(ReqId("l"), i, batch_of(copies)) for i, copies in enumerate(loads)]
+        )
         return self.sent()
 
 
@@ -89,7 +100,9 @@ def rig(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
     assert rig.submit_saves(20) == [2, 3, 6, 6, 3]
-    assert rig.submit_saves(20) == [6, 6, 6, 2], "the link is at work for longer than it takes to prepare a piece"
+    assert rig.submit_saves(20) == [6, 6, 6, 2], (
+        "the link is at work for longer than it takes to prepare a piece"
+    )
     rig.mover.drain()
     assert rig.submit_saves(3, 17) == [2, 3, 6, 6, 3]
     rig.mover.drain()
@@ -110,15 +123,22 @@ def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
         ([1, 1, 1, 1, 1, 2], [2, 5]),
     ],
 )
-def test_loads_begin_with_few_chunks_of_any_request(rig: Rig, counts: list[int], sizes: list[int]) -> None:
+def test_loads_begin_with_few_chunks_of_any_request(
+    rig: Rig, counts: list[int], sizes: list[int]
+) -> None:
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     rig.sent()
     for _ in range(2):  # the second time the link is idle again
         assert rig.submit_loads(*counts) == sizes
         done = rig.mover.drain()
-        assert sorted(result.load_id for result in done.loads) == list(range(len(counts))) and not done.bad_blocks
+        assert (
+            sorted(result.load_id for result in done.loads) == list(range(len(counts)))
+            and not done.bad_blocks
+        )
         rig.sent()
-    assert torch.equal(rig.paged.payload(range(60, 60 + sum(counts))), rig.paged.payload(range(sum(counts))))
+    assert torch.equal(
+        rig.paged.payload(range(60, 60 + sum(counts))), rig.paged.payload(range(sum(counts)))
+    )
 
 
 def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: Rig) -> None:
@@ -130,7 +150,9 @@ def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: 
     assert rig.sent() == [2, 3, 6, 6, 3]
 
 
-def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_that_are_not_taken_are_told_each_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = copies_of(range(20), [[block] for block in range(20)])
     plan = SavePlan(ReqId("s"), batch_of(copies))
     with monkeypatch.context() as patch:
@@ -142,11 +164,15 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pyte
     with monkeypatch.context() as patch:
         part = rig.mover._shared.memory.frame_bytes
         patch.setattr(
-            rig.mover._shared, "registered", SimpleNamespace(is_complete=False, is_over=True, num_registered_bytes=7 * part)
+            rig.mover._shared,
+            "registered",
+            SimpleNamespace(is_complete=False, is_over=True, num_registered_bytes=7 * part),
         )
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
-    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), "pieces of pinned frames only"
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), (
+        "pieces of pinned frames only"
+    )
     rig.mover._break("as the test wanted it")
     rig.mover.submit_saves([plan])
     assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
@@ -155,15 +181,29 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pyte
 def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
     """They share a piece; what is said to be bad is thrown away."""
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
-    wanted = [("a", (0, 70), (1, 71)), ("b", (2, 72), (3, 10**6)), ("c", (4, 74), (5, 75)), ("d", (0, BLOCKS))]
+    wanted = [
+        ("a", (0, 70), (1, 71)),
+        ("b", (2, 72), (3, 10**6)),
+        ("c", (4, 74), (5, 75)),
+        ("d", (0, BLOCKS)),
+    ]
     plans = [
-        LoadPlan(ReqId(name), i, batch_of(copies_of([frame], [[block]], frame + 1)[0] for frame, block in moved))
+        LoadPlan(
+            ReqId(name),
+            i,
+            batch_of(copies_of([frame], [[block]], frame + 1)[0] for frame, block in moved),
+        )
         for i, (name, *moved) in enumerate(wanted)
     ]
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads(plans)
     done = rig.mover.drain()
-    assert {result.load_id: len(result.bad_keys) for result in done.loads} == {0: 0, 1: 2, 2: 0, 3: 1}
+    assert {result.load_id: len(result.bad_keys) for result in done.loads} == {
+        0: 0,
+        1: 2,
+        2: 0,
+        3: 1,
+    }
     assert done.bad_blocks == {72, 10**6, BLOCKS}
     assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
     rig.mover.begin_step(())
@@ -174,7 +214,9 @@ def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     """Their chunks cannot be in it."""
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
     loads = [Load(plan, 4) for plan in plans]
-    rig.mover._loads.waiting.extend(Waiting(x, 0, x.plan.chunks, Mark(mover_module.driver.Event(), [])) for x in loads)
+    rig.mover._loads.waiting.extend(
+        Waiting(x, 0, x.plan.chunks, Mark(mover_module.driver.Event(), [])) for x in loads
+    )
     _, taken, _, owners = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
     rig.mover._loads.waiting.clear()
@@ -212,9 +254,14 @@ def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
 
 
 @given(
-    num=st.integers(1, 300), per_piece=st.integers(1, 12), rooms=st.lists(st.integers(1, 12), min_size=1), seed=st.randoms()
-)  # fmt: skip
-def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
+    num=st.integers(1, 300),
+    per_piece=st.integers(1, 12),
+    rooms=st.lists(st.integers(1, 12), min_size=1),
+    seed=st.randoms(),
+)
+def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(
+    num: int, per_piece: int, rooms: list[int], seed: Any
+) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
     plan = LoadPlan(ReqId("l"), 0, batch_of(copies))
     waiting = Waiting(Load(plan, num), 0, plan.chunks, None)
@@ -231,11 +278,15 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_p
     assert sum(a.frame > b.frame for a, b in pairwise(late)) <= 2 * (num // window + 2)
 
 
-def test_the_compute_stream_is_the_one_that_is_current_now(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compute_stream_is_the_one_that_is_current_now(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine may switch streams between steps; a mark in another stream orders nothing (I2)."""
     mover = Rig(monkeypatch).mover
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mover_module.driver.Stream, "view", lambda handle: SimpleNamespace(handle=handle))
+        patch.setattr(
+            mover_module.driver.Stream, "view", lambda handle: SimpleNamespace(handle=handle)
+        )
         for handle in (7, 9, 9, 7):
             patch.setattr(mover_module, "_current_stream", lambda _, handle=handle: handle)
             assert mover._compute().handle == handle

@@ -1,4 +1,6 @@
-"""Encoded parts on a GPU: bits, tags and records against the numpy oracle, any content, page size, width, damage."""
+"""Encoded parts on a GPU: bits, tags and records against the numpy oracle, any content, page size,
+width, damage.
+"""
 
 import os
 import random
@@ -23,7 +25,7 @@ from gpu_support import (
     part_bytes_for,
     per_layer,
     save,
-)  # fmt: skip
+)
 from kernels_oracle import chunk_tag
 from test_gpu_mover import NothingPinned, check_load, random_chunks
 
@@ -69,10 +71,16 @@ def tiles_of(paged: Paged, num_blocks: int) -> e348.Tiles:
 
 
 def encoded_frames(paged: Paged, num_frames: int, num_blocks: int, **ranks: int) -> Frames:
-    return Frames(num_frames, part_bytes_for(paged.block_bytes * num_blocks + 8 * len(tiles_of(paged, num_blocks)) + 16), **ranks)
+    return Frames(
+        num_frames,
+        part_bytes_for(paged.block_bytes * num_blocks + 8 * len(tiles_of(paged, num_blocks)) + 16),
+        **ranks,
+    )
 
 
-def check_part(part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int) -> None:
+def check_part(
+    part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int
+) -> None:
     """Its records are the oracle's, without gaps or overlaps, and decode to ``payload``."""
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries = part[: 8 * len(tiles)].view("<u8").tolist()
@@ -84,7 +92,9 @@ def check_part(part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_byte
             want = e348.encode_tile(payload[at : at + num_bytes], is_bf16=is_bf16)
             assert entry == want.entry(offset), (i, hex(entry), hex(want.entry(offset)))
             record = part[table_bytes + 16 * offset :][:size].tobytes()
-            assert record[: len(record) - 15] == want.record[: len(record) - 15], i  # padding may be anything
+            assert record[: len(record) - 15] == want.record[: len(record) - 15], (
+                i
+            )  # padding may be anything
             assert e348.decode_tile(entry, record, num_bytes) == payload[at : at + num_bytes]
         at += num_bytes
     end = 0
@@ -94,7 +104,9 @@ def check_part(part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_byte
     assert encoded_bytes == table_bytes + end
 
 
-def check_round_trip(paged: Paged, sample: str, blocks_per_chunk: int, *, seed: int = 0, **route) -> float:
+def check_round_trip(
+    paged: Paged, sample: str, blocks_per_chunk: int, *, seed: int = 0, **route
+) -> float:
     """Bytes of the encoded parts, as a share of the payload."""
     num_frames = paged.num_blocks + 3
     frames = encoded_frames(paged, num_frames, blocks_per_chunk)
@@ -111,7 +123,13 @@ def check_round_trip(paged: Paged, sample: str, blocks_per_chunk: int, *, seed: 
         payload, tiles = paged.payload(blocks).cpu().numpy(), tiles_of(paged, len(blocks))
         assert int(trailers[frame]["tag"]) == chunk_tag(payload, page_bytes, len(blocks))
         assert int(trailers[frame]["encoding"]) == 1
-        check_part(frames.parts[frame], payload.tobytes(), tiles, int(trailers[frame]["encoded_bytes"]), budget)
+        check_part(
+            frames.parts[frame],
+            payload.tobytes(),
+            tiles,
+            int(trailers[frame]["encoded_bytes"]),
+            budget,
+        )
         budget = max(0, budget - len(tiles))
         stored, raw = stored + int(trailers[frame]["encoded_bytes"]), raw + len(payload)
     for frame in set(range(num_frames)) - set(places):
@@ -130,15 +148,30 @@ def test_any_content_comes_back(sample: str) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 0.7, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_page_size_and_width_comes_back(layout: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_page_size_and_width_comes_back(
+    layout: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With width 0.6, a part of each chunk is written and read in host memory."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
     for sample in ("gaussian", "random words"):
-        check_round_trip(bf16(layout), sample, 1 if layout == "pages_of_2m" else 3, ring=(2, 9 << 20), num_ctas=20)
+        check_round_trip(
+            bf16(layout),
+            sample,
+            1 if layout == "pages_of_2m" else 3,
+            ring=(2, 9 << 20),
+            num_ctas=20,
+        )
 
 
 @pytest.mark.parametrize(
-    ("sample", "most"), [("gaussian", 0.70), ("5 % zeros", 0.72), ("half zeros", 0.83), ("zeros", 0.69), ("random words", 1.003)]
+    ("sample", "most"),
+    [
+        ("gaussian", 0.70),
+        ("5 % zeros", 0.72),
+        ("half zeros", 0.83),
+        ("zeros", 0.69),
+        ("random words", 1.003),
+    ],
 )
 def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
     assert check_round_trip(bf16("pages_of_64k"), sample, 1) <= most
@@ -185,12 +218,16 @@ def test_an_encoded_part_is_a_miss_where_parts_are_raw() -> None:
     mover.close()
     mover = make_mover(paged, frames, 1)
     done = load(mover, copies)
-    assert {problem for _, problem in done.loads[0].bad_keys} == {"shape"} and done.bad_blocks == set(range(6))
+    assert {problem for _, problem in done.loads[0].bad_keys} == {
+        "shape"
+    } and done.bad_blocks == set(range(6))
     mover.close()
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Parts are smaller than a payload, and noise does not shrink. What is behind a part stays as it was."""
+    """Parts are smaller than a payload, and noise does not shrink. What is behind a part stays as
+    it was.
+    """
     paged = bf16("pages_of_4k")
     frames = Frames(12, part_bytes_for(paged.block_bytes * 3) - 4096, 0, 2)
     copies = copies_of(range(9), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(9)])
@@ -198,7 +235,9 @@ def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
     for buffer in paged.buffers:
         pages = buffer.view(paged.num_blocks, -1)
         for copy in copies[::3]:
-            pages[list(copy.blocks)] = torch.randint(0, 256, (3, 4096), dtype=torch.uint8, device=buffer.device)
+            pages[list(copy.blocks)] = torch.randint(
+                0, 256, (3, 4096), dtype=torch.uint8, device=buffer.device
+            )
     mover = make_mover(paged, frames, 3, encodes=True)
     done = save(mover, copies)
     assert done.failed == [copy.ticket for copy in copies[::3]]
@@ -220,7 +259,9 @@ def test_partial_loads_write_only_what_they_want() -> None:
     paged.poison()
     want = paged.snapshot()
     part = []
-    for (first, count), copy, target in zip([(0, 7), (2, 5), (1, 3), (6, 1)], copies, [20, 14, 10, 0], strict=True):
+    for (first, count), copy, target in zip(
+        [(0, 7), (2, 5), (1, 3), (6, 1)], copies, [20, 14, 10, 0], strict=True
+    ):
         ids = tuple(BlockId(target + i) for i in range(count))
         part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
         paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
@@ -230,7 +271,9 @@ def test_partial_loads_write_only_what_they_want() -> None:
     mover.close()
 
 
-def test_frames_not_registered_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No kernel may touch them: their parts are copied whole."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
     paged = bf16("pages_of_18k")
@@ -268,7 +311,9 @@ def test_ranks_stay_in_their_part() -> None:
 
 def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) -> None:
     """Change what is stored, above all the table."""
-    kind = rng.choice(("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate"))
+    kind = rng.choice(
+        ("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate")
+    )
     at = rng.randrange(size)
     if kind == "bit":
         part[at] ^= 1 << rng.randrange(8)
@@ -285,7 +330,12 @@ def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) ->
     else:
         end = min(size, at + rng.choice([16, 256, 4096]))
         noise = np.frombuffer(rng.randbytes(end - at), np.uint8)
-        part[at : size if kind == "truncate" else end] = {"noise": noise, "zero": 0, "ones": 0xFF, "truncate": 0x5A}[kind]
+        part[at : size if kind == "truncate" else end] = {
+            "noise": noise,
+            "zero": 0,
+            "ones": 0xFF,
+            "truncate": 0x5A,
+        }[kind]
 
 
 @pytest.mark.parametrize("layout", ["pages_of_6k", "mixed"])
@@ -318,5 +368,7 @@ def test_damage_is_a_miss_or_has_no_effect(layout: str) -> None:
         injected += len(hurt)
         missed += len(bad)
     assert missed > 0.5 * injected
-    print(f"{layout}: {injected} damaged parts, {missed} misses, the others decoded to the same bytes")
+    print(
+        f"{layout}: {injected} damaged parts, {missed} misses, the others decoded to the same bytes"
+    )
     mover.close()

@@ -15,8 +15,12 @@ NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
 KINDS = ("bit", "swap", "stale", "skip", "truncate", "shift", "zero")
 
 
-def damage(kind: str, part: np.ndarray, old: np.ndarray, pages: int, page: int, rng: random.Random) -> None:
-    """Change the payload in ``part`` as a failure of that kind would; ``old`` is what another chunk left there before."""
+def damage(
+    kind: str, part: np.ndarray, old: np.ndarray, pages: int, page: int, rng: random.Random
+) -> None:
+    """Change the payload in ``part`` as a failure of that kind would; ``old`` is what another chunk
+    left there before.
+    """
     size = pages * page
     one, two = rng.sample(range(pages), 2)
     if kind == "bit":
@@ -68,7 +72,11 @@ def test_every_injected_fault_is_caught() -> None:
                 hurt.add(i)
                 counts[kind] += 1
         done = load(mover, copies)
-        found = {int.from_bytes(key, "little") - 5000 for key, problem in done.loads[0].bad_keys if problem == "tag"}
+        found = {
+            int.from_bytes(key, "little") - 5000
+            for key, problem in done.loads[0].bad_keys
+            if problem == "tag"
+        }
         assert found == hurt, (sorted(hurt - found), sorted(found - hurt))
         assert done.bad_blocks == {b for i in hurt for b in blocks[i]}
         injected += len(hurt)

@@ -1,6 +1,8 @@
-"""CudaMover with several KV cache groups: pages of two kinds over the same memory, one arena, one staging area, each byte compared.
+"""CudaMover with several KV cache groups: pages of two kinds over the same memory, one arena, one
+staging area, each byte compared.
 
-The emulated GPU runs the same functions (`test_emulated_groups.py`), and random steps of groups (`test_emulated_steps.py`).
+The emulated GPU runs the same functions (`test_emulated_groups.py`), and random steps of groups
+(`test_emulated_steps.py`).
 """
 
 import random
@@ -33,7 +35,9 @@ def half_block(paged: Paged) -> Paged:
 
 
 def no_block(paged: Paged) -> Paged:
-    """A group that has no layer here, as on some pipeline stage: its frames have a trailer alone."""
+    """A group that has no layer here, as on some pipeline stage: its frames have a trailer
+    alone.
+    """
     return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
@@ -41,21 +45,31 @@ OTHERS = {"turned": turned, "half": half_block, "none": no_block}
 
 
 class Rig:
-    """Groups over the same memory; a third of the blocks is each group's. ``sizes``: blocks of a chunk, by kind."""
+    """Groups over the same memory; a third of the blocks is each group's. ``sizes``: blocks of a
+    chunk, by kind.
+    """
 
-    def __init__(self, page: int, other: str, *, slot_bytes: int = 1 << 16, sizes: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self, page: int, other: str, *, slot_bytes: int = 1 << 16, sizes: tuple[int, int] = (1, 1)
+    ) -> None:
         self.paged = per_layer(2, BLOCKS, page)
         self.kinds, self.sizes = [self.paged, OTHERS[other](self.paged)], sizes
         payload = max(kind.block_bytes * size for kind, size in zip(self.kinds, sizes, strict=True))
         self.frames = Frames(BLOCKS, part_bytes_for(payload))
         self.mover: CudaMover = make_mover(
-            self.paged, self.frames, sizes, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS
+            self.paged,
+            self.frames,
+            sizes,
+            ring=(2, slot_bytes),
+            others=self.kinds[1:],
+            kind_of=GROUPS,
         )
         order = random.Random(page).sample(range(BLOCKS), BLOCKS)
         self.blocks = [order[group::3] for group in range(3)]
         chunks = [self.in_chunks(group, blocks) for group, blocks in enumerate(self.blocks)]
         self.copies = [
-            copies_of([first for first, *_ in some], some, first_key=1 + 100 * group) for group, some in enumerate(chunks)
+            copies_of([first for first, *_ in some], some, first_key=1 + 100 * group)
+            for group, some in enumerate(chunks)
         ]
 
     def kind(self, group: int) -> Paged:
@@ -76,7 +90,10 @@ class Rig:
 def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> ChunkBatch:
     """Loads of these chunks into other blocks."""
     moved = [
-        [ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),)) for c, to in zip(group, blocks, strict=True)]
+        [
+            ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),))
+            for c, to in zip(group, blocks, strict=True)
+        ]
         for group, blocks in zip(copies, targets, strict=True)
     ]
     return batch_of_groups(((group, chunks) for group, chunks in enumerate(moved) if chunks))
@@ -85,8 +102,12 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
 @pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (2, 5)])
 @pytest.mark.parametrize("slot_bytes", [1 << 12, 1 << 16])
 @pytest.mark.parametrize("other", ["half", "none"])
-def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(other: str, sizes: tuple[int, int], slot_bytes: int) -> None:
-    """Each is loaded from a block of its own on, as a window begins in the midst of its first chunk."""
+def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
+    other: str, sizes: tuple[int, int], slot_bytes: int
+) -> None:
+    """Each is loaded from a block of its own on, as a window begins in the midst of its first
+    chunk.
+    """
     rig = Rig(4096, other, sizes=sizes, slot_bytes=slot_bytes)
     rig.paged.randomize(1)
     before = rig.paged.snapshot()
@@ -103,11 +124,15 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(other: str, size
     want_pages, loads = rig.paged.snapshot(), []
     for group, copies in enumerate(rig.copies):
         some = []
-        for nth, (copy, to) in enumerate(zip(copies, rig.in_chunks(group, rig.blocks[group][::-1]), strict=False)):
+        for nth, (copy, to) in enumerate(
+            zip(copies, rig.in_chunks(group, rig.blocks[group][::-1]), strict=False)
+        ):
             first = nth % min(len(to), len(copy.blocks))
             to, source = to[first : len(copy.blocks)], copy.blocks[first : len(to)]
             rig.kind(group).place(want_pages, rig.kind(group).payload(source, before), to)
-            some.append(ChunkCopy(copy.frame, copy.key, len(copy.blocks), first, tuple(map(BlockId, to))))
+            some.append(
+                ChunkCopy(copy.frame, copy.key, len(copy.blocks), first, tuple(map(BlockId, to)))
+            )
         loads.append((group, some))
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, batch_of_groups(loads))])
@@ -158,7 +183,9 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, batches_to(rig.copies, targets))])
     done = rig.mover.drain()
-    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [(7, (), False)], "reported once"
+    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [
+        (7, (), False)
+    ], "reported once"
     assert not done.bad_blocks
     for now, then in zip(rig.paged.buffers, want_pages, strict=True):
         assert torch.equal(now, then)
@@ -167,7 +194,9 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
 
 
 def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
-    """Its gather is behind a queue when the load comes, and its old owner gone: no step names it as rewritten."""
+    """Its gather is behind a queue when the load comes, and its old owner gone: no step names it as
+    rewritten.
+    """
     rig = Rig(4096, "turned", slot_bytes=3 * 12288)
     rig.paged.randomize(1)
     rig.save()
@@ -196,14 +225,21 @@ def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
     rig.frames.parts[broken.frame, 5] ^= 1
     rig.paged.poison()
     rig.mover.begin_step((), has_loads=True)
-    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, batches_to(rig.copies, rig.blocks)), LoadPlan(ReqId("m"), 2)])
+    rig.mover.submit_loads(
+        [LoadPlan(ReqId("l"), 1, batches_to(rig.copies, rig.blocks)), LoadPlan(ReqId("m"), 2)]
+    )
     done = rig.mover.drain()
-    assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {1: [broken.key], 2: []}
+    assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {
+        1: [broken.key],
+        2: [],
+    }
     assert done.bad_blocks == set(broken.blocks)
     rig.mover.close()
 
 
-@pytest.mark.parametrize("field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"])
+@pytest.mark.parametrize(
+    "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
+)
 def test_a_damaged_trailer_of_a_group_without_pages_is_told(field: str) -> None:
     """All that such a frame has: nothing else says that its chunk is another."""
     rig = Rig(4096, "none")
@@ -217,5 +253,7 @@ def test_a_damaged_trailer_of_a_group_without_pages_is_told(field: str) -> None:
     done = rig.mover.drain()
     assert [key for result in done.loads for key, _ in result.bad_keys] == [broken.key]
     assert done.bad_blocks == set(broken.blocks)
-    assert all(torch.equal(now, then) for now, then in zip(rig.paged.buffers, before, strict=True)), "it has no page to write"
+    assert all(
+        torch.equal(now, then) for now, then in zip(rig.paged.buffers, before, strict=True)
+    ), "it has no page to write"
     rig.mover.close()

@@ -1,4 +1,6 @@
-"""Saves and loads on a GPU, bit for bit against torch: layouts x page sizes x odd dims x permutations, poisoned destinations."""
+"""Saves and loads on a GPU, bit for bit against torch: layouts x page sizes x odd dims x
+permutations, poisoned destinations.
+"""
 
 import random
 
@@ -22,7 +24,7 @@ from gpu_support import (
     part_bytes_for,
     per_layer,
     save,
-)  # fmt: skip
+)
 from kernels_oracle import chunk_tag
 
 from kvloft.seam.batch import ChunkCopy
@@ -50,7 +52,9 @@ ROUTES = {
 }
 
 
-def random_chunks(paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int) -> tuple[list[int], list[list[int]]]:
+def random_chunks(
+    paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int
+) -> tuple[list[int], list[list[int]]]:
     """Some frames and the blocks for each, all different."""
     rng = random.Random(seed)
     blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
@@ -122,7 +126,9 @@ def test_partial_loads_write_only_what_they_want(route: str) -> None:
     paged.poison()
     want = paged.snapshot()
     part = []
-    for (first, count), copy, target in zip([(0, 7), (2, 5), (1, 3), (6, 1)], copies, [30, 20, 10, 0], strict=True):
+    for (first, count), copy, target in zip(
+        [(0, 7), (2, 5), (1, 3), (6, 1)], copies, [30, 20, 10, 0], strict=True
+    ):
         ids = tuple(BlockId(target + i) for i in range(count))
         part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
         paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
@@ -155,7 +161,9 @@ def test_ranks_stay_in_their_part(rank: int) -> None:
 
 
 def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
-    """The compute stream is kept busy, so that a gather that did not wait, or a writer that did not, would show."""
+    """The compute stream is kept busy, so that a gather that did not wait, or a writer that did
+    not, would show.
+    """
     paged = block_outermost(4, 64, 64 << 10)
     frames = Frames(64, part_bytes_for(paged.block_bytes))
     mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
@@ -239,7 +247,9 @@ class NothingPinned:
     def close(self) -> None: ...
 
 
-def test_frames_not_registered_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     paged = per_layer(3, 40, 4096)
     frames = Frames(40, part_bytes_for(paged.block_bytes))
     paged.randomize()
@@ -273,12 +283,23 @@ def test_every_ticket_and_load_comes_back_once() -> None:
     for step in range(300):
         mover.begin_step(())
         mover.submit_saves(
-            [SavePlan(ReqId("r"), batch_of(copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1)))]
+            [
+                SavePlan(
+                    ReqId("r"),
+                    batch_of(
+                        copies_of(
+                            [2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1
+                        )
+                    ),
+                )
+            ]
         )
         mover.submit_loads([LoadPlan(ReqId("e"), step, (), (BlockId(3),))])
         take(mover.poll())
     take(mover.drain())
-    assert sorted(saved + failed) == sorted(t for step in range(300) for t in (10 * step + 1, 10 * step + 2))
+    assert sorted(saved + failed) == sorted(
+        t for step in range(300) for t in (10 * step + 1, 10 * step + 2)
+    )
     assert loads == list(range(300)) and len(saved) > 100
     mover.close()
 

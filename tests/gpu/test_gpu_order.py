@@ -1,4 +1,6 @@
-"""Order between an engine's own work, saves and loads on a GPU, with submitters sending: random steps against torch's clones."""
+"""Order between an engine's own work, saves and loads on a GPU, with submitters sending: random
+steps against torch's clones.
+"""
 
 import random
 import time
@@ -74,7 +76,9 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
     else:
         mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     time.sleep(0.05)
-    flying = sum(flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flying)
+    flying = sum(
+        flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flying
+    )
     assert not gate.query(), "the GPU was to be busy"
     assert 0 < flying <= SLOTS_AHEAD * RING[1] < BLOCKS * paged.block_bytes
     done = mover.drain()
@@ -131,7 +135,9 @@ def test_a_save_waits_for_no_later_step() -> None:
 
 
 class Engine:
-    """Writes blocks, saves and loads them at random, and remembers by clones what each frame must hold."""
+    """Writes blocks, saves and loads them at random, and remembers by clones what each frame must
+    hold.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -147,17 +153,24 @@ class Engine:
         self.num_saves = self.num_checked = 0
 
     def step(self, number: int) -> None:
-        """One forward that rewrites blocks while older copies are under way; loads go to blocks that it leaves alone."""
+        """One forward that rewrites blocks while older copies are under way; loads go to blocks
+        that it leaves alone.
+        """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}
         usable = [block for block in range(BLOCKS) if block not in held]
         rng.shuffle(usable)
         rewritten, others = usable[: len(usable) // 3], usable[len(usable) // 3 :]
         read = {copy.blocks[0] for copy in self.saving.values()}
-        self.mover.begin_step([BlockId(block) for block in rewritten if block in read], has_loads=number % 2 == 0)
+        self.mover.begin_step(
+            [BlockId(block) for block in rewritten if block in read], has_loads=number % 2 == 0
+        )
         frames = rng.sample(self.ready, min(len(self.ready), rng.randrange(20)))
         targets, others = others[: len(frames)], others[len(frames) :]
-        if copies := [self.copy_of[f]._replace(blocks=(BlockId(b),)) for f, b in zip(frames, targets, strict=False)]:
+        if copies := [
+            self.copy_of[f]._replace(blocks=(BlockId(b),))
+            for f, b in zip(frames, targets, strict=False)
+        ]:
             self.loading[number] = copies
             self.mover.submit_loads([LoadPlan(ReqId("l"), number, batch_of(copies))])
         for _ in range(rng.randrange(3)):
@@ -186,7 +199,9 @@ class Engine:
                 assert torch.equal(self.pages[copy.blocks[0]], self.stored[copy.frame])
                 self.num_checked += 1
         read = {copy.frame for copies in self.loading.values() for copy in copies}
-        evicted = [frame for frame in self.ready if frame not in read][: max(0, len(self.ready) - BLOCKS)]
+        evicted = [frame for frame in self.ready if frame not in read][
+            : max(0, len(self.ready) - BLOCKS)
+        ]
         self.ready = [frame for frame in self.ready if frame not in evicted]
         self.free += evicted
 

@@ -1,8 +1,9 @@
-"""CudaMover with state-space layers beside attention: tensors as vLLM makes them, in every layout it has, each byte compared.
+"""CudaMover with state-space layers beside attention: tensors as vLLM makes them, in every layout
+it has, each byte compared.
 
-A state's page is shorter than attention's, so there is padding behind it that belongs to none; its tensors (convolution and
-recurrence) have types of their own, and, since vLLM 0.32, come as one tensor of bytes. The emulated GPU runs the same functions
-(`test_emulated_states.py`).
+A state's page is shorter than attention's, so there is padding behind it that belongs to none; its
+tensors (convolution and recurrence) have types of their own, and, since vLLM 0.32, come as one
+tensor of bytes. The emulated GPU runs the same functions (`test_emulated_states.py`).
 """
 
 from itertools import product
@@ -25,32 +26,54 @@ from kvloft.transfer.layout import PagedLayout, read_layout
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, NUM_SLOTS = 37, 2
-"""Layers of a group lie in as many slots; groups share the slots, for a block is one group's at a time."""
+"""Layers of a group lie in as many slots; groups share the slots, for a block is one group's at a
+time.
+"""
 HEADS, TOKENS, HEAD_BYTES = 2, 12, 88
 PAGE = HEADS * TOKENS * HEAD_BYTES
 CONV, SSM = (3, 10), (4, 7, 15)
 """Shapes of a state's two tensors, bfloat16 and float32: 60 + 1,680 bytes in a page of 2,112."""
-STRIDES = {"layers outermost": (NUM_BLOCKS * PAGE, PAGE), "blocks outermost": (PAGE, NUM_SLOTS * PAGE)}
-"""Of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first inside a page."""
+STRIDES = {
+    "layers outermost": (NUM_BLOCKS * PAGE, PAGE),
+    "blocks outermost": (PAGE, NUM_SLOTS * PAGE),
+}
+"""Of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first inside
+a page.
+"""
 KINDS = ("full", "bytes", "tensors")
 GROUPS = ("full", "bytes", "tensors", "bytes")
 Views = list[torch.Tensor]
 
 
-def views_of(memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool) -> dict[str, torch.Tensor | Views]:
-    """Each layer's tensors over ``memory`` as an engine registers them: a state's as one of bytes, or as one for each part."""
+def views_of(
+    memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool
+) -> dict[str, torch.Tensor | Views]:
+    """Each layer's tensors over ``memory`` as an engine registers them: a state's as one of bytes,
+    or as one for each part.
+    """
     of_slot, of_block = strides
     found: dict[str, torch.Tensor | Views] = {}
     for slot in range(NUM_SLOTS):
         if kind == "full":
-            inner = (TOKENS * HEAD_BYTES, HEAD_BYTES) if heads_first else (HEAD_BYTES, HEADS * HEAD_BYTES)
+            inner = (
+                (TOKENS * HEAD_BYTES, HEAD_BYTES)
+                if heads_first
+                else (HEAD_BYTES, HEADS * HEAD_BYTES)
+            )
             shape, stride = (NUM_BLOCKS, HEADS, TOKENS, HEAD_BYTES), (of_block, *inner, 1)
-            found[f"full.{slot}"] = memory.as_strided(shape, stride, slot * of_slot).view(torch.bfloat16)
+            found[f"full.{slot}"] = memory.as_strided(shape, stride, slot * of_slot).view(
+                torch.bfloat16
+            )
             continue
         num_bytes = prod(CONV) * 2 + prod(SSM) * 4
-        page = memory.as_strided((NUM_BLOCKS, 1, 1, num_bytes), (of_block, num_bytes, num_bytes, 1), slot * of_slot)
+        page = memory.as_strided(
+            (NUM_BLOCKS, 1, 1, num_bytes), (of_block, num_bytes, num_bytes, 1), slot * of_slot
+        )
         conv, ssm = page[:, 0, 0].split([prod(CONV) * 2, prod(SSM) * 4], dim=1)
-        parts = [conv.view(torch.bfloat16).view(NUM_BLOCKS, *CONV), ssm.view(torch.float32).view(NUM_BLOCKS, *SSM)]
+        parts = [
+            conv.view(torch.bfloat16).view(NUM_BLOCKS, *CONV),
+            ssm.view(torch.float32).view(NUM_BLOCKS, *SSM),
+        ]
         found[f"{kind}.{slot}"] = page if kind == "bytes" else parts
     return found
 
@@ -59,22 +82,34 @@ class Rig:
     """Full attention and states over the same memory; each group has some of the blocks."""
 
     def __init__(self, layout: str, *, heads_first: bool, slot_bytes: int = 1 << 16) -> None:
-        self.memory = torch.empty(NUM_BLOCKS * NUM_SLOTS * PAGE, dtype=torch.int8, device=gpu_support.DEVICE)
+        self.memory = torch.empty(
+            NUM_BLOCKS * NUM_SLOTS * PAGE, dtype=torch.int8, device=gpu_support.DEVICE
+        )
         self.raw = self.memory.view(torch.uint8)
         self.of_slot, self.of_block = STRIDES[layout]
         self.layouts: list[PagedLayout] = [
-            read_layout(views_of(self.memory, kind, STRIDES[layout], heads_first=heads_first), NUM_BLOCKS) for kind in KINDS
+            read_layout(
+                views_of(self.memory, kind, STRIDES[layout], heads_first=heads_first), NUM_BLOCKS
+            )
+            for kind in KINDS
         ]
-        self.frames = Frames(NUM_BLOCKS, part_bytes_for(max(layout.block_bytes for layout in self.layouts)))
+        self.frames = Frames(
+            NUM_BLOCKS, part_bytes_for(max(layout.block_bytes for layout in self.layouts))
+        )
         self.mover = CudaMover(
-            [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts], self.frames.memory,
-            blocks_per_chunk=[1] * len(self.layouts), tuning=Tuning(2, slot_bytes, 66),
-            kind_of=[KINDS.index(kind) for kind in GROUPS], gathers_first=True,
-        )  # fmt: skip
+            [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts],
+            self.frames.memory,
+            blocks_per_chunk=[1] * len(self.layouts),
+            tuning=Tuning(2, slot_bytes, 66),
+            kind_of=[KINDS.index(kind) for kind in GROUPS],
+            gathers_first=True,
+        )
         self.mover.wait_registered()
         self.copies = [
             copies_of(blocks, [[block] for block in blocks], first_key=1 + 100 * group)
-            for group, blocks in enumerate(list(range(group, NUM_BLOCKS, len(GROUPS))) for group in range(len(GROUPS)))
+            for group, blocks in enumerate(
+                list(range(group, NUM_BLOCKS, len(GROUPS))) for group in range(len(GROUPS))
+            )
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
@@ -92,11 +127,16 @@ class Rig:
 
     def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
         """Everything; or loads of it into other blocks."""
-        moved = [[c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group] for group in self.copies]
+        moved = [
+            [c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group]
+            for group in self.copies
+        ]
         return batch_of_groups(((group, copies) for group, copies in enumerate(moved)))
 
 
-@pytest.fixture(params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)])
+@pytest.fixture(
+    params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)]
+)
 def rig(request: pytest.FixtureRequest) -> Rig:
     """Pieces of several chunks, and chunks that take a piece each."""
     layout, heads_first, slot_bytes = request.param
@@ -121,19 +161,29 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
     for group, copies in enumerate(rig.copies):
         for copy in copies:
             payload = torch.cat([before[place] for place in rig.used(group, copy.blocks[0])]).cpu()
-            assert torch.equal(torch.from_numpy(rig.frames.parts[copy.frame, : len(payload)]), payload)
-            assert (rig.frames.parts[copy.frame, len(payload) : -128] == POISON).all(), "written behind a payload"
+            assert torch.equal(
+                torch.from_numpy(rig.frames.parts[copy.frame, : len(payload)]), payload
+            )
+            assert (rig.frames.parts[copy.frame, len(payload) : -128] == POISON).all(), (
+                "written behind a payload"
+            )
     rig.raw.fill_(POISON)
     wanted = rig.raw.clone()
     targets = {BlockId(block): NUM_BLOCKS - 1 - block for block in range(NUM_BLOCKS)}
     for group, copies in enumerate(rig.copies):
         for copy in copies:
-            pairs = zip(rig.used(group, targets[copy.blocks[0]]), rig.used(group, copy.blocks[0]), strict=True)
+            pairs = zip(
+                rig.used(group, targets[copy.blocks[0]]),
+                rig.used(group, copy.blocks[0]),
+                strict=True,
+            )
             for to, source in pairs:
                 wanted[to] = before[source]
     rig.step(loads=rig.batches(targets))
     done = rig.mover.drain()
-    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [(7, (), False)]
+    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [
+        (7, (), False)
+    ]
     assert torch.equal(rig.raw, wanted)
     rig.mover.close()
 
@@ -145,8 +195,15 @@ def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
     assert rig.mover.drain().saved
     as_bytes, as_tensors = rig.copies[1][0], rig.copies[2][0]
     swapped: list[tuple[ChunkCopy, ...]] = [(as_tensors,), (as_bytes,)]
-    rig.step(loads=batch_of_groups(((group, copies) for group, copies in zip((0, 2), swapped, strict=True))))
+    rig.step(
+        loads=batch_of_groups(
+            ((group, copies) for group, copies in zip((0, 2), swapped, strict=True))
+        )
+    )
     done = rig.mover.drain()
-    assert {key for result in done.loads for key, _ in result.bad_keys} == {as_bytes.key, as_tensors.key}
+    assert {key for result in done.loads for key, _ in result.bad_keys} == {
+        as_bytes.key,
+        as_tensors.key,
+    }
     assert done.bad_blocks == {as_bytes.blocks[0], as_tensors.blocks[0]}
     rig.mover.close()

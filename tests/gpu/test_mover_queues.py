@@ -1,4 +1,6 @@
-"""What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no GPU."""
+"""What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no
+GPU.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -31,14 +33,19 @@ LOADED = 64
 
 
 class Clock:
-    """What was enqueued on the GPU, in order: the compute stream's marks and waits, and the pieces of both lanes."""
+    """What was enqueued on the GPU, in order: the compute stream's marks and waits, and the pieces
+    of both lanes.
+    """
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
 
     def event(self) -> SimpleNamespace:
         event = SimpleNamespace(at=None)
-        event.record = lambda stream: (setattr(event, "at", len(self.log)), self.log.append(("mark", event)))
+        event.record = lambda stream: (
+            setattr(event, "at", len(self.log)),
+            self.log.append(("mark", event)),
+        )
         return event
 
 
@@ -71,8 +78,12 @@ class Lane:
         self.clock.log.append((self.name, "piece", number))
         if self.before_submit is not None:
             self.before_submit(piece)
-        done = SimpleNamespace(is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number))
-        return SimpleNamespace(read=Gathered(number), done=done, tags=tags, used=np.zeros_like(tags))
+        done = SimpleNamespace(
+            is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number)
+        )
+        return SimpleNamespace(
+            read=Gathered(number), done=done, tags=tags, used=np.zeros_like(tags)
+        )
 
     def finish(self, number: int) -> None:
         self.num_done = max(self.num_done, number + 1)
@@ -87,41 +98,59 @@ class Queues(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        compute = SimpleNamespace(wait=lambda event: self.clock.log.append(("wait", compute, event.number)))
+        compute = SimpleNamespace(
+            wait=lambda event: self.clock.log.append(("wait", compute, event.number))
+        )
         self.compute = compute
         pinned = SimpleNamespace(is_complete=True, close=lambda: None)
         for name, value in {
-            "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"), "RegisteredRange": lambda *_, **__: pinned,
+            "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"),
+            "RegisteredRange": lambda *_, **__: pinned,
             "numa_node_of": lambda _: 0,
             "Submitter": lambda *_, **__: SimpleNamespace(wake=lambda: None),
-        }.items():  # fmt: skip
+        }.items():
             self.patch.setattr(mover_module, name, value)
         driver = SimpleNamespace(
-            Event=self.clock.event, CudaError=OSError, current_context=lambda: None, Stream=SimpleNamespace(view=lambda _: None)
+            Event=self.clock.event,
+            CudaError=OSError,
+            current_context=lambda: None,
+            Stream=SimpleNamespace(view=lambda _: None),
         )
         for module in ("mover", "saves", "loads", "shared"):
             self.patch.setattr(f"kvloft.transfer.cuda.{module}.driver", driver)
         self.patch.setattr(CudaMover, "_compute", lambda _: compute)
         self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
-        self.patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))
+        self.patch.setattr(
+            mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece))
+        )
         self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
         memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
-        layout: Any = SimpleNamespace(digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
+        layout: Any = SimpleNamespace(
+            digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS
+        )
         kernels: Any = SimpleNamespace(
-            block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None), encodes=False
+            block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)),
+            tiles=SimpleNamespace(device=None),
+            encodes=False,
         )
         tuning = Tuning(2, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)
-        Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(frames, keys, frames.astype(np.uint64), frames * 0 + 1)
+        Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(
+            frames, keys, frames.astype(np.uint64), frames * 0 + 1
+        )
         self.next_frame, self.next_load = LOADED, 0
-        self.loaded_after: list[int] = []  # of each chunk to load, in order: how many forwards were launched before its step
+        self.loaded_after: list[
+            int
+        ] = []  # of each chunk to load, in order: how many forwards were launched before its step
         self.waiting_loads: set[int] = set()
         self.unsaved: dict[int, int] = {}  # ticket -> block
         self.dropped: set[int] = set()  # frames
-        self.saved_after: dict[int, int] = {}  # frame -> where in the log its forward had been launched
+        self.saved_after: dict[
+            int, int
+        ] = {}  # frame -> where in the log its forward had been launched
 
     def teardown(self) -> None:
         try:
@@ -133,13 +162,22 @@ class Queues(RuleBasedStateMachine):
 
     def gathers_awaited(self, stream: Any) -> int:
         """Number of the last gather that ``stream`` waits for; those before it come before it."""
-        return max((entry[2] for entry in self.clock.log if entry[0] == "wait" and entry[1] is stream), default=-1)
+        return max(
+            (entry[2] for entry in self.clock.log if entry[0] == "wait" and entry[1] is stream),
+            default=-1,
+        )
 
     def check_awaited(self, stream: Any, blocks: set[int]) -> None:
-        """Every gather that was sent and may still read ``blocks`` comes before what ``stream`` does next."""
+        """Every gather that was sent and may still read ``blocks`` comes before what ``stream``
+        does next.
+        """
         saves: Any = self.mover.saves
         awaited = max(self.gathers_awaited(stream), saves.num_done - 1)
-        late = [i for i, (piece, _) in enumerate(saves.pieces) if i > awaited and blocks & set(piece.block_ids.tolist())]
+        late = [
+            i
+            for i, (piece, _) in enumerate(saves.pieces)
+            if i > awaited and blocks & set(piece.block_ids.tolist())
+        ]
         assert not late, "what a gather has yet to read may be overwritten"
 
     def load_is_sent(self, piece: Any) -> None:
@@ -153,22 +191,35 @@ class Queues(RuleBasedStateMachine):
         for result in done.loads:
             self.waiting_loads.remove(result.load_id)
 
-    @rule(seed=st.randoms(use_true_random=False), num_saves=st.integers(0, 30), num_loads=st.integers(0, 20))
+    @rule(
+        seed=st.randoms(use_true_random=False),
+        num_saves=st.integers(0, 30),
+        num_loads=st.integers(0, 20),
+    )
     def step(self, seed: Any, num_saves: int, num_loads: int) -> None:
         blocks = seed.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-        rewritten = [block for block in blocks[: seed.randrange(10)] if block in self.unsaved.values()]
+        rewritten = [
+            block for block in blocks[: seed.randrange(10)] if block in self.unsaved.values()
+        ]
         read = {ticket for ticket, block in self.unsaved.items() if block in rewritten}
         self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
-        assert read - set(self.mover._shared.done.failed) <= sent, "a forward may write what a save not sent yet has to read"
+        assert read - set(self.mover._shared.done.failed) <= sent, (
+            "a forward may write what a save not sent yet has to read"
+        )
         self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
-        forward_is_first = seed.random() < 0.5  # vLLM submits loads before the forward up to 0.29, after it since 0.30
+        forward_is_first = (
+            seed.random() < 0.5
+        )  # vLLM submits loads before the forward up to 0.29, after it since 0.30
         if forward_is_first:
             self.clock.log.append(("forward",))
         if num_loads:
             frames = seed.sample(range(LOADED), num_loads)
-            copies = [ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(blocks[i]),)) for i, f in enumerate(frames)]
+            copies = [
+                ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(blocks[i]),))
+                for i, f in enumerate(frames)
+            ]
             self.loaded_after += [num_forwards] * num_loads
             for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
                 self.waiting_loads.add(self.next_load)
@@ -180,7 +231,15 @@ class Queues(RuleBasedStateMachine):
             places = range(self.next_frame, self.next_frame + num_saves)
             self.next_frame += num_saves
             saves = [
-                ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(seed.choice(blocks)),), Ticket(f)) for f in places
+                ChunkCopy(
+                    f,
+                    ChunkKey(f.to_bytes(32, "little")),
+                    1,
+                    0,
+                    (BlockId(seed.choice(blocks)),),
+                    Ticket(f),
+                )
+                for f in places
             ]
             self.unsaved.update((copy.ticket, copy.blocks[0]) for copy in saves)
             self.saved_after.update((copy.frame, len(self.clock.log)) for copy in saves)
@@ -214,15 +273,24 @@ class Queues(RuleBasedStateMachine):
 
     @invariant()
     def it_is_behind_until_everything_was_sent(self) -> None:
-        unsent_saves = set(self.saved_after) - self.sent_saves() - self.dropped - set(self.mover._shared.done.failed)
+        unsent_saves = (
+            set(self.saved_after)
+            - self.sent_saves()
+            - self.dropped
+            - set(self.mover._shared.done.failed)
+        )
         num_loads_sent = sum(len(frames) for _, frames in self.mover.loads.pieces)  # type: ignore[attr-defined]
-        assert self.mover.is_behind == (bool(unsent_saves) or num_loads_sent < len(self.loaded_after))
+        assert self.mover.is_behind == (
+            bool(unsent_saves) or num_loads_sent < len(self.loaded_after)
+        )
 
     def sent_saves(self) -> set[int]:
         return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
-        """A save's kernel starts after the forward that wrote, and after no later one; a load's after what ran before its step."""
+        """A save's kernel starts after the forward that wrote, and after no later one; a load's
+        after what ran before its step.
+        """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
         after = {"save": -1, "load": -1}
         loads = iter(self.loaded_after)
@@ -231,12 +299,16 @@ class Queues(RuleBasedStateMachine):
                 after[entry[0]] = sum(forward < entry[2] for forward in forwards)
             elif entry[:2] == ("save", "piece"):
                 for frame in self.mover.saves.pieces[entry[2]][1]:  # type: ignore[attr-defined]
-                    assert after["save"] == sum(forward < self.saved_after[int(frame)] for forward in forwards)
+                    assert after["save"] == sum(
+                        forward < self.saved_after[int(frame)] for forward in forwards
+                    )
             elif entry[:2] == ("load", "piece"):
                 for _ in self.mover.loads.pieces[entry[2]][1]:  # type: ignore[attr-defined]
                     assert after["load"] == next(loads)
         assert next(loads, None) is None, "a load was never sent"
 
 
-Queues.TestCase.settings = settings(max_examples=max(10, settings().max_examples // 4), stateful_step_count=25)
+Queues.TestCase.settings = settings(
+    max_examples=max(10, settings().max_examples // 4), stateful_step_count=25
+)
 TestQueues = Queues.TestCase

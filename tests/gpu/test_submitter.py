@@ -1,4 +1,6 @@
-"""The submitter thread alone: it sends when the awaited event has passed, sleeps when nothing is queued, and ends. Needs no GPU."""
+"""The submitter thread alone: it sends when the awaited event has passed, sleeps when nothing is
+queued, and ends. Needs no GPU.
+"""
 
 import os
 import threading

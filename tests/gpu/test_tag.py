@@ -1,4 +1,6 @@
-"""The tag on the GPU is the tag on the CPU: one definition, written down twice, held together here."""
+"""The tag on the GPU is the tag on the CPU: one definition, written down twice, held together
+here.
+"""
 
 import ctypes
 import re
@@ -43,13 +45,29 @@ def test_device_code_compiled_for_the_cpu_mixes_as_the_oracle(tmp_path: Path) ->
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     assert compiler is not None, "building kvloft needs a C++ compiler too"
     library = tmp_path / "tag.so"
-    command = [compiler, "-x", "c++", "-std=c++17", "-shared", "-fPIC", f"-I{device_source().parent}", "-o", str(library), "-"]
+    command = [
+        compiler,
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        f"-I{device_source().parent}",
+        "-o",
+        str(library),
+        "-",
+    ]
     subprocess.run(command, input=SHIM, text=True, check=True)
     device = ctypes.CDLL(str(library))
     device.device_mix.restype = device.device_position.restype = ctypes.c_uint64
     noise = np.random.default_rng(1).integers(0, 2**64, 1000, dtype=np.uint64)
-    words = np.concatenate([noise, np.uint64(1) << np.arange(64, dtype=np.uint64), np.zeros(1, np.uint64)])
+    words = np.concatenate(
+        [noise, np.uint64(1) << np.arange(64, dtype=np.uint64), np.zeros(1, np.uint64)]
+    )
     assert [device.device_mix(ctypes.c_uint64(int(word))) for word in words] == mix(words).tolist()
     for page, word in ((0, 0), (1, 0), (0, 1), (3, 2**20), (2**32, 7)):
         a, b, c = (int(VECTORS["constants"][name], 16) for name in "ABC")
-        assert device.device_position(ctypes.c_uint64(page), ctypes.c_uint64(word)) == (page * a + word * b + c) % 2**64
+        assert (
+            device.device_position(ctypes.c_uint64(page), ctypes.c_uint64(word))
+            == (page * a + word * b + c) % 2**64
+        )

@@ -17,20 +17,29 @@ PART, FRAMES, BLOCK = 8192, 6, 1000
 def memory(rank: int = 0, num_ranks: int = 1) -> tuple[FrameMemory, np.ndarray]:
     buffer = np.frombuffer(mmap.mmap(-1, FRAMES * PART * num_ranks), np.uint8)
     buffer[:] = 0xA5
-    frames = FrameMemory(buffer.ctypes.data, FRAMES, PART * num_ranks, PART * rank, PART, rank, buffer)
+    frames = FrameMemory(
+        buffer.ctypes.data, FRAMES, PART * num_ranks, PART * rank, PART, rank, buffer
+    )
     return frames, buffer.reshape(FRAMES, num_ranks, PART)
 
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 3)])
-def test_sealed_trailer_is_as_documented_and_nothing_else_changes(rank: int, num_ranks: int) -> None:
+def test_sealed_trailer_is_as_documented_and_nothing_else_changes(
+    rank: int, num_ranks: int
+) -> None:
     frames, raw = memory(rank, num_ranks)
     layout, keys = b"L" * 32, [b"a" * 32, b"b" * 32]
     Trailers(frames, layout=layout, block_bytes=BLOCK).seal(
-        np.array([4, 1]), b"".join(keys), np.array([2**63 + 5, 7], dtype=np.uint64), np.array([3, 1])
+        np.array([4, 1]),
+        b"".join(keys),
+        np.array([2**63 + 5, 7], dtype=np.uint64),
+        np.array([3, 1]),
     )
     for frame, key, tag, blocks in ((4, keys[0], 2**63 + 5, 3), (1, keys[1], 7, 1)):
         size = blocks * BLOCK
-        want = struct.pack("<8s32s32sQQIIQI20x", b"KVLOFT03", key, layout, tag, size, blocks, rank, size, 0)
+        want = struct.pack(
+            "<8s32s32sQQIIQI20x", b"KVLOFT03", key, layout, tag, size, blocks, rank, size, 0
+        )
         assert raw[frame, rank, -128:].tobytes() == want
         raw[frame, rank, -128:] = 0xA5
     assert (raw == 0xA5).all()
@@ -60,9 +69,32 @@ def encoded(frames: FrameMemory) -> Trailers:
 def test_an_encoded_part_says_how_long_it_is() -> None:
     frames, raw = memory()
     used = np.array([40, 101], dtype=np.uint64)
-    assert encoded(frames).seal(np.array([4, 1]), b"a" * 32 + b"b" * 32, np.array([5, 7], np.uint64), np.array([3, 2]), used) == []
-    for frame, key, tag, blocks, size in ((4, b"a" * 32, 5, 3, 32 + 640), (1, b"b" * 32, 7, 2, 16 + 1616)):
-        want = struct.pack("<8s32s32sQQIIQI20x", b"KVLOFT03", key, b"L" * 32, tag, blocks * BLOCK, blocks, 0, size, 1)
+    assert (
+        encoded(frames).seal(
+            np.array([4, 1]),
+            b"a" * 32 + b"b" * 32,
+            np.array([5, 7], np.uint64),
+            np.array([3, 2]),
+            used,
+        )
+        == []
+    )
+    for frame, key, tag, blocks, size in (
+        (4, b"a" * 32, 5, 3, 32 + 640),
+        (1, b"b" * 32, 7, 2, 16 + 1616),
+    ):
+        want = struct.pack(
+            "<8s32s32sQQIIQI20x",
+            b"KVLOFT03",
+            key,
+            b"L" * 32,
+            tag,
+            blocks * BLOCK,
+            blocks,
+            0,
+            size,
+            1,
+        )
         assert raw[frame, 0, -128:].tobytes() == want
     tags, problems = encoded(frames).read(np.array([4, 1]), b"a" * 32 + b"b" * 32, np.array([3, 2]))
     assert (tags.tolist(), problems) == ([5, 7], {})
@@ -70,9 +102,15 @@ def test_an_encoded_part_says_how_long_it_is() -> None:
 
 def test_parts_of_both_encodings_are_read_where_parts_are_encoded_and_raw_ones_elsewhere() -> None:
     frames, raw = memory()
-    plain, keys, blocks = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK), b"a" * 32 + b"b" * 32, np.array([1, 1])
+    plain, keys, blocks = (
+        Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK),
+        b"a" * 32 + b"b" * 32,
+        np.array([1, 1]),
+    )
     plain.seal(np.array([0]), b"a" * 32, np.array([1], np.uint64), np.array([1]))
-    encoded(frames).seal(np.array([1]), b"b" * 32, np.array([2], np.uint64), np.array([1]), np.array([3], np.uint64))
+    encoded(frames).seal(
+        np.array([1]), b"b" * 32, np.array([2], np.uint64), np.array([1]), np.array([3], np.uint64)
+    )
     assert encoded(frames).are_raw([0, 1]).tolist() == [True, False]
     assert encoded(frames).read([0, 1], keys, blocks)[1] == {}
     assert plain.read([0, 1], keys, blocks)[1] == {1: "shape"}
@@ -86,7 +124,9 @@ def test_records_that_do_not_fit_leave_the_part_unsealed() -> None:
     room = (PART - 128) // 16
     keys, blocks, tags = b"a" * 32 + b"b" * 32, np.array([1, 1]), np.zeros(2, np.uint64)
     assert encoded(frames).seal([2, 3], keys, tags, blocks, np.array([5, 5], np.uint64)) == []
-    assert encoded(frames).seal([2, 3], keys, tags, blocks, np.array([room - 1, room], np.uint64)) == [1]
+    assert encoded(frames).seal(
+        [2, 3], keys, tags, blocks, np.array([room - 1, room], np.uint64)
+    ) == [1]
     assert encoded(frames).read([2, 3], keys, blocks)[1] == {1: "unsealed"}
 
 
@@ -103,13 +143,27 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     arena = core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=PART, num_frames=FRAMES)
     frames = FrameMemory(arena.address, FRAMES, PART, 0, PART, 0, arena)
     trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
-    raw = np.ndarray((FRAMES, PART), np.uint8, (__import__("ctypes").c_uint8 * (FRAMES * PART)).from_address(arena.address))
-    raw[:, : 3 * BLOCK] = np.random.default_rng(1).integers(0, 256, (FRAMES, 3 * BLOCK), dtype=np.uint8)
-    shape = {"offset": 0, "part_bytes": PART, "layout": b"L" * 32, "page_bytes": [600, 400], "rank": 0}
+    raw = np.ndarray(
+        (FRAMES, PART),
+        np.uint8,
+        (__import__("ctypes").c_uint8 * (FRAMES * PART)).from_address(arena.address),
+    )
+    raw[:, : 3 * BLOCK] = np.random.default_rng(1).integers(
+        0, 256, (FRAMES, 3 * BLOCK), dtype=np.uint8
+    )
+    shape = {
+        "offset": 0,
+        "part_bytes": PART,
+        "layout": b"L" * 32,
+        "page_bytes": [600, 400],
+        "rank": 0,
+    }
     tag = chunk_tag(raw[2, : 3 * BLOCK], [600, 400], 3)
     trailers.seal(np.array([2]), b"k" * 32, np.array([tag], dtype=np.uint64), np.array([3]))
     assert arena.check(2, {**shape, "key": b"k" * 32, "num_blocks": 3}) is None
-    assert arena.seal(4, {**shape, "key": b"q" * 32, "num_blocks": 3}) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
+    assert arena.seal(4, {**shape, "key": b"q" * 32, "num_blocks": 3}) == chunk_tag(
+        raw[4, : 3 * BLOCK], [600, 400], 3
+    )
     tags, problems = trailers.read(np.array([4]), b"q" * 32, np.array([3]))
     assert problems == {} and tags[0] == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     os.close(fd)

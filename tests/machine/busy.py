@@ -1,7 +1,8 @@
-"""The correctness machine where most requests hit: what was asked before is asked again, as it was, cut, or a turn further.
+"""The correctness machine where most requests hit: what was asked before is asked again, as it was,
+cut, or a turn further.
 
-Everything else that may happen to `ServedMachine` happens here, too, in shapes of the same kinds. It is for the many hits of the
-long form; only rules and what is remembered for them are here.
+Everything else that may happen to `ServedMachine` happens here, too, in shapes of the same kinds.
+It is for the many hits of the long form; only rules and what is remembered for them are here.
 """
 
 from collections import Counter
@@ -16,17 +17,27 @@ from .shape import Shape
 from .symbols import Spec
 
 again = {
-    "first": st.integers(0, 30), "count": st.integers(6, 40), "cut": st.integers(0, 9), "is_next_turn": st.booleans(),
-    "max_tokens": st.sampled_from([1, 1, 2, 5, 12]), "ahead": st.integers(0, 8),
-}  # fmt: skip
-"""``count`` requests of before, from the ``first``-last on; ``cut``: so many tokens shorter, each one more, below ten."""
+    "first": st.integers(0, 30),
+    "count": st.integers(6, 40),
+    "cut": st.integers(0, 9),
+    "is_next_turn": st.booleans(),
+    "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
+    "ahead": st.integers(0, 8),
+}
+"""``count`` requests of before, from the ``first``-last on; ``cut``: so many tokens shorter, each
+one more, below ten.
+"""
 
 
 @st.composite
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Served ones, of which some run many requests in one step."""
     shape = draw(served_groups(names))
-    return replace(shape, max_seqs=draw(st.sampled_from([6, 16, 16])), max_batched_tokens=draw(st.sampled_from([16, 64, 64])))
+    return replace(
+        shape,
+        max_seqs=draw(st.sampled_from([6, 16, 16])),
+        max_batched_tokens=draw(st.sampled_from([16, 64, 64])),
+    )
 
 
 class BusyMachine(ServedMachine):
@@ -57,7 +68,9 @@ class BusyMachine(ServedMachine):
     @precondition(lambda self: self.engine)
     @rule(**again, patience=st.integers(0, 40))
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
-        """vLLM's own cache is emptied: of an engine that came to rest in time, or under running requests, which then hit, too."""
+        """vLLM's own cache is emptied: of an engine that came to rest in time, or under running
+        requests, which then hit, too.
+        """
         while patience and self.engine.unfinished:
             self._run(1)
             patience -= 1
@@ -65,7 +78,9 @@ class BusyMachine(ServedMachine):
         self.ask_again(**how)
 
     def _changed(self, spec: Spec, nth: int, cut: int, is_next_turn: bool, max_tokens: int) -> Spec:
-        """The next turn has the answer, or its begin. Embeddings and sessions stay as they are; media keep their items whole."""
+        """The next turn has the answer, or its begin. Embeddings and sessions stay as they are;
+        media keep their items whole.
+        """
         if spec.embeds is not None or spec.turns:
             return spec
         more = (*spec.truth(), *range(3, 9)) if is_next_turn else ()
@@ -73,7 +88,13 @@ class BusyMachine(ServedMachine):
         least = max([1, *(item.start + item.length for item in spec.items)])
         length = max(least, min(self.most_tokens(), len(ids) - (cut + nth) % 10))
         max_tokens = min(max_tokens, self.engine.shape.longest - length - 1)
-        return replace(spec, contents=contents[:length], ids=ids[:length], max_tokens=max_tokens, skips_cache=False)
+        return replace(
+            spec,
+            contents=contents[:length],
+            ids=ids[:length],
+            max_tokens=max_tokens,
+            skips_cache=False,
+        )
 
 
 def busy(name: str) -> type[Machine]:

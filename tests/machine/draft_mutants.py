@@ -30,10 +30,15 @@ def mutant(bug: str, says: str) -> Any:
     "one key, two prefixes|another prefix's chunk|does not hold its key's KV|known \\(I7\\)",
 )
 def last_block_of_a_drafter_is_kept(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0))
+    swap(
+        mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0)
+    )
 
 
-@mutant("blocks are saved with drafts that are rejected later", r"known \(I7\)|computed \(I2\)|does not hold its key's KV")
+@mutant(
+    "blocks are saved with drafts that are rejected later",
+    r"known \(I7\)|computed \(I2\)|does not hold its key's KV",
+)
 def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
@@ -58,7 +63,10 @@ def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
     swap(mp, worker_half, "has_draft_kv", lambda original, config: False)
 
 
-@mutant("LMCache: only the target's layers are loaded, and the drafter reads what was there", "WrongKV|position")
+@mutant(
+    "LMCache: only the target's layers are loaded, and the drafter reads what was there",
+    "WrongKV|position",
+)
 def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
     def scatter(original: Any, self: Any, group: int, copy: Any) -> None:
         draft, blocks = self._groups[group][1][1], list(copy.blocks)
@@ -70,18 +78,32 @@ def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM leaves a drafter with a shorter limit than the model out of a step, and what it left is saved as its KV",
+    "vLLM leaves a drafter with a shorter limit than the model out of a step, and what it left is "
+    "saved as its KV",
     "does not hold its key's KV",
 )
 def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler_half, "draft_limit", lambda original, config: original(config) and 1 << 20)
 
 
-@mutant("the longest request of a step decides on the drafter, and new ones are not looked at", "does not hold its key's KV")
+@mutant(
+    "the longest request of a step decides on the drafter, and new ones are not looked at",
+    "does not hold its key's KV",
+)
 def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, save_planner, "longest_request", lambda original, view: original(view._replace(new=[])))
+    swap(
+        mp, save_planner, "longest_request", lambda original, view: original(view._replace(new=[]))
+    )
 
 
-@mutant("DFlash asks for one token more than other drafters, and runs a step less", "does not hold its key's KV")
+@mutant(
+    "DFlash asks for one token more than other drafters, and runs a step less",
+    "does not hold its key's KV",
+)
 def drafters_limit_is_two_tokens_too_long(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, scheduler_half, "draft_limit", lambda original, config: (limit := original(config)) and limit + 2)
+    swap(
+        mp,
+        scheduler_half,
+        "draft_limit",
+        lambda original, config: (limit := original(config)) and limit + 2,
+    )

@@ -1,8 +1,9 @@
-"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager, kvloft's real connector in
-both roles over its real store, workers that hold symbols.
+"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager,
+kvloft's real connector in both roles over its real store, workers that hold symbols.
 
-Plays vLLM's engine core: sync steps, or two batches in flight. Everything that crosses to a worker and back is pickled, as
-between processes. After each step nothing in the ledger may be broken; `assert_at_rest`: every owner gave back what it had.
+Plays vLLM's engine core: sync steps, or two batches in flight. Everything that crosses to a worker
+and back is pickled, as between processes. After each step nothing in the ledger may be broken;
+`assert_at_rest`: every owner gave back what it had.
 """
 
 import pickle
@@ -23,7 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -53,7 +58,9 @@ class Outcome:
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """It was preempted while its last step was under way: the tokens of the step before became known too late to save them."""
+    """It was preempted while its last step was under way: the tokens of the step before became
+    known too late to save them.
+    """
 
 
 @contextmanager
@@ -67,11 +74,20 @@ def all_is_tried() -> Iterator[None]:
 
 
 class Engine:
-    """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier; ``ledger``: of an earlier life."""
+    """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier;
+    ``ledger``: of an earlier life.
+    """
 
     store_type: ClassVar[type[SteadyStore]] = SteadyStore
 
-    def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        shape: Shape,
+        seed: int,
+        disk: Path | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.shape = shape
         self.ledger = ledger or Ledger(shape.num_ranks, shape.groups)
         self.trouble = Trouble(random.Random(seed))
@@ -82,10 +98,17 @@ class Engine:
         self.outcomes: dict[str, Outcome] = {}
         self.admissions: list[tuple[str, int, bool]] = []
         """Request, tokens that are loaded, and whether it had been preempted; in vLLM's order."""
-        self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = self.num_hits = self.num_mixed_hits = 0
+        self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = (
+            self.num_hits
+        ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
-        """First token and number of tokens of loads whose requests have not run since: hits, if what they read was loaded."""
-        self._config, self._kv_config = vllm_config(model, shape, disk, self.ledger.namespace), kv_config(shape)
+        """First token and number of tokens of loads whose requests have not run since: hits, if
+        what they read was loaded.
+        """
+        self._config, self._kv_config = (
+            vllm_config(model, shape, disk, self.ledger.namespace),
+            kv_config(shape),
+        )
         self._block, hash_block = resolve_kv_cache_block_sizes(self._kv_config, self._config)
         init_none_hash(get_hash_fn_by_name(HASH))
         self._hasher = get_request_block_hasher(hash_block, get_hash_fn_by_name(HASH))
@@ -102,11 +125,17 @@ class Engine:
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
             self.core = self.half.core
-            assert self.core._store is self.store, "kvloft opened its store past the machine, which would see nothing"
+            assert self.core._store is self.store, (
+                "kvloft opened its store past the machine, which would see nothing"
+            )
             assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
             assert self.half._adapters._looks._timeout_s < 30.0
-            self.half._adapters._looks = LooksInTime(30.0)  # a busy machine's file system would decide what is found
-            self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
+            self.half._adapters._looks = LooksInTime(
+                30.0
+            )  # a busy machine's file system would decide what is found
+            self._aggregator = KVOutputAggregator.from_connector(
+                self.scheduler.connector, shape.num_ranks
+            )
             self._watch()
 
     def _make_scheduler(self, hash_block: int) -> Any:
@@ -116,9 +145,13 @@ class Engine:
         store._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
         try:
             scheduler: Any = (AsyncScheduler if self.shape.async_scheduling else Scheduler)(
-                vllm_config=self._config, kv_cache_config=self._kv_config, block_size=self._block, hash_block_size=hash_block,
-                structured_output_manager=StructuredOutputManager(self._config), log_stats=False,
-            )  # fmt: skip
+                vllm_config=self._config,
+                kv_cache_config=self._kv_config,
+                block_size=self._block,
+                hash_block_size=hash_block,
+                structured_output_manager=StructuredOutputManager(self._config),
+                log_stats=False,
+            )
         finally:
             scheduler_half.time, store._core = original
         scheduler.use_v2_model_runner = self.shape.v2
@@ -127,25 +160,36 @@ class Engine:
         return scheduler
 
     def _open_session(self, **settings: Any) -> Any:
-        self.store = self.store_type(_core.Session(**settings), self.ledger, settings["groups"], has_disk=self.shape.has_disk)
+        self.store = self.store_type(
+            _core.Session(**settings), self.ledger, settings["groups"], has_disk=self.shape.has_disk
+        )
         return self.store
 
     def _make_worker(self, rank: int, seed: int) -> Worker:
         memory, connector = Memory(self.shape, self.ledger), None
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
-            connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
+            connector = KVConnectorFactory.create_connector(
+                self._config, KVConnectorRole.WORKER, self._kv_config
+            )
             core = connector._worker.core
             assert core._given_make_mover is None
             core._given_make_mover = lambda layouts, frames: SlowMover(
-                layouts, frames, self.trouble, self.ledger, self._owns, is_early=core._settings.gathers_first
+                layouts,
+                frames,
+                self.trouble,
+                self.ledger,
+                self._owns,
+                is_early=core._settings.gathers_first,
             )
             connector.register_kv_caches(memory.kv_caches())
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
         """Whether vLLM still holds all ``blocks`` for the request, aborted or not."""
-        return set(blocks) <= set(chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id)))
+        return set(blocks) <= set(
+            chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id))
+        )
 
     def _watch(self) -> None:
         """Everything that is offered and admitted goes through the ledger."""
@@ -157,11 +201,17 @@ class Engine:
             state = self.core._requests.get(request.request_id)
             has_offer = state is not None and state.lease is not None
             # Adapters whose files are younger than this process are another run's own.
-            is_apart = self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
-            (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(request.request_id)
+            is_apart = (
+                self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
+            )
+            (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(
+                request.request_id
+            )
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
-            if answer == 0 and self.core._admission.loads.first_without_blocks is not None:  # it computes
+            if (
+                answer == 0 and self.core._admission.loads.first_without_blocks is not None
+            ):  # it computes
                 self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]
             if spec.skips_cache:
@@ -176,7 +226,9 @@ class Engine:
             self.admissions.append((req_id, num_tokens, request.num_preemptions > 0))
             if num_tokens:
                 local, answer = self.ledger.asked[req_id]
-                self.ledger.expect(num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered")
+                self.ledger.expect(
+                    num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered"
+                )
                 self.ledger.admitted[req_id] = self._hoped[req_id] = (local, num_tokens)
                 self.num_loaded += num_tokens
             admit(request, blocks, num_tokens)
@@ -190,7 +242,8 @@ class Engine:
         connector.get_num_new_matched_tokens, connector.update_state_after_alloc = matched, admitted
         connector.build_connector_meta = planned
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
     def add(self, spec: Spec) -> None:
         if self.shape.may_leave_drafter_out(spec.most_tokens):
@@ -205,12 +258,15 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """reset_prefix_cache; with ``connector`` and nothing left that was computed, other weights are loaded behind it.
+        """reset_prefix_cache; with ``connector`` and nothing left that was computed, other weights
+        are loaded behind it.
 
         vLLM refuses it for running requests while a load or a batch holds blocks.
         """
         try:
-            done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+            done = self.scheduler.reset_prefix_cache(
+                reset_running_requests=running, reset_connector=connector
+            )
         except RuntimeError as error:
             assert "remote KV transfer" in str(error)
             return
@@ -227,9 +283,14 @@ class Engine:
     def loading(self) -> list[str]:
         """Requests that wait for a load."""
         waits, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests
-        return [req_id for req_id in self.unfinished if req_id in requests and requests[req_id].status == waits]
+        return [
+            req_id
+            for req_id in self.unfinished
+            if req_id in requests and requests[req_id].status == waits
+        ]
 
-    # -- steps ----------------------------------------------------------------------------------------------------
+    # -- steps
+    # -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """One turn of the engine core's loop, and the judgement of it."""
@@ -240,25 +301,42 @@ class Engine:
         self._end_a_session_that_blocks()
         assert not self.ledger.breaches, self.ledger.breaches[:3]
         if self.shape.has_connector:
-            errors = self.half.hook_errors + sum(w.connector._worker.hook_errors for w in self.workers)
-            assert not errors or self.trouble.crash, "an exception was turned into a miss; see the log"
+            errors = self.half.hook_errors + sum(
+                w.connector._worker.hook_errors for w in self.workers
+            )
+            assert not errors or self.trouble.crash, (
+                "an exception was turned into a miss; see the log"
+            )
         self.is_broken = False
 
     def _end_a_session_that_blocks(self) -> None:
-        """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for
-        each other without end, with or without a connector. Their user would end one."""
+        """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can
+        fill the pool and wait for each other without end, with or without a connector. Their user
+        would end one."""
         self._steps_without_tokens += 1
-        sessions = [r for r in self.unfinished if self.specs[r].turns] if self._steps_without_tokens > 100 else []
+        sessions = (
+            [r for r in self.unfinished if self.specs[r].turns]
+            if self._steps_without_tokens > 100
+            else []
+        )
         if sessions:
             self._steps_without_tokens = 0
             self.abort(sessions[0])
 
     def _lost_session(self) -> str | None:
-        """Under async scheduling vLLM 0.32 takes a session out of every queue if it was preempted in the step that ends a turn of
-        it, with or without a connector. Its user would end it."""
+        """Under async scheduling vLLM 0.32 takes a session out of every queue if it was preempted
+        in the step that ends a turn of it, with or without a connector. Its user would end it."""
         scheduler = self.scheduler
-        queued = {request.request_id for queue in (scheduler.waiting, scheduler.running) for request in queue}
-        sessions = (r for r in self.unfinished if self.specs[r].turns and r in scheduler.requests and r not in queued)
+        queued = {
+            request.request_id
+            for queue in (scheduler.waiting, scheduler.running)
+            for request in queue
+        }
+        sessions = (
+            r
+            for r in self.unfinished
+            if self.specs[r].turns and r in scheduler.requests and r not in queued
+        )
         return next(sessions, None) if self.shape.async_scheduling else None
 
     def _step(self) -> None:
@@ -269,7 +347,9 @@ class Engine:
             self._absorb(output, self._execute(output))
             if self.shape.num_drafts and output.total_num_scheduled_tokens:
                 ids = list(output.num_scheduled_tokens)
-                self.scheduler.update_draft_token_ids(DraftTokenIds(ids, self.workers[0].drafts(ids)))
+                self.scheduler.update_draft_token_ids(
+                    DraftTokenIds(ids, self.workers[0].drafts(ids))
+                )
 
     def _step_async(self) -> None:
         if self.scheduler.has_requests():
@@ -292,20 +372,27 @@ class Engine:
         for rank, worker in enumerate(self.workers):
             result = worker.execute(output, pickle.loads(metadata))
             transfers = result.kv_connector_output
-            transfers.kv_connector_worker_meta = meta = pickle.loads(pickle.dumps(transfers.kv_connector_worker_meta))
-            self._reports[id(output)] += [(rank, report) for report in meta.reports] if meta is not None else []
+            transfers.kv_connector_worker_meta = meta = pickle.loads(
+                pickle.dumps(transfers.kv_connector_worker_meta)
+            )
+            self._reports[id(output)] += (
+                [(rank, report) for report in meta.reports] if meta is not None else []
+            )
             results.append(result)
         self._count_hits()
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _count_hits(self) -> None:
-        """A hit is a load that was admitted, ended well, and was compared on every rank: the request's first step begins behind it.
+        """A hit is a load that was admitted, ended well, and was compared on every rank: the
+        request's first step begins behind it.
 
         With full attention alone vLLM may compute the last token of it again.
         """
         for work in self.workers[0].works:
             local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
-            if num_tokens and work.start >= local + num_tokens - (not are_grouped(self.shape.groups)):
+            if num_tokens and work.start >= local + num_tokens - (
+                not are_grouped(self.shape.groups)
+            ):
                 self.num_hits += 1
                 self.num_mixed_hits += local > 0
 
@@ -327,8 +414,8 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Whether a block is where the state after so many tokens belongs: vLLM may have given it up in the same pass, and may
-        have given it out again, also to the same request."""
+        """Whether a block is where the state after so many tokens belongs: vLLM may have given it
+        up in the same pass, and may have given it out again, also to the same request."""
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
 
@@ -341,10 +428,17 @@ class Engine:
         states = self._states.get(save.req_id, ())
         self.ledger.check_save(save, prefix, tables, computed, states)
         if self.specs[save.req_id].saves == "prompt":
-            own = [(g, copy.blocks[-1]) for g, copy in copies(save.chunks) if copy.blocks[-1] in tables[g]]
-            end = max((tables[g].index(last) + 1) * self.shape.groups[g].block_tokens for g, last in own)
+            own = [
+                (g, copy.blocks[-1])
+                for g, copy in copies(save.chunks)
+                if copy.blocks[-1] in tables[g]
+            ]
+            end = max(
+                (tables[g].index(last) + 1) * self.shape.groups[g].block_tokens for g, last in own
+            )
             self.ledger.expect(
-                end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved"
+                end <= request.num_prompt_tokens,
+                f"{save.req_id} is to save its prompt only, and {end} tokens are saved",
             )
 
     def _check_load(self, load: Any, output: Any) -> None:
@@ -357,7 +451,9 @@ class Engine:
             self.ledger.check_report(rank, report)
         requests = self.scheduler.requests
         for req_id in output.num_scheduled_tokens:
-            self.outcomes[req_id].has_lost_blocks = req_id in requests and requests[req_id].status == RequestStatus.PREEMPTED
+            self.outcomes[req_id].has_lost_blocks = (
+                req_id in requests and requests[req_id].status == RequestStatus.PREEMPTED
+            )
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 outcome = self.outcomes[one.request_id]
@@ -378,8 +474,8 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 3000) -> None:
-        """Step until nothing is left to do. Each session may block the others for a hundred steps until it is ended; of hundreds of
-        requests each may take some steps alone."""
+        """Step until nothing is left to do. Each session may block the others for a hundred steps
+        until it is ended; of hundreds of requests each may take some steps alone."""
         sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
         for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
             if not self.scheduler.has_requests() and not self._flying:
@@ -389,7 +485,8 @@ class Engine:
             self.step()
         raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end
+    # -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """All goes well from now on; everything must end, right, and leave nothing behind."""
@@ -403,7 +500,9 @@ class Engine:
         assert not self.ledger.breaches, self.ledger.breaches[:3]
 
     def _check_outcomes(self) -> None:
-        """Every request said its truth, or a beginning of it if it was aborted or its load failed; and is stored."""
+        """Every request said its truth, or a beginning of it if it was aborted or its load failed;
+        and is stored.
+        """
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]
             truth = spec.truth()
@@ -413,8 +512,12 @@ class Engine:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.
                     late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
-                    whole = min(len(prefix) - late, len(spec.contents) if spec.saves else len(prefix))
-                    self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, self.shape.unit)
+                    whole = min(
+                        len(prefix) - late, len(spec.contents) if spec.saves else len(prefix)
+                    )
+                    self.ledger.check_stored(
+                        req_id, prefix, whole - self.ledger.ahead, self.shape.unit
+                    )
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"
                 assert req_id in self.ledger.doubtful, f"{req_id} failed without a cause"

@@ -1,6 +1,8 @@
-"""Bugs of several KV cache groups, each put into vLLM's own cache: whoever serves groups must keep what these break.
+"""Bugs of several KV cache groups, each put into vLLM's own cache: whoever serves groups must keep
+what these break.
 
-They keep the oracle honest: a machine that sees none of them would see nothing of kvloft's (`served_mutants.py`).
+They keep the oracle honest: a machine that sees none of them would see nothing of kvloft's
+(`served_mutants.py`).
 """
 
 from typing import Any
@@ -30,8 +32,12 @@ def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
 
     def find(cls: Any, **kwargs: Any) -> Any:
         found = original(**kwargs)
-        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int)  # not so in 0.30
-        blocks, length = found if is_pair else (found, len(found[0]) * kwargs["kv_cache_spec"].block_size)
+        is_pair = (
+            isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int)
+        )  # not so in 0.30
+        blocks, length = (
+            found if is_pair else (found, len(found[0]) * kwargs["kv_cache_spec"].block_size)
+        )
         blocks, length = change(blocks, length, kwargs)
         return (blocks, length) if is_pair else blocks
 
@@ -48,7 +54,9 @@ def window_is_freed_a_block_early(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("LMCache #4463: a window's first block is missing at a hit", r"\(window, target\)|null block")
+@mutant(
+    "LMCache #4463: a window's first block is missing at a hit", r"\(window, target\)|null block"
+)
 def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         null = kwargs["block_pool"].null_block
@@ -61,11 +69,17 @@ def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
     change_hits(mp, managers.SlidingWindowManager, change)
 
 
-@mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", r"\(window, target\)|null block", "window")
+@mutant(
+    "LMCache #4674: one group is not asked at a hit, and its blocks hold anything",
+    r"\(window, target\)|null block",
+    "window",
+)
 def one_group_is_not_asked(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         size, null = kwargs["kv_cache_spec"].block_size, kwargs["block_pool"].null_block
-        count = kwargs["max_length"] // kwargs["alignment_tokens"] * kwargs["alignment_tokens"] // size
+        count = (
+            kwargs["max_length"] // kwargs["alignment_tokens"] * kwargs["alignment_tokens"] // size
+        )
         return tuple([null] * count for _ in blocks), count * size
 
     change_hits(mp, managers.SlidingWindowManager, change)
@@ -76,7 +90,9 @@ def state_of_the_boundary_before(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         at = len(blocks[0]) - 2
         if at >= 0 and kwargs["kv_cache_spec"].block_size == kwargs["block_pool"].hash_block_size:
-            before = kwargs["block_pool"].get_cached_block(kwargs["block_hashes"][at], kwargs["kv_cache_group_ids"])
+            before = kwargs["block_pool"].get_cached_block(
+                kwargs["block_hashes"][at], kwargs["kv_cache_group_ids"]
+            )
             for table, block in zip(blocks, before or (), strict=False):
                 table[-1] = block
         return blocks, length
@@ -93,7 +109,9 @@ def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     swap(mp, managers.MambaManager, "cache_blocks", cache)
 
 
-@mutant("a local chunk is taken for one of another length", r"\(local, target\)|null block", "local")
+@mutant(
+    "a local chunk is taken for one of another length", r"\(local, target\)|null block", "local"
+)
 def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -105,4 +123,8 @@ def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("weights were replaced, and blocks of the old ones are hit", "WrongKV|position|state after")
 def reset_keeps_blocks(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(BlockPool, "reset_prefix_cache", lambda self: self.num_gpu_blocks - self.get_num_free_blocks() == 1)
+    mp.setattr(
+        BlockPool,
+        "reset_prefix_cache",
+        lambda self: self.num_gpu_blocks - self.get_num_free_blocks() == 1,
+    )

@@ -10,7 +10,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both.
+    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target,
+    of a drafter, or both.
 
     Layers of drafters: "draft" of EAGLE and MTP, "dflash", or "model" of a draft model.
     """
@@ -36,7 +37,9 @@ class Group:
         return position // self.size * self.size if self.kind == "local" else 0
 
     def needs_from(self, end: int) -> int:
-        """The first position whose block a hit of ``end`` tokens needs; of states it needs the last block only."""
+        """The first position whose block a hit of ``end`` tokens needs; of states it needs the last
+        block only.
+        """
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
 
@@ -51,7 +54,11 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window and drafter": (FULL, Group("window", size=10), DRAFT),
     "window and dflash": (FULL, Group("window", size=10), Group(layers=("dflash",))),
     "dflash with a window": (FULL, Group("window", size=10, layers=("target", "dflash"))),
-    "window of the drafter, too": (FULL, Group("window", size=10), Group("window", size=6, layers=("draft",))),
+    "window of the drafter, too": (
+        FULL,
+        Group("window", size=10),
+        Group("window", size=6, layers=("draft",)),
+    ),
     "four windows": (FULL, *(Group("window", size=6) for _ in range(4))),
     "six windows": (FULL, *(Group("window", size=size) for size in (5, 5, 9, 9, 13, 13))),
     "local": (FULL, Group("local", size=8)),
@@ -63,11 +70,25 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "windows from the midst of a chunk": (LONG, Group("window", size=11), Group("window", size=12)),
     "window of long blocks": (FULL, Group("window", block_tokens=8, size=11)),
     "window of longer blocks": (FULL, Group("window", block_tokens=6, size=10)),
-    "two windows of different blocks": (Group("window", size=9), Group("window", block_tokens=8, size=18)),
-    "window of half blocks and drafter": (LONG, Group("window", size=10), Group(block_tokens=8, layers=("draft",))),
+    "two windows of different blocks": (
+        Group("window", size=9),
+        Group("window", block_tokens=8, size=18),
+    ),
+    "window of half blocks and drafter": (
+        LONG,
+        Group("window", size=10),
+        Group(block_tokens=8, layers=("draft",)),
+    ),
     "drafter of half blocks": (LONG, DRAFT),
-    "window of half blocks and dflash": (Group(block_tokens=8, layers=("target", "dflash")), Group("window", size=10)),
-    "three sizes of blocks": (FULL, Group("window", block_tokens=6, size=10), Group("window", block_tokens=8, size=5)),
+    "window of half blocks and dflash": (
+        Group(block_tokens=8, layers=("target", "dflash")),
+        Group("window", size=10),
+    ),
+    "three sizes of blocks": (
+        FULL,
+        Group("window", block_tokens=6, size=10),
+        Group("window", block_tokens=8, size=5),
+    ),
     "state of two blocks": (FULL, Group("state", block_tokens=8)),
     "state and drafter": (FULL, STATE, DRAFT),
     "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
@@ -103,5 +124,7 @@ def unit_tokens(groups: tuple[Group, ...]) -> int:
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Tokens behind a block that its KV depends on. What DFlash and a draft model keep of a position is of the tokens up to it."""
+    """Tokens behind a block that its KV depends on. What DFlash and a draft model keep of a
+    position is of the tokens up to it.
+    """
     return int(any("draft" in group.layers for group in groups))

@@ -1,7 +1,9 @@
-"""What the correctness machine knows of everything that was planned, saved, offered and reported, and what is wrong with it.
+"""What the correctness machine knows of everything that was planned, saved, offered and reported,
+and what is wrong with it.
 
-Breaches are collected and not raised, because they are noticed inside hooks, where the connector turns exceptions into misses.
-It knows plans and vLLM's block tables; it must not know how kvloft makes a plan, nor how a store keeps anything.
+Breaches are collected and not raised, because they are noticed inside hooks, where the connector
+turns exceptions into misses. It knows plans and vLLM's block tables; it must not know how kvloft
+makes a plan, nor how a store keeps anything.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,14 +60,16 @@ class Ledger:
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First token and number of tokens of each request's load."""
     before: dict[int, int] = field(default_factory=dict)
-    """Of KV in a drafter's layers, the prefix that it follows, whatever its next token; also of lives before, whose frames are
-    loaded again."""
+    """Of KV in a drafter's layers, the prefix that it follows, whatever its next token; also of
+    lives before, whose frames are loaded again."""
     why_lossy: str | None = None
     """Why something that was saved may be missing now; None: nothing may."""
     doubtful: set[str] = field(default_factory=set)
     """Requests for which a load failed: they need not be offered anything."""
     standing: set[str] = field(default_factory=set)
-    """Requests with an offer of an earlier step, which stands: what was saved since is not in it."""
+    """Requests with an offer of an earlier step, which stands: what was saved since is not in
+    it.
+    """
     num_saved: int = 0
     num_offered: int = 0
 
@@ -109,7 +113,9 @@ class Ledger:
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """What blocks of positions [begin, end) hold in a group, block after block, layer by layer."""
+        """What blocks of positions [begin, end) hold in a group, block after block, layer by
+        layer.
+        """
         found, group = list[int](), self.groups[number]
         block = group.block_tokens
         for at in range(begin, end, block):
@@ -118,67 +124,131 @@ class Ledger:
                 continue
             for layer in group.layers:
                 first = at + (layer == "draft")
-                found += [self.kv(symbol, number) for symbol in prefix.symbols[first : first + block]]
+                found += [
+                    self.kv(symbol, number) for symbol in prefix.symbols[first : first + block]
+                ]
         return found
 
     def ends(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """What stands for each block's end in [begin, end): the prefix up to the last token that its KV depends on."""
+        """What stands for each block's end in [begin, end): the prefix up to the last token that
+        its KV depends on.
+        """
         block = self.groups[number].block_tokens
-        return [self.kv(symbol, number) for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]]
+        return [
+            self.kv(symbol, number)
+            for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]
+        ]
 
-    # -- plans ----------------------------------------------------------------------------------------------------
+    # -- plans
+    # -----------------------------------------------------------------------------------------
 
     def check_save(
-        self, save: Any, prefix: Prefix, tables: Sequence[Sequence[int]], computed: int, states: Iterable[State] = ()
+        self,
+        save: Any,
+        prefix: Prefix,
+        tables: Sequence[Sequence[int]],
+        computed: int,
+        states: Iterable[State] = (),
     ) -> None:
-        """A save names blocks of its request (I6), whole ones, all of whose tokens are known and computed in this step (I2, I7).
+        """A save names blocks of its request (I6), whole ones, all of whose tokens are known and
+        computed in this step (I2, I7).
 
-        ``states`` are what vLLM offers of the request in this step; there are no others in state groups.
+        ``states`` are what vLLM offers of the request in this step; there are no others in state
+        groups.
         """
         for number, copy in copies(save.chunks):
-            table, blocks, block = list(tables[number]), list(copy.blocks), self.groups[number].block_tokens
+            table, blocks, block = (
+                list(tables[number]),
+                list(copy.blocks),
+                self.groups[number].block_tokens,
+            )
             if 0 in blocks or not set(blocks) <= set(table):
-                self.breaches.append(f"save of blocks {blocks}, not all of {save.req_id}'s {table} (I6)")
+                self.breaches.append(
+                    f"save of blocks {blocks}, not all of {save.req_id}'s {table} (I6)"
+                )
                 continue
             if self.groups[number].kind == "state":
                 begin = self._offered(number, blocks, states) - block
                 self.expect(
-                    begin >= 0, f"{save.req_id}: a state is saved that vLLM does not offer: {blocks} of group {number} (I2)"
+                    begin >= 0,
+                    f"{save.req_id}: a state is saved that vLLM does not offer: {blocks} of group "
+                    f"{number} (I2)",
                 )
             else:
                 begin = table.index(blocks[0]) * block
                 in_order = table[begin // block : begin // block + len(blocks)]
                 self.expect(blocks == in_order, f"save of {blocks}, out of order in {table} (I6)")
-            self._note_save(save.req_id, number, copy, prefix, range(max(0, begin), begin + len(blocks) * block), computed)
+            self._note_save(
+                save.req_id,
+                number,
+                copy,
+                prefix,
+                range(max(0, begin), begin + len(blocks) * block),
+                computed,
+            )
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
         """Tokens of the state in the block, as vLLM says; 0 if it does not."""
-        return next((num_tokens for group, block, num_tokens in states if (group, [block]) == (number, blocks)), 0)
+        return next(
+            (
+                num_tokens
+                for group, block, num_tokens in states
+                if (group, [block]) == (number, blocks)
+            ),
+            0,
+        )
 
-    def check_states(self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int) -> None:
-        """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless something may be missing."""
+    def check_states(
+        self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int
+    ) -> None:
+        """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless
+        something may be missing.
+        """
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
-            is_known = num_tokens + self.ahead <= min(limit + self.ahead, len(prefix))  # beside a drafter, the token behind it too
-            is_kept = not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
-            self.expect(is_kept, f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, group {number}")
+            is_known = num_tokens + self.ahead <= min(
+                limit + self.ahead, len(prefix)
+            )  # beside a drafter, the token behind it too
+            is_kept = (
+                not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
+            )
+            self.expect(
+                is_kept,
+                f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, "
+                f"group {number}",
+            )
 
-    def _note_save(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int) -> None:
+    def _note_save(
+        self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int
+    ) -> None:
         begin, end = span.start, span.stop
-        self.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
-        self.expect(end + self.ahead <= len(prefix), f"{req_id}: {end} tokens saved, {len(prefix)} known (I7)")
+        self.expect(
+            copy.first_block == 0 and len(copy.blocks) == copy.num_blocks,
+            f"save of a part of a chunk: {copy}",
+        )
+        self.expect(
+            end + self.ahead <= len(prefix),
+            f"{req_id}: {end} tokens saved, {len(prefix)} known (I7)",
+        )
         self.expect(end <= computed, f"{req_id}: {end} tokens saved, {computed} computed (I2)")
         self.expect(copy.ticket not in self.tickets, f"ticket {copy.ticket} planned twice (I10)")
         if end + self.ahead > len(prefix):
             return
         words = self.words(prefix, begin, end, number)
         known = self.truth.setdefault(copy.key, words)
-        self.expect(known == words, f"{req_id}: one key, two prefixes (tokens {begin} to {end} of group {number})")
-        self.tickets[copy.ticket] = Planned(copy.key, words, self.ends(prefix, begin, end, number), self.weights)
+        self.expect(
+            known == words,
+            f"{req_id}: one key, two prefixes (tokens {begin} to {end} of group {number})",
+        )
+        self.tickets[copy.ticket] = Planned(
+            copy.key, words, self.ends(prefix, begin, end, number), self.weights
+        )
 
     def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]]) -> None:
-        """A load fills the blocks that were given for it, each with the chunk of its place (I1, I6)."""
+        """A load fills the blocks that were given for it, each with the chunk of its place (I1,
+        I6).
+        """
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
         self.loads[load.load_id] = set()
         begin, count = self.admitted.get(load.req_id, (0, 0))
@@ -187,41 +257,64 @@ class Ledger:
         for number, group in enumerate(self.groups):
             named = [b for at, copy in copies(load.chunks) for b in copy.blocks if at == number]
             first = max(begin, group.needs_from(begin + count))
-            wanted = list(tables[number][first // group.block_tokens : (begin + count) // group.block_tokens])
-            if load.lost:  # with several groups nothing of it is loaded, and what is lost is told in the main one
+            wanted = list(
+                tables[number][first // group.block_tokens : (begin + count) // group.block_tokens]
+            )
+            # with several groups nothing of it is loaded, and what is lost is told in the main one
+            if load.lost:
                 is_main = number == self._main
-                named, wanted = named + list(load.lost) * is_main, wanted * (is_main or len(self.groups) == 1)
+                named, wanted = (
+                    named + list(load.lost) * is_main,
+                    wanted * (is_main or len(self.groups) == 1),
+                )
             is_right = named == wanted and 0 not in named
-            self.expect(is_right, f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6), group {number}")
+            self.expect(
+                is_right,
+                f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6), "
+                f"group {number}",
+            )
         for number, copy in copies(load.chunks):
             self._check_copy(load.req_id, number, copy, prefix, tables[number])
 
-    def _check_copy(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, table: Sequence[int]) -> None:
+    def _check_copy(
+        self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, table: Sequence[int]
+    ) -> None:
         if copy.blocks[0] not in table or (words := self.truth.get(copy.key)) is None:
-            self.breaches.append(f"{req_id}: load of {copy.key.hex()[:8]}, which was not saved under these weights (I1)")
+            self.breaches.append(
+                f"{req_id}: load of {copy.key.hex()[:8]}, which was not saved under these weights "
+                "(I1)"
+            )
             return
         block = self.groups[number].block_tokens
         at = table.index(copy.blocks[0]) * block
         own = self.words(prefix, at, at + len(copy.blocks) * block, number)
         first = copy.first_block * len(own) // len(copy.blocks)
         is_own = own == words[first : first + len(own)] and bool(own)
-        self.expect(is_own, f"{req_id}: another prefix's chunk for tokens {at} on (I1), group {number}")
+        self.expect(
+            is_own, f"{req_id}: another prefix's chunk for tokens {at} on (I1), group {number}"
+        )
 
-    # -- what became of them --------------------------------------------------------------------------------------
+    # -- what became of them
+    # --------------------------------------------------------------------------------------
 
     def landed(self, ticket: int, words: list[int]) -> None:
         """A rank gathered a save into its frame."""
         planned = self.tickets.get(ticket)
         self.expect(planned is not None, f"a copy for ticket {ticket}, which no step planned")
         if planned is not None:
-            self.expect(words == planned.words, f"ticket {ticket}: the frame does not hold its key's KV (I1, I2)")
+            self.expect(
+                words == planned.words,
+                f"ticket {ticket}: the frame does not hold its key's KV (I1, I2)",
+            )
 
     def check_report(self, rank: int, report: Any) -> None:
         """Each ticket and load is reported once by each rank (I10)."""
         for ticket in (*report.saved, *report.failed):
             planned = self.tickets.get(ticket)
             if planned is None or rank in planned.reported:
-                self.breaches.append(f"rank {rank} reported ticket {ticket} again, or unasked (I10)")
+                self.breaches.append(
+                    f"rank {rank} reported ticket {ticket} again, or unasked (I10)"
+                )
                 continue
             planned.reported.add(rank)
             planned.has_failed |= ticket in report.failed
@@ -233,33 +326,52 @@ class Ledger:
         for result in report.loads:
             ranks = self.loads.get(result.load_id)
             if ranks is None or rank in ranks:
-                self.breaches.append(f"rank {rank} reported load {result.load_id} again, or unasked (I10)")
+                self.breaches.append(
+                    f"rank {rank} reported load {result.load_id} again, or unasked (I10)"
+                )
                 continue
             ranks.add(rank)
             if result.bad_keys or result.failed:
                 self.doubtful.add(result.req_id)
                 self.lose("a load failed")
 
-    # -- offers ---------------------------------------------------------------------------------------------------
+    # -- offers
+    # -----------------------------------------------------------------------------------------
 
-    def check_offer(self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int) -> None:
-        """What is offered was saved; and all that was saved is offered, unless something may be missing."""
+    def check_offer(
+        self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int
+    ) -> None:
+        """What is offered was saved; and all that was saved is offered, unless something may be
+        missing.
+        """
         self.asked[req_id] = (local, answer)
         if answer is None:
             return
         total = local + answer
-        most = len(prefix) - are_grouped(self.groups)  # with several groups, or windows only, vLLM cannot go back a token
+        most = len(prefix) - are_grouped(
+            self.groups
+        )  # with several groups, or windows only, vLLM cannot go back a token
         if answer:
             self.num_offered += 1
             is_possible = total <= most and answer % unit == 0
-            self.expect(is_possible, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}")
-            has_all = all(self._has(number, prefix, local, total) for number in range(len(self.groups)))
-            self.expect(is_possible and has_all, f"{req_id}: offered {total} tokens, not all of them saved (I1)")
+            self.expect(
+                is_possible, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}"
+            )
+            has_all = all(
+                self._has(number, prefix, local, total) for number in range(len(self.groups))
+            )
+            self.expect(
+                is_possible and has_all,
+                f"{req_id}: offered {total} tokens, not all of them saved (I1)",
+            )
         elif req_id in self.doubtful:
             return
         if self.why_lossy is None and req_id not in self.standing:
             found = self.num_stored(prefix, min(most, len(prefix) - self.ahead), unit)
-            self.expect(total >= found, f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})")
+            self.expect(
+                total >= found,
+                f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})",
+            )
 
     def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
         """Whether all was saved that a hit of ``end`` tokens needs of a group from ``begin`` on."""
@@ -269,29 +381,46 @@ class Ledger:
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Tokens of the deepest hit: units that were saved and that nothing took away, and what else it needs there."""
+        """Tokens of the deepest hit: units that were saved and that nothing took away, and what
+        else it needs there.
+        """
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
-        while found + unit <= num_tokens and all(self._has(number, prefix, found, found + unit) for number in full):
+        while found + unit <= num_tokens and all(
+            self._has(number, prefix, found, found + unit) for number in full
+        ):
             found += unit
-        others = [n for n, group in enumerate(self.groups) if group.kind != "full" and (states or group.kind != "state")]
+        others = [
+            n
+            for n, group in enumerate(self.groups)
+            if group.kind != "full" and (states or group.kind != "state")
+        ]
         while found and not all(self._has(number, prefix, 0, found) for number in others):
             found -= unit
         return found
 
     def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, unit: int) -> None:
-        """A request that ended well is stored, but for its last token, unless something may be missing.
+        """A request that ended well is stored, but for its last token, unless something may be
+        missing.
 
         Of states only those that vLLM offers are.
         """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % unit
             found = self.num_stored(prefix, num_tokens, unit, states=False)
-            self.expect(found >= whole, f"{req_id} ended, and of its {whole} tokens only {found} are stored")
+            self.expect(
+                found >= whole, f"{req_id} ended, and of its {whole} tokens only {found} are stored"
+            )
 
     def check_at_rest(self) -> None:
         """Every rank reported everything (I10)."""
         for ticket, planned in self.tickets.items():
-            self.expect(len(planned.reported) == self.num_ranks, f"ticket {ticket} was never reported by all ranks (I10)")
+            self.expect(
+                len(planned.reported) == self.num_ranks,
+                f"ticket {ticket} was never reported by all ranks (I10)",
+            )
         for load_id, ranks in self.loads.items():
-            self.expect(len(ranks) == self.num_ranks, f"load {load_id} was never reported by all ranks (I10)")
+            self.expect(
+                len(ranks) == self.num_ranks,
+                f"load {load_id} was never reported by all ranks (I10)",
+            )

@@ -1,6 +1,8 @@
-"""The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it with a budget and fixed seeds.
+"""The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it
+with a budget and fixed seeds.
 
-Every rule is something that may happen to an engine at any time. All chance comes from hypothesis, so that failures shrink.
+Every rule is something that may happen to an engine at any time. All chance comes from hypothesis,
+so that failures shrink.
 """
 
 import logging
@@ -14,7 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from .engine import Engine
 from .groups import FULL, GROUPS, are_grouped, are_served
@@ -25,7 +33,9 @@ from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_conten
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
-"""Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the first at position 9."""
+"""Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the
+first at position 9.
+"""
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
 
@@ -40,14 +50,20 @@ drafter_tokens = st.sampled_from([None, None, 24])
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
 
-def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]) -> Spec:
-    """A request over the beginning of a story, with what else decides its KV, or another way to live."""
+def make_spec(
+    name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]
+) -> Spec:
+    """A request over the beginning of a story, with what else decides its KV, or another way to
+    live.
+    """
     ids = STORIES[story][:length]
     return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
 
 
 def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
-    """The request with what else decides its KV, or with another way to live. ``more`` chooses, or is a session's next input."""
+    """The request with what else decides its KV, or with another way to live. ``more`` chooses, or
+    is a session's next input.
+    """
     ids, length = plain.contents, len(plain.contents)
     if flavour == "salt":
         return replace(plain, salt="pepper")
@@ -59,19 +75,35 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
         size = min(6, length)  # vLLM: one identifier, one size
         item = Item(f"{IMAGES[more[0] % 2]}-{size}", min(2, length - size), size)
         span = range(item.start, item.start + item.length)
-        contents = tuple(item_content(t, item.identifier, i - item.start) if i in span else t for i, t in enumerate(ids))
+        contents = tuple(
+            item_content(t, item.identifier, i - item.start) if i in span else t
+            for i, t in enumerate(ids)
+        )
         return replace(plain, contents=contents, items=(item,))
     if flavour == "session":
-        return replace(plain, max_tokens=min(plain.max_tokens, 4), turns=(Turn(more[:6], min(plain.max_tokens, 4)),))
-    return replace(plain, skips_cache=flavour == "no load", saves="prompt" if flavour == "prompt only" else None)
+        return replace(
+            plain,
+            max_tokens=min(plain.max_tokens, 4),
+            turns=(Turn(more[:6], min(plain.max_tokens, 4)),),
+        )
+    return replace(
+        plain,
+        skips_cache=flavour == "no load",
+        saves="prompt" if flavour == "prompt only" else None,
+    )
 
 
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
-    """Rows of which equal ids have equal ones, so that embeddings share prefixes among themselves."""
+    """Rows of which equal ids have equal ones, so that embeddings share prefixes among
+    themselves.
+    """
     ids = plain.contents
     rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
     mask = tuple(i % 3 == 0 for i in ids) if mixed else None
-    contents = tuple(token if mask and mask[i] else row_content(rows[i].numpy().tobytes()) for i, token in enumerate(ids))
+    contents = tuple(
+        token if mask and mask[i] else row_content(rows[i].numpy().tobytes())
+        for i, token in enumerate(ids)
+    )
     return replace(plain, contents=contents, ids=ids if mixed else None, embeds=rows, is_token=mask)
 
 
@@ -81,14 +113,20 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
     groups = GROUPS[draw(st.sampled_from(DRAFTERS))] if has_drafter else (FULL,)
     num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
     return Shape(
-        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
-        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
+        groups,
+        async_scheduling=draw(st.booleans()),
+        v2=draw(st.booleans()),
+        caching=draw(st.sampled_from([True, True, False])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])),
+        num_drafts=num_drafts,
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
         host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
-        num_ranks=draw(st.sampled_from([1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
-        early_results=draw(st.booleans()), kv_groups=draw(st.sampled_from(["one", "one", "all"])),
+        num_ranks=draw(st.sampled_from([1, 2])),
+        has_disk=draw(st.sampled_from([False, False, True])),
+        early_results=draw(st.booleans()),
+        kv_groups=draw(st.sampled_from(["one", "one", "all"])),
         drafter_tokens=draw(drafter_tokens) if has_drafter else None,
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -98,11 +136,18 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
     return Shape(
-        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()),
+        groups,
+        async_scheduling=draw(st.booleans()),
+        v2=draw(st.booleans()),
         num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
-        num_drafts=draw(st.sampled_from([1, 2])) if has_drafter else 0 if has_local else draw(st.sampled_from([0, 0, 2])),
-        early_results=has_drafter, marks_drafts=draw(st.booleans()),
-    )  # fmt: skip
+        num_drafts=draw(st.sampled_from([1, 2]))
+        if has_drafter
+        else 0
+        if has_local
+        else draw(st.sampled_from([0, 0, 2])),
+        early_results=has_drafter,
+        marks_drafts=draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -110,22 +155,31 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Several groups, which kvloft serves. Several hundred frames keep whatever is saved."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
-    num_drafts = draw(st.sampled_from([1, 2] if has_drafter else [0] if "local" in kinds else [0, 0, 2]))
+    num_drafts = draw(
+        st.sampled_from([1, 2] if has_drafter else [0] if "local" in kinds else [0, 0, 2])
+    )
     return Shape(
-        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), kv_groups="all",
+        groups,
+        async_scheduling=draw(st.booleans()),
+        v2=draw(st.booleans()),
+        kv_groups="all",
         caching="state" in kinds or draw(st.sampled_from([True, True, False])),
         num_blocks=draw(st.sampled_from([16, 24, 60])) * len(groups),
         num_drafts=num_drafts,
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
-        host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 2])),
+        host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups),
+        num_ranks=draw(st.sampled_from([1, 2])),
         has_disk=draw(st.sampled_from([False, False, True])),
         early_results=has_drafter or (num_drafts > 0 and draw(st.booleans())),
-        drafter_tokens=draw(drafter_tokens) if has_drafter else None, marks_drafts=draw(st.booleans()),
-    )  # fmt: skip
+        drafter_tokens=draw(drafter_tokens) if has_drafter else None,
+        marks_drafts=draw(st.booleans()),
+    )
 
 
 class Arrival(NamedTuple):
-    """A request to be. ``course``: its flavour's place in the menu, below 0 none; ``more``: a session's next input."""
+    """A request to be. ``course``: its flavour's place in the menu, below 0 none; ``more``: a
+    session's next input.
+    """
 
     story: int
     length: int
@@ -136,11 +190,16 @@ class Arrival(NamedTuple):
 
 crowds = st.lists(
     st.builds(
-        Arrival, st.sampled_from([0, 0, 0, 1, 2, 3]), st.integers(1, 40), st.integers(1, 14), st.integers(-3, 2),
+        Arrival,
+        st.sampled_from([0, 0, 0, 1, 2, 3]),
+        st.integers(1, 40),
+        st.integers(1, 14),
+        st.integers(-3, 2),
         st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
     ),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    min_size=1,
+    max_size=4,
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -164,15 +223,22 @@ class Machine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         shape = data.draw(type(self).shapes, label="shape")
         if shape.has_disk:
-            self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
+            self.disk = tempfile.TemporaryDirectory(
+                prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+            )
+        self.menu = data.draw(
+            st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu"
+        )
         self._begin(shape, Ledger(shape.num_ranks, shape.groups))
         self.arrive(data.draw(crowds, label="crowd"), 0)
 
     def _begin(self, shape: Shape, ledger: Ledger) -> None:
-        self.engine = Engine(MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger)
+        self.engine = Engine(
+            MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger
+        )
 
-    # -- what arrives, and what runs ------------------------------------------------------------------------------
+    # -- what arrives, and what runs
+    # ------------------------------------------------------------------------------
 
     @rule(crowd=crowds, ahead=st.integers(0, 8))
     def arrive(self, crowd: list[Arrival], ahead: int) -> None:
@@ -184,11 +250,17 @@ class Machine(RuleBasedStateMachine):
         shape = self.engine.shape
         flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
-            flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
+            # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's
+            # next input
+            flavour = "plain"
         length = max(1, min(arrival.length, self.most_tokens()))
         max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
         self.num_arrived += 1
-        self._ask(make_spec(f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more))
+        self._ask(
+            make_spec(
+                f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more
+            )
+        )
 
     def most_tokens(self) -> int:
         """Of a prompt."""
@@ -199,11 +271,15 @@ class Machine(RuleBasedStateMachine):
         self.engine.add(spec)
 
     @rule(
-        count=st.integers(1, 20), budget=st.sampled_from([16, 16, 7, 3, 1]), acceptance=st.sampled_from([0.6, 0.0, 1.0]),
+        count=st.integers(1, 20),
+        budget=st.sampled_from([16, 16, 7, 3, 1]),
+        acceptance=st.sampled_from([0.6, 0.0, 1.0]),
         delay=st.sampled_from([0, 0, 2, 4]),
-    )  # fmt: skip
+    )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """``budget`` tokens a step at most, of which some requests get none; copies are ``delay`` steps late at most."""
+        """``budget`` tokens a step at most, of which some requests get none; copies are ``delay``
+        steps late at most.
+        """
         engine = self.engine
         engine.trouble.max_delay = delay
         for worker in engine.workers:
@@ -234,12 +310,20 @@ class Machine(RuleBasedStateMachine):
         self.engine.reset(running=running, connector=True)
         self.arrive(crowd, ahead)
 
-    # -- what goes wrong ------------------------------------------------------------------------------------------
+    # -- what goes wrong
+    # ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
-    @rule(save_failure=st.sampled_from([0.0, 0.3, 1.0]), load_failure=st.sampled_from([0.0, 0.3, 0.6]), count=st.integers(1, 10))
+    @rule(
+        save_failure=st.sampled_from([0.0, 0.3, 1.0]),
+        load_failure=st.sampled_from([0.0, 0.3, 0.6]),
+        count=st.integers(1, 10),
+    )
     def copies_fail(self, save_failure: float, load_failure: float, count: int) -> None:
-        self.engine.trouble.save_failure, self.engine.trouble.load_failure = save_failure, load_failure
+        self.engine.trouble.save_failure, self.engine.trouble.load_failure = (
+            save_failure,
+            load_failure,
+        )
         self._run(count)
         self.engine.trouble.save_failure = self.engine.trouble.load_failure = 0.0
 
@@ -251,7 +335,9 @@ class Machine(RuleBasedStateMachine):
         self._run(count)
         self.engine.trouble.strangers = 0.0
 
-    @precondition(lambda self: self.engine and self.engine.store is not None and self.engine.store.keys)
+    @precondition(
+        lambda self: self.engine and self.engine.store is not None and self.engine.store.keys
+    )
     @rule(which=st.integers(0, 50), ahead=st.integers(0, 8))
     def evict(self, which: int, ahead: int) -> None:
         keys = self.engine.store.keys
@@ -268,10 +354,14 @@ class Machine(RuleBasedStateMachine):
         self.engine.now += seconds
         self._run(ahead)
 
-    @precondition(lambda self: self.engine and self.engine.shape.has_disk and self.engine.num_steps > 10)
+    @precondition(
+        lambda self: self.engine and self.engine.shape.has_disk and self.engine.num_steps > 10
+    )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """The engine ends with all its requests; another one finds what is on disk, unless it has other weights."""
+        """The engine ends with all its requests; another one finds what is on disk, unless it has
+        other weights.
+        """
         engine = self.engine
         for req_id in engine.unfinished:
             engine.abort(req_id)
@@ -291,12 +381,26 @@ class Machine(RuleBasedStateMachine):
 
     def _count(self, engine: Engine) -> None:
         blocks = sum(worker.memory.num_checked for worker in engine.workers)
-        self.seen.update({"steps": engine.num_scheduled, "preemptions": engine.num_preempted, "blocks read": blocks})
+        self.seen.update(
+            {
+                "steps": engine.num_scheduled,
+                "preemptions": engine.num_preempted,
+                "blocks read": blocks,
+            }
+        )
         hits = "hits with several groups" if len(engine.shape.groups) > 1 else "hits"
-        self.seen.update({hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits})
+        self.seen.update(
+            {hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits}
+        )
         self.seen[f"{hits}, async"] += engine.num_hits * engine.shape.async_scheduling
         self.seen[f"{hits}, beside drafts"] += engine.num_hits * (engine.shape.num_drafts > 0)
-        self.seen.update({"loads": engine.num_loaded, "saves": engine.ledger.num_saved, "offers": engine.ledger.num_offered})
+        self.seen.update(
+            {
+                "loads": engine.num_loaded,
+                "saves": engine.ledger.num_saved,
+                "offers": engine.ledger.num_offered,
+            }
+        )
         engine.ledger.num_saved = engine.ledger.num_offered = 0
 
     def teardown(self) -> None:
@@ -324,20 +428,37 @@ class ServedMachine(Machine):
 
 
 class GroupMachine(Machine):
-    """Engines with several groups and without kvloft: vLLM's own prefix cache against the machine's model of its kinds."""
+    """Engines with several groups and without kvloft: vLLM's own prefix cache against the machine's
+    model of its kinds.
+    """
 
     shapes_of = staticmethod(several_groups)
     shapes = several_groups()
     seen: ClassVar[Counter[str]] = Counter()
 
 
-def check(machine: type[Machine], *, examples: int, first_seed: int = 1, steps: int = 30, shrinks: bool = True) -> None:
-    """Runs the machine on so many lives of an engine; the same ones for the same seed. Raises what it finds."""
+def check(
+    machine: type[Machine],
+    *,
+    examples: int,
+    first_seed: int = 1,
+    steps: int = 30,
+    shrinks: bool = True,
+) -> None:
+    """Runs the machine on so many lives of an engine; the same ones for the same seed. Raises what
+    it finds.
+    """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     chosen = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, print_blob=False,
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-    )  # fmt: skip
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        phases=phases,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
     logging.disable(logging.ERROR)  # each life of an engine says much of itself
     try:
         run_state_machine_as_test(seed(first_seed)(machine), settings=chosen)

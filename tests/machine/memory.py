@@ -1,8 +1,10 @@
-"""Paged memory of symbols: one pool of blocks that all groups share, and what a forward reads and writes there, kind by kind.
+"""Paged memory of symbols: one pool of blocks that all groups share, and what a forward reads and
+writes there, kind by kind.
 
-This is the machine's own model of vLLM's kernels. Attention: KV at every position. State, mode "align": a block holds the state
-after some number of tokens, moved from column to column of the table before a forward, as `preprocess_mamba` does. Draft layers:
-KV at a position depends on the token after it; rejected drafts and positions drafted ahead hold garbage.
+This is the machine's own model of vLLM's kernels. Attention: KV at every position. State, mode
+"align": a block holds the state after some number of tokens, moved from column to column of the
+table before a forward, as `preprocess_mamba` does. Draft layers: KV at a position depends on the
+token after it; rejected drafts and positions drafted ahead hold garbage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,13 +39,18 @@ class Work:
 
 
 class Memory:
-    """``planes``: one tensor [blocks, words] for each layer that a group may have; groups share them, block by block."""
+    """``planes``: one tensor [blocks, words] for each layer that a group may have; groups share
+    them, block by block.
+    """
 
     def __init__(self, shape: Shape, ledger: Ledger) -> None:
         self._shape, self._ledger = shape, ledger
         words = max(group.block_tokens for group in shape.groups)
         num_planes = max(len(group.layers) for group in shape.groups)
-        self.planes = [torch.full((shape.num_blocks, words), POISON, dtype=torch.int64) for _ in range(num_planes)]
+        self.planes = [
+            torch.full((shape.num_blocks, words), POISON, dtype=torch.int64)
+            for _ in range(num_planes)
+        ]
         self._words = [plane.numpy() for plane in self.planes]
         self.num_checked = self.num_of_others = 0
 
@@ -52,7 +59,10 @@ class Memory:
         found: dict[str, Any] = {}
         for number, group in enumerate(self._shape.groups):
             size = group.block_tokens
-            planes = [[plane[:, :2]] if group.kind == "state" else plane[:, :size] for plane in self.planes]
+            planes = [
+                [plane[:, :2]] if group.kind == "state" else plane[:, :size]
+                for plane in self.planes
+            ]
             found |= dict(zip(layer_names(number, group), planes, strict=False))
         return found
 
@@ -65,10 +75,13 @@ class Memory:
             for words in self._words:
                 words[target] = words[source]
 
-    # -- attention ------------------------------------------------------------------------------------------------
+    # -- attention
+    # -----------------------------------------------------------------------------------------
 
     def write(self, work: Work) -> None:
-        """KV of the target's layers at all scheduled positions, drafts behind the known ones; states after them."""
+        """KV of the target's layers at all scheduled positions, drafts behind the known ones;
+        states after them.
+        """
         prefix = work.state.prefix
         symbols = prefix.symbols[work.start : work.stop]
         for draft in work.drafts:
@@ -77,67 +90,117 @@ class Memory:
             if group.kind == "state":
                 self._write_states(number, group, work, symbols)
             elif "target" in group.layers:
-                self._write(number, group, work, 0, work.start, [self._ledger.kv(symbol, number) for symbol in symbols])
+                self._write(
+                    number,
+                    group,
+                    work,
+                    0,
+                    work.start,
+                    [self._ledger.kv(symbol, number) for symbol in symbols],
+                )
 
-    def _write(self, number: int, group: Group, work: Work, plane: int, begin: int, values: Sequence[int]) -> None:
+    def _write(
+        self, number: int, group: Group, work: Work, plane: int, begin: int, values: Sequence[int]
+    ) -> None:
         table, size, words = work.state.tables[number], group.block_tokens, self._words[plane]
         for position, value in enumerate(values, start=begin):
             block = table[position // size]
             if block == 0:
-                raise WrongKV(f"{work.req_id}: position {position} of group {number} is written to the null block")
+                raise WrongKV(
+                    f"{work.req_id}: position {position} of group {number} is written to the null "
+                    "block"
+                )
             words[block, position % size] = value
 
     def check(self, work: Work) -> None:
-        """What the scheduled tokens attend to is their prefix, in every attention group of the target."""
+        """What the scheduled tokens attend to is their prefix, in every attention group of the
+        target.
+        """
         for number, group in enumerate(self._shape.groups):
             if group.kind != "state" and "target" in group.layers:
                 begin = group.reads_from(work.start)
-                self._compare(number, group, work, 0, begin, work.state.prefix.symbols[begin : work.stop])
+                self._compare(
+                    number, group, work, 0, begin, work.state.prefix.symbols[begin : work.stop]
+                )
 
     def check_drafter(self, work: Work) -> None:
-        """The same for the drafter's layers: it runs after sampling, and in EAGLE's KV of a position the next token is."""
+        """The same for the drafter's layers: it runs after sampling, and in EAGLE's KV of a
+        position the next token is.
+        """
         if self._shape.drafter_tokens:
-            return  # vLLM's own cache serves blocks of steps without the drafter, which cost acceptance only
+            # vLLM's own cache serves blocks of steps without the drafter, which cost acceptance
+            # only
+            return
         for number, group in enumerate(self._shape.groups):
             if group.drafter is not None:
                 begin, ahead = group.reads_from(work.start), group.drafter == "draft"
                 symbols = work.state.prefix.symbols[begin + ahead : work.state.computed + ahead]
-                self._compare(number, group, work, group.layers.index(group.drafter), begin, symbols)
+                self._compare(
+                    number, group, work, group.layers.index(group.drafter), begin, symbols
+                )
 
-    def _compare(self, number: int, group: Group, work: Work, plane: int, begin: int, symbols: Sequence[int]) -> None:
+    def _compare(
+        self, number: int, group: Group, work: Work, plane: int, begin: int, symbols: Sequence[int]
+    ) -> None:
         if not symbols:
             return
         size, table = group.block_tokens, work.state.tables[number]
         first, end = begin // size, begin + len(symbols)
         blocks = table[first : -(-end // size)]
-        found = self._words[plane][blocks, :size].ravel()[begin - first * size : end - first * size].tolist()
+        found = (
+            self._words[plane][blocks, :size]
+            .ravel()[begin - first * size : end - first * size]
+            .tolist()
+        )
         wanted = [self._ledger.kv(symbol, number) for symbol in symbols]
         self.num_checked += len(blocks)
-        if 0 in blocks or (found != wanted and not self._are_of_others(work, found, wanted, begin, group, plane)):
+        if 0 in blocks or (
+            found != wanted and not self._are_of_others(work, found, wanted, begin, group, plane)
+        ):
             at = next((i for i, value in enumerate(found) if value != wanted[i]), 0)
             raise WrongKV(
-                f"{work.req_id}: position {begin + at} of [{begin}, {end}) in group {number} ({group.kind}, "
+                f"{work.req_id}: position {begin + at} of [{begin}, {end}) in group {number} "
+                f"({group.kind}, "
                 f"{group.layers[plane]}), blocks {blocks}"
             )
 
-    def _are_of_others(self, work: Work, found: Sequence[int], wanted: Sequence[int], begin: int, group: Group, plane: int) -> bool:
-        """Whether all that differs is the last position of blocks of a drafter that another continuation of the same prefix wrote.
+    def _are_of_others(
+        self,
+        work: Work,
+        found: Sequence[int],
+        wanted: Sequence[int],
+        begin: int,
+        group: Group,
+        plane: int,
+    ) -> bool:
+        """Whether all that differs is the last position of blocks of a drafter that another
+        continuation of the same prefix wrote.
 
-        vLLM's own cache serves such blocks: where two requests computed the same block, a hit takes the one's block and, as the
-        proof of what follows, the other's next block. It costs the draft's acceptance only. What kvloft saves and loads must be
-        exact: the ledger says so.
+        vLLM's own cache serves such blocks: where two requests computed the same block, a hit takes
+        the one's block and, as the proof of what follows, the other's next block. It costs the
+        draft's acceptance only. What kvloft saves and loads must be exact: the ledger says so.
         """
         if group.layers[plane] != "draft":
             return False
         last, symbols = group.block_tokens - 1, work.state.prefix.symbols
-        others = [(at, f) for at, (f, w) in enumerate(zip(found, wanted, strict=True), start=begin) if f != w]
+        others = [
+            (at, f)
+            for at, (f, w) in enumerate(zip(found, wanted, strict=True), start=begin)
+            if f != w
+        ]
         self.num_of_others += len(others)
-        return all(at % group.block_tokens == last and self._ledger.before.get(f) == symbols[at] for at, f in others)
+        return all(
+            at % group.block_tokens == last and self._ledger.before.get(f) == symbols[at]
+            for at, f in others
+        )
 
-    # -- states ---------------------------------------------------------------------------------------------------
+    # -- states
+    # -----------------------------------------------------------------------------------------
 
     def begin_states(self, work: Work) -> None:
-        """Move the running state to the column of this step, and check that it is the state after exactly ``start`` tokens."""
+        """Move the running state to the column of this step, and check that it is the state after
+        exactly ``start`` tokens.
+        """
         state = work.state
         moved = False
         for number, group in enumerate(self._shape.groups):
@@ -152,23 +215,36 @@ class Memory:
                 column, moved = now, True
             if work.start:
                 found = self._words[0][table[column], :2].tolist()
-                if table[column] == 0 or found != [self._ledger.kv(state.prefix.symbols[work.start - 1], number), work.start]:
-                    raise WrongKV(f"{work.req_id}: state after {work.start} tokens, group {number}, column {column}: {found}")
+                if table[column] == 0 or found != [
+                    self._ledger.kv(state.prefix.symbols[work.start - 1], number),
+                    work.start,
+                ]:
+                    raise WrongKV(
+                        f"{work.req_id}: state after {work.start} tokens, group {number}, column "
+                        f"{column}: {found}"
+                    )
         if moved:
             state.accepted = 1
 
     def _write_states(self, number: int, group: Group, work: Work, symbols: Sequence[int]) -> None:
-        """The state after the known tokens; with drafts, one after each more, in the columns behind it."""
+        """The state after the known tokens; with drafts, one after each more, in the columns behind
+        it.
+        """
         table, column = work.state.tables[number], work.state.columns[number]
         for i in range(len(work.drafts) + 1):
             after = work.stop + i
             value = self._ledger.kv(symbols[after - 1 - work.start], number)
             if table[column + i] == 0:
-                raise WrongKV(f"{work.req_id}: state after {after} tokens of group {number} is written to the null block")
+                raise WrongKV(
+                    f"{work.req_id}: state after {after} tokens of group {number} is written to "
+                    "the null block"
+                )
             self._words[0][table[column + i], :2] = (value, after)
 
     def end_step(self, work: Work, *, has_drafter: bool = True) -> None:
-        """After sampling: the drafter's layers, and the state at a block's end that accepted drafts passed."""
+        """After sampling: the drafter's layers, and the state at a block's end that accepted drafts
+        passed.
+        """
         state = work.state
         for number, group in enumerate(self._shape.groups):
             if group.kind == "state" and self._shape.num_drafts:
@@ -188,11 +264,18 @@ class Memory:
             if target == column:
                 state.accepted = 1
 
-    def _write_draft_layer(self, number: int, group: Group, work: Work, plane: int, computed: int) -> None:
-        """What is confirmed knows its next token, if it needs one; what was rejected, or drafted ahead, holds garbage."""
+    def _write_draft_layer(
+        self, number: int, group: Group, work: Work, plane: int, computed: int
+    ) -> None:
+        """What is confirmed knows its next token, if it needs one; what was rejected, or drafted
+        ahead, holds garbage.
+        """
         symbols, layer = work.state.prefix.symbols, group.layers[plane]
         shift = int(layer == "draft")
-        known = [self._ledger.kv(symbol, number) for symbol in symbols[work.start + shift : computed + shift]]
+        known = [
+            self._ledger.kv(symbol, number)
+            for symbol in symbols[work.start + shift : computed + shift]
+        ]
         if shift:
             self._ledger.before.update(zip(known, symbols[work.start : computed], strict=True))
         ahead = computed + self._shape.num_drafts + {"draft": -1, "model": 0, "dflash": 1}[layer]

@@ -1,5 +1,6 @@
-"""kvloft's real CpuMover, as early or late as a GPU's may be: a save reads its blocks when it is submitted, when they are about
-to be rewritten, or when it lands; a load lands any time before it is reported.
+"""kvloft's real CpuMover, as early or late as a GPU's may be: a save reads its blocks when it is
+submitted, when they are about to be rewritten, or when it lands; a load lands any time before it is
+reported.
 
 What a save put into its frame goes to the ledger. It must not know the scheduler.
 """
@@ -34,7 +35,9 @@ class Trouble:
     damaged: set[bytes] = field(default_factory=set)
     """Keys of frames that were damaged on purpose."""
     strangers: float = 0.0
-    """How often a dead engine's worker writes to a frame between a copy and its check, of saves and loads alike."""
+    """How often a dead engine's worker writes to a frame between a copy and its check, of saves and
+    loads alike.
+    """
 
     def delay(self) -> int:
         return self.random.randint(0, self.max_delay) if self.max_delay else 0
@@ -44,13 +47,23 @@ class Trouble:
 
     def end(self) -> None:
         """All goes well from now on."""
-        self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = 0, 0.0, 0.0, 0.0, 0.0
+        self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = (
+            0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+        )
 
 
 class Haunted:
-    """An arena, with a dead engine's worker that writes to a frame just before it is sealed and just after it was checked."""
+    """An arena, with a dead engine's worker that writes to a frame just before it is sealed and
+    just after it was checked.
+    """
 
-    def __init__(self, arena: Any, frames: FrameWindow, trouble: Trouble, frame_of: dict[bytes, int]) -> None:
+    def __init__(
+        self, arena: Any, frames: FrameWindow, trouble: Trouble, frame_of: dict[bytes, int]
+    ) -> None:
         self._arena, self._frames, self._trouble, self._frame_of = arena, frames, trouble, frame_of
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +99,8 @@ class Saving:
 
 
 class SlowMover:
-    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request.
+    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds
+    them for the request.
 
     With ``is_early`` saves are read before the next step begins.
     """
@@ -94,16 +108,24 @@ class SlowMover:
     usable_frames = None
 
     def __init__(
-        self, layouts: Sequence[PagedLayout], frames: FrameWindow, trouble: Trouble, ledger: Ledger,
+        self,
+        layouts: Sequence[PagedLayout],
+        frames: FrameWindow,
+        trouble: Trouble,
+        ledger: Ledger,
         owns: Callable[[str, Sequence[int]], bool],
-        *, is_early: bool = False,
-    ) -> None:  # fmt: skip
+        *,
+        is_early: bool = False,
+    ) -> None:
         self._inner = CpuMover(layouts, frames)
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
         self._block_bytes = [layout.block_bytes for layout in layouts]
         self._frame_of = dict[bytes, int]()
         part, haunted = self._inner._part, [frames, trouble, self._frame_of]
-        part._arena, frames._arena = Haunted(part._arena, *haunted), Haunted(frames._arena, *haunted)  # type: ignore[arg-type]
+        part._arena, frames._arena = (
+            Haunted(part._arena, *haunted),
+            Haunted(frames._arena, *haunted),
+        )  # type: ignore[arg-type]
         self._saves, self._is_early = list[Saving](), is_early
         """Under way, of all groups: a block is one group's at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []
@@ -130,9 +152,17 @@ class SlowMover:
             self._crash_now_and_then()
             for group, batch in plan.chunks.by_group():
                 for i, copy in enumerate(batch):
-                    saving = Saving(self._trouble.delay(), plan.req_id, batch[i : i + 1], frozenset(copy.blocks), group)
+                    saving = Saving(
+                        self._trouble.delay(),
+                        plan.req_id,
+                        batch[i : i + 1],
+                        frozenset(copy.blocks),
+                        group,
+                    )
                     if self._is_early or self._trouble.random.random() < 0.5:
-                        self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
+                        self._land_save(
+                            saving
+                        )  # at once: a copy may begin as soon as it is submitted
                     else:
                         self._saves.append(saving)
 
@@ -189,7 +219,10 @@ class SlowMover:
 
     def _land_load(self, plan: LoadPlan) -> None:
         expect = self._ledger.expect
-        expect(self._owns(plan.req_id, plan.blocks()), f"load into {plan.blocks()}, not all of {plan.req_id}'s (I6)")
+        expect(
+            self._owns(plan.req_id, plan.blocks()),
+            f"load into {plan.blocks()}, not all of {plan.req_id}'s (I6)",
+        )
         for copy in plan.chunks:
             self._frame_of[copy.key] = copy.frame
             if self._trouble.happens(self._trouble.load_failure):
@@ -199,4 +232,7 @@ class SlowMover:
         self._inner.submit_loads([plan])
         self._take(self._inner.poll())
         for key, problem in self._done.loads[-1].bad_keys:
-            expect(key in self._trouble.damaged, f"{plan.req_id}: a frame is not what was promised: {problem} (I4)")
+            expect(
+                key in self._trouble.damaged,
+                f"{plan.req_id}: a frame is not what was promised: {problem} (I4)",
+            )

@@ -1,7 +1,9 @@
-"""Real bugs of this field, each put into kvloft by one patch: the correctness machine must see every one.
+"""Real bugs of this field, each put into kvloft by one patch: the correctness machine must see
+every one.
 
-``says`` is what it must say, so that a patch that only crashes proves nothing. Where the product changes so that a patch has no
-target, the test fails: bring the mutant up to date, it is a row of the table and not a relic.
+``says`` is what it must say, so that a patch that only crashes proves nothing. Where the product
+changes so that a patch has no target, the test fails: bring the mutant up to date, it is a row of
+the table and not a relic.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``bug``: as it was seen in the field; ``says``: a regular expression for what the machine says of it."""
+    """``bug``: as it was seen in the field; ``says``: a regular expression for what the machine
+    says of it.
+    """
 
     name: str
     bug: str
@@ -66,16 +70,23 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]) -> None:
-    """``change(num_tokens, local_tokens, unit_tokens)`` is offered in the place of ``num_tokens``."""
+    """``change(num_tokens, local_tokens, unit_tokens)`` is offered in the place of
+    ``num_tokens``.
+    """
 
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         answer: Answer = original(self, request, local_tokens, **more)
-        return Offer(change(answer.num_tokens, local_tokens, self._unit_tokens)) if isinstance(answer, Offer) else answer
+        return (
+            Offer(change(answer.num_tokens, local_tokens, self._unit_tokens))
+            if isinstance(answer, Offer)
+            else answer
+        )
 
     swap(mp, Admission, "match", match)
 
 
-# -- preemption ---------------------------------------------------------------------------------------------------
+# -- preemption
+# ---------------------------------------------------------------------------------------------
 
 
 @mutant(
@@ -93,7 +104,10 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler_half, "view_step", view)
 
 
-@mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")
+@mutant(
+    "LMCache: KV is loaded for new requests only, and resumed ones read stale blocks",
+    r"were given for it \(I6\)",
+)
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
     def plan(original: Any, request: Any, unit_tokens: int, num_tokens: int, load_id: int) -> Any:
         found = original(request, unit_tokens, num_tokens, load_id)
@@ -103,19 +117,25 @@ def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
     swap(mp, load_planner, "plan_load", plan)
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------
+# -- keys
+# ---------------------------------------------------------------------------------------------
 
 
 def without(mp: pytest.MonkeyPatch, **changes: Any) -> None:
     swap(mp, VllmRequest, "view", lambda original, self: replace(original(self), **changes))
 
 
-@mutant("LMCache #42119: prompt embeddings are not in the keys", "one key, two prefixes|not all of them saved")
+@mutant(
+    "LMCache #42119: prompt embeddings are not in the keys",
+    "one key, two prefixes|not all of them saved",
+)
 def keys_without_embeddings(mp: pytest.MonkeyPatch) -> None:
     without(mp, embeds=())
 
 
-@mutant("LMCache, HF3FS: the adapter is not in the keys", "one key, two prefixes|not all of them saved")
+@mutant(
+    "LMCache, HF3FS: the adapter is not in the keys", "one key, two prefixes|not all of them saved"
+)
 def keys_without_adapter(mp: pytest.MonkeyPatch) -> None:
     without(mp, adapter=None)
 
@@ -130,21 +150,30 @@ def keys_without_media(mp: pytest.MonkeyPatch) -> None:
     without(mp, items=())
 
 
-@mutant("LMCache #4086: media identifiers are cut to 16 bits and collide", "one key, two prefixes|not all of them saved")
+@mutant(
+    "LMCache #4086: media identifiers are cut to 16 bits and collide",
+    "one key, two prefixes|not all of them saved",
+)
 def media_identifiers_are_cut(mp: pytest.MonkeyPatch) -> None:
     def cut(original: Any, self: Any) -> Any:
         view = original(self)
-        return replace(view, items=tuple(MediaItem("image", i.start, i.num_tokens) for i in view.items))
+        return replace(
+            view, items=tuple(MediaItem("image", i.start, i.num_tokens) for i in view.items)
+        )
 
     swap(mp, VllmRequest, "view", cut)
 
 
-@mutant("sglang, LMCache: frames on disk are found again under other weights", "not all of them saved|not saved under these")
+@mutant(
+    "sglang, LMCache: frames on disk are found again under other weights",
+    "not all of them saved|not saved under these",
+)
 def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler_half, "namespace_fields", lambda original, *args: [("engine", "vllm")])
 
 
-# -- what is saved ------------------------------------------------------------------------------------------------
+# -- what is saved
+# ------------------------------------------------------------------------------------------------
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
@@ -154,13 +183,17 @@ def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> 
     swap(mp, save_planner, "take_complete_units", changed)
 
 
-@mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
+@mutant(
+    "Mooncake #45785: what is decoded is never saved, and nothing says so",
+    r"ended, and of its \d+ tokens only",
+)
 def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     with_frontier(mp, lambda request, frontier: min(frontier, request.num_prompt_tokens))
 
 
 @mutant(
-    "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
+    "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none",
+    r"ended, and of its \d+ tokens only",
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     def due(original: Any, request: Any, unit_tokens: int, frontier: int) -> Any:
@@ -172,12 +205,17 @@ def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     swap(mp, save_planner, "take_complete_units", due)
 
 
-@mutant("a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)")
+@mutant(
+    "a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)"
+)
 def saved_before_computed(mp: pytest.MonkeyPatch) -> None:
     with_frontier(mp, lambda request, frontier: max(frontier, request.num_prompt_tokens))
 
 
-@mutant("vLLM hashes blocks before they are computed; who saves by hash gathers before the forward", "does not hold its key's KV")
+@mutant(
+    "vLLM hashes blocks before they are computed; who saves by hash gathers before the forward",
+    "does not hold its key's KV",
+)
 def saved_before_the_forward(mp: pytest.MonkeyPatch) -> None:
     def begin(original: Any, self: Any, plan: Any) -> None:
         original(self, plan)
@@ -186,15 +224,27 @@ def saved_before_the_forward(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "begin", begin)
 
 
-@mutant("the last sampled token is saved, which has no KV yet", r"tokens saved, \d+ computed \(I2\)")
+@mutant(
+    "the last sampled token is saved, which has no KV yet", r"tokens saved, \d+ computed \(I2\)"
+)
 def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, VllmRequest, "num_computed_tokens", lambda original, self: len(self._request._all_token_ids))
+    swap(
+        mp,
+        VllmRequest,
+        "num_computed_tokens",
+        lambda original, self: len(self._request._all_token_ids),
+    )
 
 
-@mutant("a table is read one block late", r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)")
+@mutant(
+    "a table is read one block late",
+    r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)",
+)
 def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
-        return original(self, [(*row, [[*table[1:], table[0]] for table in tables]) for *row, tables in rows])
+        return original(
+            self, [(*row, [[*table[1:], table[0]] for table in tables]) for *row, tables in rows]
+        )
 
     swap(mp, SteadyStore, "reserve", reserve)
 
@@ -204,15 +254,22 @@ def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "saves", lambda original, self: None)
 
 
-# -- blocks and frames under way ----------------------------------------------------------------------------------
+# -- blocks and frames under way
+# ----------------------------------------------------------------------------------
 
 
-@mutant("LMCache #5248, vLLM #45704: a block is written anew while its save still reads it", "does not hold its key's KV")
+@mutant(
+    "LMCache #5248, vLLM #45704: a block is written anew while its save still reads it",
+    "does not hold its key's KV",
+)
 def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler, "rewritten_blocks", lambda original, *args: ())
 
 
-@mutant("a load is reported when it is submitted, and its request reads what was there before", "WrongKV|position")
+@mutant(
+    "a load is reported when it is submitted, and its request reads what was there before",
+    "WrongKV|position",
+)
 def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:
         finished, bad = original(self)
@@ -225,12 +282,18 @@ def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "take_finished_loads", take)
 
 
-@mutant("dynamo #14416: tokens that vLLM has itself are counted twice", f"tokens offered|not all of them|{BARE}")
+@mutant(
+    "dynamo #14416: tokens that vLLM has itself are counted twice",
+    f"tokens offered|not all of them|{BARE}",
+)
 def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
     change_offers(mp, lambda num_tokens, local_tokens, _: num_tokens + local_tokens)
 
 
-@mutant("LMCache #4247: chunks of the prefix's begin land behind the local hit", r"for tokens \d+ on|\(I6\)")
+@mutant(
+    "LMCache #4247: chunks of the prefix's begin land behind the local hit",
+    r"for tokens \d+ on|\(I6\)",
+)
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
     def plan(original: Any, request: Any, *args: Any) -> Any:
         local, request.local_tokens = request.local_tokens, 0
@@ -252,7 +315,9 @@ def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
 
 
 @mutant(
-    "a dead engine's worker writes between the copy to a frame and its seal: a valid tag over wrong bytes", "not hold its key's"
+    "a dead engine's worker writes between the copy to a frame and its seal: a valid tag over "
+    "wrong bytes",
+    "not hold its key's",
 )
 def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
     def store(original: Any, part: Any, copy: Any, *layout: Any) -> None:
@@ -262,7 +327,10 @@ def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
     swap(mp, PrivatePart, "store", store)
 
 
-@mutant("a dead engine's worker writes between a frame's check and the copy out of it", "WrongKV|position|state after")
+@mutant(
+    "a dead engine's worker writes between a frame's check and the copy out of it",
+    "WrongKV|position|state after",
+)
 def frames_are_checked_in_place(mp: pytest.MonkeyPatch) -> None:
     def fetch(original: Any, part: Any, copy: Any, *layout: Any) -> Any:
         problem = part._frames._arena.check(copy.frame, in_place(part, copy, *layout))
@@ -272,7 +340,8 @@ def frames_are_checked_in_place(mp: pytest.MonkeyPatch) -> None:
     swap(mp, PrivatePart, "fetch", fetch)
 
 
-# -- reports ------------------------------------------------------------------------------------------------------
+# -- reports
+# ---------------------------------------------------------------------------------------------
 
 
 @mutant("a save is reported twice", "again, or unasked")
@@ -298,7 +367,10 @@ def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "take_finished_loads", take)
 
 
-@mutant("LMCache #5047: the load of an aborted request is never reported", "does not come to rest|requests")
+@mutant(
+    "LMCache #5047: the load of an aborted request is never reported",
+    "does not come to rest|requests",
+)
 def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     def finished(original: Any, self: Any, ended: set[str]) -> Any:
         gone = self.__dict__.setdefault("gone", set())
@@ -328,17 +400,22 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
     swap(mp, Engine, "_open_session", open_session)
 
 
-# -- offers, ends and resets --------------------------------------------------------------------------------------
+# -- offers, ends and resets
+# --------------------------------------------------------------------------------------
 
 
-@mutant("a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}")
+@mutant(
+    "a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}"
+)
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens)
 
 
 @mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", BARE)
 def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False))
+    swap(
+        mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False)
+    )
 
 
 @mutant("a request that must not read the cache is offered it", "asked for no cached KV")
@@ -346,7 +423,10 @@ def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "skip_load", lambda original, self: False)
 
 
-@mutant("a hit is missed: nothing that was saved is offered to requests that vLLM has the begin of", "tokens are stored, only")
+@mutant(
+    "a hit is missed: nothing that was saved is offered to requests that vLLM has the begin of",
+    "tokens are stored, only",
+)
 def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         return Miss() if local_tokens else original(self, request, local_tokens, **more)  # type: ignore[no-any-return]
@@ -358,13 +438,18 @@ def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (request := self._requests.get(req_id)) is not None:
-            self.__dict__.setdefault("kept", []).append(request.lease)  # a dropped lease unpins itself
+            self.__dict__.setdefault("kept", []).append(
+                request.lease
+            )  # a dropped lease unpins itself
             request.lease = None
         original(self, req_id)
 
     swap(mp, SchedulerCore, "finish", finish)
 
 
-@mutant("weights were replaced, and the cache was not emptied", "not all of them saved|not saved under these")
+@mutant(
+    "weights were replaced, and the cache was not emptied",
+    "not all of them saved|not saved under these",
+)
 def reset_keeps_the_store(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(SteadyStore, "clear", lambda self: None)

@@ -21,13 +21,21 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
     extra = {"kv_transfer_params": {"kvloft": {"save": spec.saves}}} if spec.saves else None
     max_tokens = spec.max_tokens if turn is None else turn.max_tokens
     request = Request(
-        request_id=spec.id, prompt_token_ids=list(ids) if ids is not None else None, pooling_params=None,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
-        prompt_embeds=spec.embeds if turn is None else None, prompt_is_token_ids=list(spec.is_token) if spec.is_token else None,
-        cache_salt=spec.salt, lora_request=_adapter(spec.adapter) if spec.adapter else None,
-        mm_features=[_feature(item.identifier, item.start, item.length) for item in spec.items] or None,
-        block_hasher=hasher, resumable=bool(spec.turns),
-    )  # fmt: skip
+        request_id=spec.id,
+        prompt_token_ids=list(ids) if ids is not None else None,
+        pooling_params=None,
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+        ),
+        prompt_embeds=spec.embeds if turn is None else None,
+        prompt_is_token_ids=list(spec.is_token) if spec.is_token else None,
+        cache_salt=spec.salt,
+        lora_request=_adapter(spec.adapter) if spec.adapter else None,
+        mm_features=[_feature(item.identifier, item.start, item.length) for item in spec.items]
+        or None,
+        block_hasher=hasher,
+        resumable=bool(spec.turns),
+    )
     if spec.skips_cache:
         request.skip_reading_prefix_cache = True
     return request
@@ -43,4 +51,9 @@ def _adapter(name: str) -> LoRARequest:
 
 
 def _feature(identifier: str, start: int, length: int) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(start, length))
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(start, length),
+    )

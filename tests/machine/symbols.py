@@ -1,7 +1,9 @@
-"""The model that the correctness machine serves: KV is the identity of the prefix that wrote it, and so is the next token.
+"""The model that the correctness machine serves: KV is the identity of the prefix that wrote it,
+and so is the next token.
 
-A symbol stands for a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is the symbol, mixed with the
-group's number and the weights' version. It must not know vLLM or kvloft: it is the oracle.
+A symbol stands for a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is
+the symbol, mixed with the group's number and the weights' version. It must not know vLLM or kvloft:
+it is the oracle.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ def root(adapter: str | None, salt: str | None) -> int:
 
 
 def extend(symbol: int, content: int) -> int:
-    """Symbol of a prefix with one more position; ``content`` is a token id, or what stands for a row or an item."""
+    """Symbol of a prefix with one more position; ``content`` is a token id, or what stands for a
+    row or an item.
+    """
     mixed = (symbol * 6364136223846793005 + content * 1442695040888963407 + 1) & _MASK
     return mixed ^ (mixed >> 29)
 
@@ -52,7 +56,9 @@ def item_content(token: int, identifier: str, at: int) -> int:
 
 @dataclass
 class Prefix:
-    """Contents of one request's positions, and their symbols; ``symbols[i]`` stands for positions 0 to i."""
+    """Contents of one request's positions, and their symbols; ``symbols[i]`` stands for positions 0
+    to i.
+    """
 
     start: int
     contents: list[int] = field(default_factory=list)
@@ -78,7 +84,9 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Turn:
-    """One input of a streaming session after the first: its tokens, and how many to generate after it."""
+    """One input of a streaming session after the first: its tokens, and how many to generate after
+    it.
+    """
 
     ids: tuple[int, ...]
     max_tokens: int
@@ -95,7 +103,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Spec:
-    """One request: contents of its prompt, and what vLLM is given for it. ``turns`` make it a streaming session."""
+    """One request: contents of its prompt, and what vLLM is given for it. ``turns`` make it a
+    streaming session.
+    """
 
     id: str
     contents: tuple[int, ...]
@@ -113,7 +123,11 @@ class Spec:
     @property
     def most_tokens(self) -> int:
         """Of the prompt and all that is said, over all turns."""
-        return len(self.contents) + self.max_tokens + sum(len(turn.ids) + turn.max_tokens for turn in self.turns)
+        return (
+            len(self.contents)
+            + self.max_tokens
+            + sum(len(turn.ids) + turn.max_tokens for turn in self.turns)
+        )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
         """Of the prompt and the ids that follow it; ``ids`` begin at position 0."""
@@ -122,7 +136,9 @@ class Spec:
         return prefix
 
     def truth(self) -> list[int]:
-        """All tokens that are said, over all turns; a session forgets the last one it said before each new turn."""
+        """All tokens that are said, over all turns; a session forgets the last one it said before
+        each new turn.
+        """
         prefix, said = self.prefix(), list[int]()
         _say(prefix, self.max_tokens, said)
         for turn in self.turns:

@@ -1,4 +1,6 @@
-"""Crowds of requests on vLLM's real scheduler: what they load, which blocks they take, and who comes first."""
+"""Crowds of requests on vLLM's real scheduler: what they load, which blocks they take, and who
+comes first.
+"""
 
 import random
 from pathlib import Path
@@ -40,7 +42,13 @@ def serve_before(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [256, 64])
 def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -> None:
-    shape = Shape(async_scheduling=is_async, num_blocks=num_blocks, max_seqs=HERD, max_batched_tokens=64, host_frames=200)
+    shape = Shape(
+        async_scheduling=is_async,
+        num_blocks=num_blocks,
+        max_seqs=HERD,
+        max_batched_tokens=64,
+        host_frames=200,
+    )
     engine = Engine(MODEL, shape, 1)
     serve_before(engine, [prefix(PREFIX_BLOCKS)])
     for i in range(HERD):
@@ -60,14 +68,27 @@ def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -
 def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Many more of them than host memory holds, behind a request that runs and saves what it generates."""
-    monkeypatch.setattr(DiskPacing, "pays", lambda *_, **__: True)  # symbols are computed faster than any disk reads them
+    """Many more of them than host memory holds, behind a request that runs and saves what it
+    generates.
+    """
+    monkeypatch.setattr(
+        DiskPacing, "pays", lambda *_, **__: True
+    )  # symbols are computed faster than any disk reads them
     num_prompts, num_blocks, frames = 30, 16, 200  # the disk takes some 970
-    shape = Shape(async_scheduling=is_async, num_blocks=90, max_seqs=4, max_batched_tokens=64, host_frames=frames, has_disk=True)
+    shape = Shape(
+        async_scheduling=is_async,
+        num_blocks=90,
+        max_seqs=4,
+        max_batched_tokens=64,
+        host_frames=frames,
+        has_disk=True,
+    )
     engine = Engine(MODEL, shape, 1, tmp_path)
     assert engine.store is not None
     prompts = [prefix(num_blocks, salt) for salt in range(1, num_prompts + 1)]
-    serve_before(engine, [*prompts, *(prefix(num_blocks, 100 + i) for i in range(13))])  # the last fill host memory
+    serve_before(
+        engine, [*prompts, *(prefix(num_blocks, 100 + i) for i in range(13))]
+    )  # the last fill host memory
     engine.core.counters.clear()
     engine.store.patience = 3
     engine.add(spec("runs", (3, 4, 5), 300))
@@ -78,10 +99,15 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     while engine.unfinished:
         engine.step()
         pinned.append(engine.core._admission.turns.waiting.num_units)
-    served = [(req_id, tokens) for req_id, tokens, is_resumed in engine.admissions if tokens and not is_resumed]
+    served = [
+        (req_id, tokens)
+        for req_id, tokens, is_resumed in engine.admissions
+        if tokens and not is_resumed
+    ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Of those that have their turn at once, the one whose reads end first goes first: no other overtakes.
+    # Of those that have their turn at once, the one whose reads end first goes first: no other
+    # overtakes.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)
@@ -94,7 +120,13 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> None:
     """vLLM admits loads beyond its seats, and cannot preempt them."""
-    shape = Shape(async_scheduling=is_async, num_blocks=220, max_seqs=4, max_batched_tokens=64, host_frames=800)
+    shape = Shape(
+        async_scheduling=is_async,
+        num_blocks=220,
+        max_seqs=4,
+        max_batched_tokens=64,
+        host_frames=800,
+    )
     engine = Engine(MODEL, shape, 1)
     prompts = [prefix(12, salt) for salt in range(24)]
     serve_before(engine, prompts)

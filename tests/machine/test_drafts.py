@@ -1,4 +1,6 @@
-"""A drafter's KV of a position depends on the token after it: scenes on vLLM's real cache with a drafter's layer in the group."""
+"""A drafter's KV of a position depends on the token after it: scenes on vLLM's real cache with a
+drafter's layer in the group.
+"""
 
 import pytest
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -40,8 +42,12 @@ def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
     assert others(scene(4, 9)) == 0
 
 
-def test_without_dropping_the_last_block_it_would_be(monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]) -> None:
-    """vLLM #46971, #55503: the scene sees it. From 0.33 on vLLM has keys with the next token, too, but beside no connector."""
+def test_without_dropping_the_last_block_it_would_be(
+    monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]
+) -> None:
+    """vLLM #46971, #55503: the scene sees it. From 0.33 on vLLM has keys with the next token, too,
+    but beside no connector.
+    """
     groups_that_drop = "drop_eagle_group_ids" if vllm_release >= (0, 33) else "eagle_group_ids"
 
     def init(original, self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -54,15 +60,20 @@ def test_without_dropping_the_last_block_it_would_be(monkeypatch: pytest.MonkeyP
 
 
 def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
-    """The second request computes the first block again, and the third is given the first one's block all the same.
+    """The second request computes the first block again, and the third is given the first one's
+    block all the same.
 
     Where this fails, vLLM has mended it: then `Memory._are_of_others` can go.
     """
     assert others(scene(4, 9, 13)) > 0
 
 
-def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_its_writers() -> None:
-    """The third request hits the first one's block: its last position is wrong under its own key, and what follows hangs on it."""
+def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_its_writers() -> (
+    None
+):
+    """The third request hits the first one's block: its last position is wrong under its own key,
+    and what follows hangs on it.
+    """
     assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
 
 
@@ -71,9 +82,11 @@ def test_a_block_of_vllms_own_cache_is_saved_by_who_goes_on_as_its_writer_did() 
 
 
 def test_what_a_block_held_before_says_nothing_of_it_once_a_request_wrote_to_it_and_left() -> None:
-    """As the test with lengths 4, 9 and 13, where each block once held the first one's under the third one's next token.
+    """As the test with lengths 4, 9 and 13, where each block once held the first one's under the
+    third one's next token.
 
-    The first request leaves before its next token is known to kvloft, and its block is in vLLM's cache.
+    The first request leaves before its next token is known to kvloft, and its block is in vLLM's
+    cache.
     """
     engine = Engine(MODEL, SHAPE, 1)
     serve(engine, "r0", STORIES[0][:9])

@@ -1,8 +1,9 @@
 """Loads that fill the GPU's pool, of several groups: vLLM's real scheduler must not stand still.
 
-With windows and local chunks vLLM 0.32 keeps too few blocks free for requests whose loads have ended, and gives the blocks of a
-failed load back only when its request is first in a queue, where it stops if all tokens do not fit at once. Either way the loads
-behind keep what they hold and are never looked at.
+With windows and local chunks vLLM 0.32 keeps too few blocks free for requests whose loads have
+ended, and gives the blocks of a failed load back only when its request is first in a queue, where
+it stops if all tokens do not fit at once. Either way the loads behind keep what they hold and are
+never looked at.
 """
 
 import pytest
@@ -13,15 +14,35 @@ from .machine import MODEL, STORIES
 from .shape import HAS_GROUPS, Shape
 from .symbols import Spec
 
-KINDS = ("window before full", "local", "state", "six windows", "one window", "two windows", "window and local")
+KINDS = (
+    "window before full",
+    "local",
+    "state",
+    "six windows",
+    "one window",
+    "two windows",
+    "window and local",
+)
 UNEQUAL = ("window of half blocks", "window of long blocks", "two windows of different blocks")
-pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
+pytestmark = pytest.mark.skipif(
+    not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups"
+)
 
 
-def serve(names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0) -> Engine:
-    """Requests of one prefix, of which so many tokens are ``stored``, in a pool of so many ``blocks`` a group, sync or async."""
+def serve(
+    names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0
+) -> Engine:
+    """Requests of one prefix, of which so many tokens are ``stored``, in a pool of so many
+    ``blocks`` a group, sync or async.
+    """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
-    shape = Shape(GROUPS[names], num_blocks=num_blocks, async_scheduling=is_async, host_frames=300, kv_groups="all")
+    shape = Shape(
+        GROUPS[names],
+        num_blocks=num_blocks,
+        async_scheduling=is_async,
+        host_frames=300,
+        kv_groups="all",
+    )
     engine = Engine(MODEL, shape, 1)
     engine.add(Spec("first", STORIES[0][: stored + 1], 1, STORIES[0][: stored + 1]))
     engine.run()
@@ -38,7 +59,9 @@ def serve(names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_f
 
 @pytest.mark.parametrize("load_failure", [0.05, 1.0])
 @pytest.mark.parametrize("names", [*KINDS, *UNEQUAL])
-def test_requests_whose_loads_failed_give_way_to_those_behind(names: str, load_failure: float) -> None:
+def test_requests_whose_loads_failed_give_way_to_those_behind(
+    names: str, load_failure: float
+) -> None:
     for blocks in range(15, 31):
         assert serve(names, blocks, 48, (49, 43, 42, 41, 40), load_failure).ledger.doubtful
 

@@ -1,4 +1,6 @@
-"""The correctness machine on the unbroken product, bounded; MODEL_HOURS makes it long (`make model-check HOURS=n`)."""
+"""The correctness machine on the unbroken product, bounded; MODEL_HOURS makes it long (`make
+model-check HOURS=n`).
+"""
 
 import gc
 import os
@@ -16,16 +18,21 @@ HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
 """Lives of an engine a machine: some ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
-    "one group": Machine, "drafter": DraftMachine, "several groups": ServedMachine, "no connector": GroupMachine,
+    "one group": Machine,
+    "drafter": DraftMachine,
+    "several groups": ServedMachine,
+    "no connector": GroupMachine,
     "asked again": BusyMachine,
-}  # fmt: skip
+}
 SEEN = {"steps", "preemptions", "blocks read"}
 BESIDE_KVLOFT = SEEN | {"saves", "loads", "offers"}
 WANTED = {
-    "one group": BESIDE_KVLOFT | {"hits"}, "drafter": BESIDE_KVLOFT | {"hits"},
-    "several groups": BESIDE_KVLOFT | {"hits with several groups"}, "no connector": SEEN,
+    "one group": BESIDE_KVLOFT | {"hits"},
+    "drafter": BESIDE_KVLOFT | {"hits"},
+    "several groups": BESIDE_KVLOFT | {"hits with several groups"},
+    "no connector": SEEN,
     "asked again": BESIDE_KVLOFT | {"hits with several groups"},
-}  # fmt: skip
+}
 """What must have happened, or nothing was shown."""
 
 
@@ -43,24 +50,41 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_every_block_that_is_read_holds_its_content(kind: str) -> None:
     check(KINDS[kind], examples=EXAMPLES // 4 if kind == "asked again" else EXAMPLES)
     seen = KINDS[kind].seen
-    assert WANTED[kind] <= {name for name, count in seen.items() if count > 20}, f"the machine has grown tame: {seen}"
+    assert WANTED[kind] <= {name for name, count in seen.items() if count > 20}, (
+        f"the machine has grown tame: {seen}"
+    )
 
 
 @pytest.mark.skipif(not HOURS, reason="the long form: make model-check HOURS=n")
 def test_for_hours() -> None:
     deadline = time.monotonic() + HOURS * 3600
     round_number = int(os.environ.get("MODEL_SEED", "1000"))
-    machines = [machine for machine in KINDS.values() if machine is not BusyMachine] + list(BUSY.values()) * HAS_GROUPS
+    machines = [machine for machine in KINDS.values() if machine is not BusyMachine] + list(
+        BUSY.values()
+    ) * HAS_GROUPS
     while time.monotonic() < deadline:
         round_number += 1
         for nth, machine in enumerate(machines):  # several groups have the most ways to be wrong
-            check(machine, examples=50 if machine in BUSY.values() else 25, first_seed=100 * round_number + nth, steps=50)
-        total = sum((machine.seen for machine in machines), Counter({"CPU seconds": round(time.process_time())}))
-        print(f"seed {round_number}:", ", ".join(f"{count} {name}" for name, count in total.items()))
+            check(
+                machine,
+                examples=50 if machine in BUSY.values() else 25,
+                first_seed=100 * round_number + nth,
+                steps=50,
+            )
+        total = sum(
+            (machine.seen for machine in machines),
+            Counter({"CPU seconds": round(time.process_time())}),
+        )
+        print(
+            f"seed {round_number}:", ", ".join(f"{count} {name}" for name, count in total.items())
+        )
         hits = ", ".join(
-            f"{name} {machine.seen['hits'] + machine.seen['hits with several groups']}" for name, machine in BUSY.items()
+            f"{name} {machine.seen['hits'] + machine.seen['hits with several groups']}"
+            for name, machine in BUSY.items()
         )
         print(f"  hits where much is asked again: {hits}", flush=True)
-        if not gc.get_freeze_count():  # vLLM is imported by now, and need not be searched for garbage again and again
+        if (
+            not gc.get_freeze_count()
+        ):  # vLLM is imported by now, and need not be searched for garbage again and again
             gc.collect()
             gc.freeze()

@@ -1,6 +1,7 @@
 """Each mutant is seen by the correctness machine, and by what it breaks.
 
-Those named in ``IN_CI`` are the cheapest; MODEL_MUTANTS=all (`make model-check`) goes through every one.
+Those named in ``IN_CI`` are the cheapest; MODEL_MUTANTS=all (`make model-check`) goes through every
+one.
 """
 
 import os
@@ -45,7 +46,9 @@ def chosen(mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_what_is_chosen_is_there() -> None:
-    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS + SERVED_MUTANTS} >= IN_CI
+    assert {
+        mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS + SERVED_MUTANTS
+    } >= IN_CI
 
 
 @pytest.mark.parametrize("mutant", chosen(MUTANTS), ids=lambda mutant: mutant.name)
@@ -63,10 +66,14 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
     judge(mutant, GroupMachine)
 
 
-@pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
+@pytest.mark.skipif(
+    not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups"
+)
 @pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("machine", [ServedMachine, BusyMachine] if IS_WHOLE else [ServedMachine])
-def test_the_machine_sees_where_several_groups_are_served(machine: type[Machine], mutant: Mutant) -> None:
+def test_the_machine_sees_where_several_groups_are_served(
+    machine: type[Machine], mutant: Mutant
+) -> None:
     judge(mutant, machine)
 
 
@@ -87,5 +94,7 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
                 found = getattr(error, "exceptions", [error])  # of what did not happen again
-                return "".join(traceback.format_exception_only(found[0])).partition("Failing test case")[0]
+                return "".join(traceback.format_exception_only(found[0])).partition(
+                    "Failing test case"
+                )[0]
     return None

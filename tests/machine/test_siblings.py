@@ -1,11 +1,16 @@
-"""Inside vLLM's real MultiConnector, under its real scheduler: kvloft's waits hold no sibling's tokens back."""
+"""Inside vLLM's real MultiConnector, under its real scheduler: kvloft's waits hold no sibling's
+tokens back.
+"""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -53,12 +58,16 @@ class HungDisk:
 
 
 class Sibling(KVConnectorBase_V1):
-    """Another connector, which has some tokens of every prompt: two blocks, unless a test says otherwise."""
+    """Another connector, which has some tokens of every prompt: two blocks, unless a test says
+    otherwise.
+    """
 
     has: ClassVar[int | None] = 2 * BLOCK
     given: ClassVar[list[int]] = []
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.has, bool(self.has)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -75,7 +84,9 @@ class Sibling(KVConnectorBase_V1):
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes vLLM's scheduler with kvloft over a hung disk: alone, or before a sibling; the request waits in it."""
+    """Makes vLLM's scheduler with kvloft over a hung disk: alone, or before a sibling; the request
+    waits in it.
+    """
     session = _core.Session
     monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(session(**settings)))
     monkeypatch.setattr(Sibling, "given", [])
@@ -95,11 +106,19 @@ def config_of(*, has_sibling: bool) -> Any:
     config = vllm_config(MODEL, SHAPE, None, "")
     transfer = config.kv_transfer_config
     if has_sibling:
-        child = {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm", "kv_role": "kv_both",
-                 "kv_connector_extra_config": transfer.kv_connector_extra_config}  # fmt: skip
-        config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for a sibling like this one
+        child = {
+            "kv_connector": "KVLoftConnector",
+            "kv_connector_module_path": "kvloft.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": transfer.kv_connector_extra_config,
+        }
+        config.scheduler_config.disable_hybrid_kv_cache_manager = (
+            True  # as vLLM does for a sibling like this one
+        )
         transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
-        transfer.kv_connector_extra_config = {"connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]}
+        transfer.kv_connector_extra_config = {
+            "connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]
+        }
     return config
 
 
@@ -107,9 +126,13 @@ def scheduler_of(config: Any) -> Any:
     hash_fn = get_hash_fn_by_name(HASH)
     init_none_hash(hash_fn)
     scheduler = Scheduler(
-        vllm_config=config, kv_cache_config=kv_config(SHAPE), block_size=BLOCK, hash_block_size=BLOCK,
-        structured_output_manager=StructuredOutputManager(config), log_stats=True,
-    )  # fmt: skip
+        vllm_config=config,
+        kv_cache_config=kv_config(SHAPE),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        structured_output_manager=StructuredOutputManager(config),
+        log_stats=True,
+    )
     scheduler.add_request(make_request(SPEC, get_request_block_hasher(BLOCK, hash_fn)))
     return scheduler
 
@@ -144,7 +167,14 @@ def test_beside_a_sibling_without_tokens_a_request_waits_for_its_disk(
 
 def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) -> None:
     waiting = scheduler(has_sibling=False)
-    params = SamplingParams(temperature=0.0, max_tokens=2, extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=2,
+        extra_args={"kv_transfer_params": {"do_remote_prefill": True}},
+    )
     first = waiting.requests["r"]
-    first.sampling_params, first.kv_transfer_params = params, params.extra_args["kv_transfer_params"]
+    first.sampling_params, first.kv_transfer_params = (
+        params,
+        params.extra_args["kv_transfer_params"],
+    )
     assert waiting.schedule().total_num_scheduled_tokens > 0, "it computes what no load brings"

@@ -1,4 +1,6 @@
-"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer: kvloft keeps nothing that was computed on it."""
+"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer: kvloft keeps nothing
+that was computed on it.
+"""
 
 from typing import Any
 
@@ -14,13 +16,20 @@ from .requests import make_request
 from .shape import HAS_GROUPS, Shape
 from .symbols import Spec
 
-SHAPES = {"one group": Shape(num_blocks=40), "drafter": Shape(GROUPS["drafter in the one group"], num_drafts=1, num_blocks=40)}
+SHAPES = {
+    "one group": Shape(num_blocks=40),
+    "drafter": Shape(GROUPS["drafter in the one group"], num_drafts=1, num_blocks=40),
+}
 SHAPES |= {"window": Shape(GROUPS["window"], num_blocks=80, kv_groups="all")} if HAS_GROUPS else {}
 PROMPT = STORIES[0][:13]
 
 
-def add(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2) -> Any:
-    """Add a request whose first blocks have the ``stale`` hashes of another, and return its hashes."""
+def add(
+    engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2
+) -> Any:
+    """Add a request whose first blocks have the ``stale`` hashes of another, and return its
+    hashes.
+    """
     spec = Spec(name, ids, num_tokens, ids)
     engine.specs[name], engine.outcomes[name] = spec, Outcome()
     request = make_request(spec, engine._hasher)
@@ -44,12 +53,16 @@ def engine_of(shape: Shape) -> Engine:
 
 
 def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool) -> None:
-    """A request gets another prompt's first blocks; what kvloft has of its own first blocks ``is_stored`` before."""
+    """A request gets another prompt's first blocks; what kvloft has of its own first blocks
+    ``is_stored`` before.
+    """
     if is_stored:
         serve(engine, "own", PROMPT[:9])
         engine.reset(running=False, connector=False)
     hashes = serve(engine, "other", STORIES[1][:13])
-    monkeypatch.setattr(Memory, "check", lambda *_: None)  # the answer is wrong, and that is vLLM's fault
+    monkeypatch.setattr(
+        Memory, "check", lambda *_: None
+    )  # the answer is wrong, and that is vLLM's fault
     monkeypatch.setattr(Memory, "check_drafter", lambda *_: None)
     num_saved = engine.ledger.num_saved
     serve(engine, "wrong", PROMPT, stale=list(hashes[:2]))
@@ -57,14 +70,20 @@ def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: b
     assert engine.ledger.num_saved == num_saved, "what hangs on a wrong block is as wrong"
 
 
-@pytest.mark.parametrize(("name", "is_stored"), [*((name, False) for name in SHAPES), ("one group", True)])
-def test_nothing_computed_on_a_wrong_hit_is_saved(name: str, is_stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_stored"), [*((name, False) for name in SHAPES), ("one group", True)]
+)
+def test_nothing_computed_on_a_wrong_hit_is_saved(
+    name: str, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(SHAPES[name])
     hit_wrongly(engine, monkeypatch, is_stored=is_stored)
     engine.close()
 
 
-def test_the_scene_sees_wrong_kv_if_nobody_checks_who_wrote_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scene_sees_wrong_kv_if_nobody_checks_who_wrote_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(BlockWriters, "know_hit", lambda *_: True)
     with pytest.raises(AssertionError, match="does not hold its key's KV"):
         hit_wrongly(engine_of(SHAPES["one group"]), monkeypatch, is_stored=False)
@@ -72,13 +91,17 @@ def test_the_scene_sees_wrong_kv_if_nobody_checks_who_wrote_a_block(monkeypatch:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_hit_is_saved_again_where_its_writer_is_known(shape: Shape) -> None:
-    """The store lost everything, as with a new server: of requests that ended, and of those that run in the same step."""
+    """The store lost everything, as with a new server: of requests that ended, and of those that
+    run in the same step.
+    """
     engine = engine_of(shape)
     serve(engine, "first", PROMPT)
     engine.store.discard(engine.store.keys)
     num_saved = engine.ledger.num_saved
     serve(engine, "again", PROMPT)
-    assert engine.ledger.num_saved - num_saved >= 3 * len([group for group in shape.groups if group.kind == "full"])
+    assert engine.ledger.num_saved - num_saved >= 3 * len(
+        [group for group in shape.groups if group.kind == "full"]
+    )
     engine.store.discard(engine.store.keys)
     num_saved = engine.ledger.num_saved
     add(engine, "a", STORIES[1][:14])

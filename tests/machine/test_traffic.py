@@ -1,8 +1,9 @@
-"""Random traffic through the correctness machine's engine, in every shape: no wrong KV is ever read, and all ends at rest.
+"""Random traffic through the correctness machine's engine, in every shape: no wrong KV is ever
+read, and all ends at rest.
 
-Where hypothesis chooses few events and many shapes (`test_machine.py`), here a seed makes dozens of requests meet in one engine:
-arrivals, aborts, preemptions, resets, late and failed transfers, rejected drafts, streaming sessions. A failure names its seed and
-repeats.
+Where hypothesis chooses few events and many shapes (`test_machine.py`), here a seed makes dozens of
+requests meet in one engine: arrivals, aborts, preemptions, resets, late and failed transfers,
+rejected drafts, streaming sessions. A failure names its seed and repeats.
 """
 
 import os
@@ -19,9 +20,13 @@ from .steady import UnkindStore
 from .symbols import VOCAB, Spec
 
 SHAPES: dict[str, Shape] = {
-    f"{'async' if a else 'sync'}-{'v2' if v else 'v1'}{'-caching' if c else ''}": Shape(async_scheduling=a, v2=v, caching=c)
-    for a in (False, True) for v in (False, True) for c in (False, True)
-}  # fmt: skip
+    f"{'async' if a else 'sync'}-{'v2' if v else 'v1'}{'-caching' if c else ''}": Shape(
+        async_scheduling=a, v2=v, caching=c
+    )
+    for a in (False, True)
+    for v in (False, True)
+    for c in (False, True)
+}
 NUM_SEEDS = int(os.environ.get("TRAFFIC_SEEDS", "3"))
 
 
@@ -46,17 +51,34 @@ class Traffic:
     def spec(self) -> Spec:
         self._count += 1
         pick = self._random
-        ids = (pick.choice(self._stems) + self._ids(pick.randint(0, 12)))[: self._shape.longest - 24]
-        plain = Spec(f"r{self._count}", ids, pick.randint(1, 20), ids, salt=pick.choice([None, None, None, "x"]))
+        ids = (pick.choice(self._stems) + self._ids(pick.randint(0, 12)))[
+            : self._shape.longest - 24
+        ]
+        plain = Spec(
+            f"r{self._count}",
+            ids,
+            pick.randint(1, 20),
+            ids,
+            salt=pick.choice([None, None, None, "x"]),
+        )
         kind = pick.random()
-        if self._shape.num_drafts or kind >= 0.25:  # vLLM takes no embeddings with drafts, and keeps KV of cut-off ones
+        if (
+            self._shape.num_drafts or kind >= 0.25
+        ):  # vLLM takes no embeddings with drafts, and keeps KV of cut-off ones
             return flavoured(plain, "adapter", (1,)) if pick.random() < 0.25 else plain
         if kind < 0.15:
             return flavoured(plain, "mixed" if kind < 0.07 else "rows", ())
         return flavoured(plain, "session", self._ids(pick.randint(1, 6)))
 
 
-def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True, traffic: Traffic | None = None) -> None:
+def drive(
+    engine: Engine,
+    seed: int,
+    *,
+    num_requests: int = 30,
+    troubled: bool = True,
+    traffic: Traffic | None = None,
+) -> None:
     """Random events until all requests have come and gone."""
     events = random.Random(seed + 2)
     traffic = traffic or Traffic(seed, engine.shape)
@@ -91,16 +113,22 @@ def shape_of(name: str, seed: int) -> Shape:
     """The named shape with the seed's sizes."""
     pick = random.Random(seed)
     return replace(
-        SHAPES[name], host_frames=pick.choice([8, 40]), num_drafts=0 if "async" in name else pick.choice([0, 3]),
-        policy=pick.choice(["recompute", "fail"]), num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5,
+        SHAPES[name],
+        host_frames=pick.choice([8, 40]),
+        num_drafts=0 if "async" in name else pick.choice([0, 3]),
+        policy=pick.choice(["recompute", "fail"]),
+        num_blocks=pick.choice([16, 24]),
+        early_results=pick.random() < 0.5,
         num_ranks=pick.choice([1, 1, 2]),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kind", [Engine, UnkindEngine], ids=["kind store", "unkind store"])
-def test_traffic_reads_no_wrong_kv_and_comes_to_rest(kind: type[Engine], name: str, seed: int) -> None:
+def test_traffic_reads_no_wrong_kv_and_comes_to_rest(
+    kind: type[Engine], name: str, seed: int
+) -> None:
     engine = engine_of(shape_of(name, seed), seed, kind)
     drive(engine, seed)
     engine.close()
@@ -108,7 +136,9 @@ def test_traffic_reads_no_wrong_kv_and_comes_to_rest(kind: type[Engine], name: s
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize("name", ["sync-v1", "sync-v2-caching", "async-v1-caching", "async-v2"])
-def test_traffic_over_a_disk_across_restarts_reads_no_wrong_kv(tmp_path: Path, name: str, seed: int) -> None:
+def test_traffic_over_a_disk_across_restarts_reads_no_wrong_kv(
+    tmp_path: Path, name: str, seed: int
+) -> None:
     shape = replace(shape_of(name, seed), host_frames=12, has_disk=True)
     traffic, ledger = Traffic(seed, shape), None
     for life in range(3):
@@ -133,8 +163,14 @@ def test_traffic_meets_the_troubles_it_is_meant_for() -> None:
     """Guards the tests above against growing tame."""
     loaded = resumed = preempted = failed_loads = failed_saves = 0
     for seed in range(4):
-        engine = engine_of(replace(shape_of("async-v1", seed), policy="recompute"), seed, UnkindEngine)
-        engine.trouble.max_delay, engine.trouble.load_failure, engine.trouble.save_failure = 2, 0.1, 0.05
+        engine = engine_of(
+            replace(shape_of("async-v1", seed), policy="recompute"), seed, UnkindEngine
+        )
+        engine.trouble.max_delay, engine.trouble.load_failure, engine.trouble.save_failure = (
+            2,
+            0.1,
+            0.05,
+        )
         drive(engine, seed)
         loaded += sum(tokens for _, tokens, is_resumed in engine.admissions if not is_resumed)
         resumed += sum(tokens for _, tokens, is_resumed in engine.admissions if is_resumed)

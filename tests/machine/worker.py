@@ -1,7 +1,8 @@
 """A worker of the correctness machine: vLLM's model runner contract over paged memory of symbols.
 
-It understands both shapes of scheduler output, verifies drafts, and runs the real connector's worker half in the hook order of
-the runner that it plays. Every block that a scheduled token attends to is compared with its content, group by group (`memory`).
+It understands both shapes of scheduler output, verifies drafts, and runs the real connector's
+worker half in the hook order of the runner that it plays. Every block that a scheduled token
+attends to is compared with its content, group by group (`memory`).
 """
 
 import random
@@ -17,9 +18,11 @@ from .symbols import Prefix, Spec, extend, next_token
 
 @dataclass
 class Running:
-    """What a model runner remembers of a request: contents so far (confirmed and sampled), a block table a group, drafts.
+    """What a model runner remembers of a request: contents so far (confirmed and sampled), a block
+    table a group, drafts.
 
-    ``computed``: tokens whose KV is there and confirmed. ``columns``: where each state group's running state is.
+    ``computed``: tokens whose KV is there and confirmed. ``columns``: where each state group's
+    running state is.
     """
 
     spec: Spec
@@ -34,8 +37,21 @@ class Running:
 class Worker:
     """One rank. ``connector`` None: an engine without one."""
 
-    def __init__(self, connector: Any, memory: Memory, specs: dict[str, Spec], shape: Shape, luck: random.Random) -> None:
-        self.connector, self.memory, self._specs, self._shape, self._luck = connector, memory, specs, shape, luck
+    def __init__(
+        self,
+        connector: Any,
+        memory: Memory,
+        specs: dict[str, Spec],
+        shape: Shape,
+        luck: random.Random,
+    ) -> None:
+        self.connector, self.memory, self._specs, self._shape, self._luck = (
+            connector,
+            memory,
+            specs,
+            shape,
+            luck,
+        )
         self.acceptance = 0.6
         """How often a draft is right."""
         self.running: dict[str, Running] = {}
@@ -69,9 +85,14 @@ class Worker:
             connector.clear_connector_metadata()
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
-            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=[sampled[r] for r in ids],
-            logprobs=None, prompt_logprobs_dict={}, pooler_output=None, kv_connector_output=transfers,
-        )  # fmt: skip
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=[sampled[r] for r in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=transfers,
+        )
 
     def _results(self, finished: set[str], *, saves: bool) -> KVConnectorOutput:
         connector = self.connector
@@ -87,24 +108,30 @@ class Worker:
             sending, recving = connector.get_finished(finished)
         assert not sending, "kvloft never delays a request's blocks"
         return KVConnectorOutput(
-            finished_recving=recving or None, **more,
+            finished_recving=recving or None,
+            **more,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
-        )  # fmt: skip
+        )
 
-    # -- states ---------------------------------------------------------------------------------------------------
+    # -- states
+    # -----------------------------------------------------------------------------------------
 
     def _update(self, output: Any) -> None:
         for req_id in output.finished_req_ids:
             self.running.pop(req_id, None)
         for new in output.scheduled_new_reqs:
-            ids = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            ids = (
+                new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            )
             self._start(new.req_id, ids or (), new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for i, req_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[i]
             if req_id in cached.resumed_req_ids:
-                self._start(req_id, cached.all_token_ids[req_id], blocks, cached.num_computed_tokens[i])
+                self._start(
+                    req_id, cached.all_token_ids[req_id], blocks, cached.num_computed_tokens[i]
+                )
             elif blocks:
                 for table, more in zip(self.running[req_id].tables, blocks, strict=True):
                     table += more
@@ -113,12 +140,17 @@ class Worker:
 
     def _start(self, req_id: str, ids: Any, blocks: Any, computed: int) -> None:
         spec = self._specs[req_id]
-        self.running[req_id] = Running(spec, spec.prefix(ids), [list(table) for table in blocks], computed)
+        self.running[req_id] = Running(
+            spec, spec.prefix(ids), [list(table) for table in blocks], computed
+        )
 
-    # -- the forward ----------------------------------------------------------------------------------------------
+    # -- the forward
+    # ----------------------------------------------------------------------------------------------
 
     def _forward(self, output: Any) -> list[Work]:
-        """States are read; then all writes, then all reads: requests of one step may read blocks that others of it write."""
+        """States are read; then all writes, then all reads: requests of one step may read blocks
+        that others of it write.
+        """
         works = self._works(output)
         for work in works:
             self.memory.begin_states(work)
@@ -129,7 +161,9 @@ class Worker:
         return works
 
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
-        """Behind the forward, and with a drafter behind the connector's results: then its layers run."""
+        """Behind the forward, and with a drafter behind the connector's results: then its layers
+        run.
+        """
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works if self._has_drafter else ():
             self.memory.check_drafter(work)
@@ -143,11 +177,17 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # Under async scheduling vLLM counts drafts in flight as accepted; the runner knows better.
+            # Under async scheduling vLLM counts drafts in flight as accepted; the runner knows
+            # better.
             late = self._shape.async_scheduling and self._shape.num_drafts
-            assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (state, told[req_id])
+            assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
+                state,
+                told[req_id],
+            )
             stop = state.computed + count - len(drafts)
-            assert stop <= len(state.prefix), f"{req_id}: {stop} positions asked for, {len(state.prefix)} known"
+            assert stop <= len(state.prefix), (
+                f"{req_id}: {stop} positions asked for, {len(state.prefix)} known"
+            )
             works.append(Work(req_id, state, state.computed, stop, drafts))
         return works
 
@@ -158,7 +198,9 @@ class Worker:
         return list(scheduled)
 
     def _finish(self, work: Work) -> list[int]:
-        """Sample, verify drafts; then what comes after sampling: the drafter's KV, and states of accepted drafts."""
+        """Sample, verify drafts; then what comes after sampling: the drafter's KV, and states of
+        accepted drafts.
+        """
         state, said = work.state, list[int]()
         if work.stop == len(state.prefix):
             for draft in [*work.drafts, None]:
@@ -174,9 +216,15 @@ class Worker:
         return said
 
     def _fits_drafter(self, works: list[Work]) -> bool:
-        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without it lack its KV, whoever hits them later."""
+        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without it lack its KV, whoever hits
+        them later.
+        """
         limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
-        return not limit or max((work.end for work in works), default=0) + self._shape.num_drafts + is_dflash <= limit
+        return (
+            not limit
+            or max((work.end for work in works), default=0) + self._shape.num_drafts + is_dflash
+            <= limit
+        )
 
     def _propose(self, state: Running) -> None:
         """Drafts that are right now and then; without the drafter vLLM has zeros."""
@@ -185,7 +233,11 @@ class Worker:
             return
         symbol, state.drafts = state.prefix.last, []
         for _ in range(self._shape.num_drafts):
-            token = next_token(symbol) if self._luck.random() < self.acceptance else 3 + self._luck.randrange(30)
+            token = (
+                next_token(symbol)
+                if self._luck.random() < self.acceptance
+                else 3 + self._luck.randrange(30)
+            )
             state.drafts.append(token)
             symbol = extend(symbol, token)
 

@@ -1,8 +1,9 @@
-"""A store, what is announced of it and a subscriber, in any order of steps: for tests of what is told, by whatever way.
+"""A store, what is announced of it and a subscriber, in any order of steps: for tests of what is
+told, by whatever way.
 
-It is the engine's own store, or a server's, where another engine saves and evicts too and the server goes and comes back. The
-oracle is lookups of every prefix, and what a subscriber may assume of each event. How events get to the subscriber, and how a
-server is started, is the test's.
+It is the engine's own store, or a server's, where another engine saves and evicts too and the
+server goes and comes back. The oracle is lookups of every prefix, and what a subscriber may assume
+of each event. How events get to the subscriber, and how a server is started, is the test's.
 """
 
 import hashlib
@@ -34,10 +35,15 @@ def hash_of(prompt: Prompt) -> bytes:
 
 
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
-    """As vLLM does: a block's hash is that of the prefix that ends with it, so blocks of any ``size`` that end there have one."""
+    """As vLLM does: a block's hash is that of the prefix that ends with it, so blocks of any
+    ``size`` that end there have one.
+    """
     prefixes = [live.prompt[: (nth + 1) * size] for nth in range(begin, end)]
     parents = [hash_of(prefix[:-size]) if len(prefix) > size else None for prefix in prefixes]
-    return [Block(hash_of(own), parent, array("I", own[-size:])) for own, parent in zip(prefixes, parents, strict=True)]
+    return [
+        Block(hash_of(own), parent, array("I", own[-size:]))
+        for own, parent in zip(prefixes, parents, strict=True)
+    ]
 
 
 class Index:
@@ -45,14 +51,18 @@ class Index:
 
     def __init__(self, prompts: set[Prompt]) -> None:
         self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}
-        prefixes = {prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+        prefixes = {
+            prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)
+        }
         self._of = {hash_of(prefix): prefix for prefix in prefixes}
 
     def replay(self, events: list[Any]) -> None:
         for event in events:
             tier = self.tiers[event.tier]
             if not isinstance(event, Stored):
-                assert set(event.hashes) <= tier and len(set(event.hashes)) == len(event.hashes), "removed, and was not there"
+                assert set(event.hashes) <= tier and len(set(event.hashes)) == len(event.hashes), (
+                    "removed, and was not there"
+                )
                 tier -= set(event.hashes)
                 continue
             for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
@@ -72,20 +82,34 @@ class Index:
 
 
 class World:
-    """A store, its announcer and a subscriber, which ``subscribe`` makes for each engine; in any order of steps."""
+    """A store, its announcer and a subscriber, which ``subscribe`` makes for each engine; in any
+    order of steps.
+    """
 
     is_shared = False
 
     def __init__(
-        self, seed: int, folder: Path, *, capacity: int, slots: int, subscribe: Callable[[set[Prompt]], Any] = Index
+        self,
+        seed: int,
+        folder: Path,
+        *,
+        capacity: int,
+        slots: int,
+        subscribe: Callable[[set[Prompt]], Any] = Index,
     ) -> None:
         self.subscribe = subscribe
         self.rng, self.capacity = random.Random(seed), capacity
-        self.prompts = {tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS))) for _ in range(40)}
+        self.prompts = {
+            tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS)))
+            for _ in range(40)
+        }
         self.shape: dict[str, Any] = {"frame_bytes": FRAME, "namespace": NAMESPACE}
         self.memory: dict[str, Any] = {
-            "host_bytes": 9 * FRAME, "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
-        }  # fmt: skip
+            "host_bytes": 9 * FRAME,
+            "disk_path": str(folder / "disk"),
+            "disk_bytes": slots * FRAME,
+            "disk_threads": 2,
+        }
         self.num_lost = 0
         self.start()
 
@@ -105,7 +129,9 @@ class World:
         self.leases: list[Any] = []
 
     def map_arena(self) -> None:
-        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames)
+        self.arena = _core.Arena.open(
+            self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames
+        )
 
     def restart(self) -> None:
         self.store.close()
@@ -162,19 +188,30 @@ class World:
         self.noted |= {prompt[: (unit + 1) * BLOCK] for unit in range(start, stop)}
         self.tickets += tickets
 
-    def reserve(self, store: _core.Session, prompt: Prompt, *, whole: bool = False) -> tuple[Any, list[int]]:
+    def reserve(
+        self, store: _core.Session, prompt: Prompt, *, whole: bool = False
+    ) -> tuple[Any, list[int]]:
         stop = len(prompt) // BLOCK
         start = 0 if whole else self.rng.choice([0, 0, 0, stop])
         chain = self.chain(prompt)
         row: Any = (chain, list(prompt), len(prompt), start, stop, [list(range(1, stop + 1))])
         (chunks,), _ = store.reserve([row])
         for chunk in chunks or ():
-            spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
+            spec = {
+                "offset": 0,
+                "part_bytes": FRAME,
+                "key": chunk.key,
+                "layout": b"l" * 32,
+                "page_bytes": [64],
+                "rank": 0,
+            }
             self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:
-        """Nothing moves, and everything is told: the index is what lookups find of what requests had."""
+        """Nothing moves, and everything is told: the index is what lookups find of what requests
+        had.
+        """
         self.leases.clear()
         self.store.abort(self.tickets)
         self.tickets.clear()
@@ -202,17 +239,23 @@ class World:
 
 
 class SharedWorld(World):
-    """The same with a server of ``host``'s, which goes and comes back, and another engine, whose saves evict."""
+    """The same with a server of ``host``'s, which goes and comes back, and another engine, whose
+    saves evict.
+    """
 
     is_shared = True
 
-    def __init__(self, seed: int, folder: Path, *, host: Callable[..., Any] = _core.Server, **more: Any) -> None:
+    def __init__(
+        self, seed: int, folder: Path, *, host: Callable[..., Any] = _core.Server, **more: Any
+    ) -> None:
         self.run, self.host = Path(tempfile.mkdtemp(prefix="kv-")), host  # a socket's path is short
         self.server: Any = None
         super().__init__(seed, folder, **more)
 
     def connect(self) -> _core.Session:
-        return _core.Session.connect(str(self.run / "kvloft.sock"), **self.shape, timeout_s=60 * PACE)
+        return _core.Session.connect(
+            str(self.run / "kvloft.sock"), **self.shape, timeout_s=60 * PACE
+        )
 
     def open(self) -> _core.Session:
         if self.server is None:

@@ -1,4 +1,6 @@
-"""Real batches out of single chunks, and single chunks out of a real session, for tests that look at each."""
+"""Real batches out of single chunks, and single chunks out of a real session, for tests that look
+at each.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,10 +18,14 @@ def batch_of(chunks: Iterable[Any], group: int = 0) -> _core.ChunkBatch:
 def batch_of_groups(groups: Iterable[tuple[int, Iterable[Any]]]) -> _core.ChunkBatch:
     """A batch with the chunks of each (group, chunks)."""
     each = [batch_of(chunks, group).columns() for group, chunks in groups]
-    return _core.ChunkBatch([part for parts, _ in each for part in parts], b"".join(tickets for _, tickets in each))
+    return _core.ChunkBatch(
+        [part for parts, _ in each for part in parts], b"".join(tickets for _, tickets in each)
+    )
 
 
-def reserve(store: _core.Session, chain: _core.KeyChain, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+def reserve(
+    store: _core.Session, chain: _core.KeyChain, start: int, stop: int
+) -> tuple[list[tuple[int, int, bytes, int]], int]:
     """[(ticket, frame, key, unit)], and how many units got no frame."""
     table = range(1, chain.num_blocks + 1)  # so that a block's id says where in the prefix it is
     (chunks,), (num_dropped,) = store.reserve([(chain, (), 0, start, stop, [table])])

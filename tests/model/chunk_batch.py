@@ -1,5 +1,5 @@
-"""Batches of chunks and the tickets of saves in flight again, a chunk at a time and obviously: doubles of `_core.ChunkBatch`
-and of what `_core.Session` counts. It must not import kvloft.
+"""Batches of chunks and the tickets of saves in flight again, a chunk at a time and obviously:
+doubles of `_core.ChunkBatch` and of what `_core.Session` counts. It must not import kvloft.
 """
 
 import struct
@@ -61,7 +61,9 @@ class Chunks(tuple[Chunk, ...]):
 def chunks_to_load(
     leased: Iterable[tuple[int, bytes, str]], table: Sequence[int], begin: int, end: int
 ) -> tuple[Chunks, dict[str, int]]:
-    """Of leased (frame, key, tier), from unit 0 on: those of units [begin, end), one block each, and units by tier."""
+    """Of leased (frame, key, tier), from unit 0 on: those of units [begin, end), one block each,
+    and units by tier.
+    """
     assert 0 <= begin <= end <= len(table), "blocks were promised that the request has not got"
     chunks: list[Chunk] = []
     by_tier: dict[str, int] = {}
@@ -112,7 +114,9 @@ class InFlight:
 
 
 class Session(ABC):
-    """What both stores of `tests/` share: the session over a store that can reserve rows, commit, abort, discard and forget."""
+    """What both stores of `tests/` share: the session over a store that can reserve rows, commit,
+    abort, discard and forget.
+    """
 
     in_flight: InFlight
 
@@ -120,7 +124,9 @@ class Session(ABC):
     def num_in_flight(self) -> int:
         return len(self.in_flight.left)
 
-    def reserve_one(self, chain: Any, start: int, stop: int, table: Sequence[int]) -> tuple[Chunks, int]:
+    def reserve_one(
+        self, chain: Any, start: int, stop: int, table: Sequence[int]
+    ) -> tuple[Chunks, int]:
         rows, num_dropped = self.reserve_rows(chain, start, stop)
         chunks: list[Chunk] = []
         for ticket, frame, key, unit in rows:
@@ -166,7 +172,9 @@ class Session(ABC):
         self.forget_everything()
 
     @abstractmethod
-    def reserve_rows(self, chain: Any, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+    def reserve_rows(
+        self, chain: Any, start: int, stop: int
+    ) -> tuple[list[tuple[int, int, bytes, int]], int]:
         """[(ticket, frame, key, unit)], and how many units got no frame."""
 
     @abstractmethod

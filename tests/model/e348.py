@@ -1,6 +1,8 @@
-"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. It shares no code with it.
+"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. It
+shares no code with it.
 
-`python tests/model/e348.py --write` makes tests/vectors/e348.json anew; `--check` says whether it is as made.
+`python tests/model/e348.py --write` makes tests/vectors/e348.json anew; `--check` says whether it
+is as made.
 """
 
 import argparse
@@ -32,14 +34,18 @@ class Tile(NamedTuple):
 
 
 def in_code_order(words: np.ndarray) -> np.ndarray:
-    """[2048] in the page's order -> [lane, half, word, parity]: the order of escapes, and of the bits of codes."""
+    """[2048] in the page's order -> [lane, half, word, parity]: the order of escapes, and of the
+    bits of codes.
+    """
     rows = words.reshape(2, 2, 2, LANES, 8)  # half, parity, row of the pair, lane, word of the row
     return np.ascontiguousarray(rows.transpose(3, 0, 2, 4, 1)).reshape(LANES, 2, 16, 2)
 
 
 def in_page_order(ordered: np.ndarray) -> np.ndarray:
     """The way back."""
-    return np.ascontiguousarray(ordered.reshape(LANES, 2, 2, 8, 2).transpose(1, 4, 2, 0, 3)).reshape(-1)
+    return np.ascontiguousarray(
+        ordered.reshape(LANES, 2, 2, 8, 2).transpose(1, 4, 2, 0, 3)
+    ).reshape(-1)
 
 
 def padded(values: np.ndarray) -> np.ndarray:
@@ -71,12 +77,16 @@ def encode_tile(tile: bytes, *, is_bf16: bool = True) -> Tile:
     codes = np.where(is_there, np.minimum((top - ordered) % 256, 7), 0)
     escaped = ordered[codes == 7]
     nibbles = [nibble_of(int(exponent), top) for exponent in escaped]
-    singles = [int(exponent) for exponent, nibble in zip(escaped, nibbles, strict=True) if nibble == 15]
+    singles = [
+        int(exponent) for exponent, nibble in zip(escaped, nibbles, strict=True) if nibble == 15
+    ]
     num_pairs = -(-len(tile) // 1024)
     # low bytes: [pair, lane, row of the pair, word of the row]
     planes = [padded(low).reshape(4, 2, LANES, 8).transpose(0, 2, 1, 3)[:num_pairs].tobytes()]
     by_pair = codes.transpose(1, 3, 0, 2).reshape(4, LANES, 16)  # [pair, lane, word]
-    planes.append(((by_pair & 3) << 2 * np.arange(16)).sum(axis=2).astype("<u4")[:num_pairs].tobytes())
+    planes.append(
+        ((by_pair & 3) << 2 * np.arange(16)).sum(axis=2).astype("<u4")[:num_pairs].tobytes()
+    )
     bits = (codes >> 2).reshape(LANES, 2, 32).transpose(1, 0, 2)  # [half, lane, bit]
     planes.append((bits << np.arange(32)).sum(axis=2).astype("<u4")[: -(-num_pairs // 2)].tobytes())
     shifted = [*nibbles, *[0] * (-len(nibbles) % 8)]
@@ -107,24 +117,42 @@ def decode_tile(entry: int, record: bytes, num_bytes: int) -> bytes:
     low = np.zeros((4, LANES, 2, 8), np.uint16)
     low[:num_pairs] = np.frombuffer(record, np.uint8, at).reshape(num_pairs, LANES, 2, 8)
     low_codes = np.zeros((4, LANES), np.int64)
-    low_codes[:num_pairs] = np.frombuffer(record, "<u4", num_pairs * LANES, at).reshape(num_pairs, LANES)
+    low_codes[:num_pairs] = np.frombuffer(record, "<u4", num_pairs * LANES, at).reshape(
+        num_pairs, LANES
+    )
     at += 128 * num_pairs
     high_codes = np.zeros((2, LANES), np.int64)
-    high_codes[:num_halves] = np.frombuffer(record, "<u4", num_halves * LANES, at).reshape(num_halves, LANES)
+    high_codes[:num_halves] = np.frombuffer(record, "<u4", num_halves * LANES, at).reshape(
+        num_halves, LANES
+    )
     at += 128 * num_halves
-    codes = (low_codes[:, :, None] >> 2 * np.arange(16) & 3).reshape(2, 2, LANES, 16).transpose(2, 0, 3, 1)
-    codes = codes + ((high_codes[:, :, None] >> np.arange(32) & 1) << 2).transpose(1, 0, 2).reshape(LANES, 2, 16, 2)
+    codes = (
+        (low_codes[:, :, None] >> 2 * np.arange(16) & 3)
+        .reshape(2, 2, LANES, 16)
+        .transpose(2, 0, 3, 1)
+    )
+    codes = codes + ((high_codes[:, :, None] >> np.arange(32) & 1) << 2).transpose(1, 0, 2).reshape(
+        LANES, 2, 16, 2
+    )
     exponents = (top - codes) % 256
     packed = np.frombuffer(record, np.uint8, -(-num_nibbles // 8) * 4, at)
-    nibbles = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:num_nibbles].astype(np.int64)
+    nibbles = (
+        np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:num_nibbles].astype(np.int64)
+    )
     at += len(packed)
     singles = iter(record[at:])
     values = [
-        next(singles) if nibble == 15 else 0 if nibble == 14 else (top + 1 + nibble if nibble < 5 else top - 2 - nibble) % 256
+        next(singles)
+        if nibble == 15
+        else 0
+        if nibble == 14
+        else (top + 1 + nibble if nibble < 5 else top - 2 - nibble) % 256
         for nibble in nibbles.tolist()
     ]
     exponents[codes == 7] = values
-    rotated = in_page_order(exponents).astype(np.uint16) << 8 | low.transpose(0, 2, 1, 3).reshape(-1)
+    rotated = in_page_order(exponents).astype(np.uint16) << 8 | low.transpose(0, 2, 1, 3).reshape(
+        -1
+    )
     return (rotated >> 1 | rotated << 15).astype("<u2").tobytes()[:num_bytes]
 
 
@@ -132,9 +160,15 @@ Tiles = Sequence[tuple[int, bool]]
 """Of a chunk: bytes, and whether they are bf16."""
 
 
-def tiles_of(page_bytes: Sequence[int], num_blocks: int, are_bf16: Sequence[bool] | None = None) -> Tiles:
+def tiles_of(
+    page_bytes: Sequence[int], num_blocks: int, are_bf16: Sequence[bool] | None = None
+) -> Tiles:
     kinds = are_bf16 or [True] * len(page_bytes)
-    pages = [(page, kind) for _ in range(num_blocks) for page, kind in zip(page_bytes, kinds, strict=True)]
+    pages = [
+        (page, kind)
+        for _ in range(num_blocks)
+        for page, kind in zip(page_bytes, kinds, strict=True)
+    ]
     return [(min(TILE, page - at), kind) for page, kind in pages for at in range(0, page, TILE)]
 
 
@@ -178,7 +212,9 @@ def mostly(rng: np.random.Generator, count: int, share: float, value: int) -> np
 Words = Callable[[np.random.Generator, int], np.ndarray]
 SAMPLES: dict[str, Words] = {
     "gaussian": gaussian,
-    "scaled by head": lambda rng, n: with_exponents(rng, np.clip(118 - rng.geometric(0.45, n) - np.arange(n) // 64 % 5, 1, 254)),
+    "scaled by head": lambda rng, n: with_exponents(
+        rng, np.clip(118 - rng.geometric(0.45, n) - np.arange(n) // 64 % 5, 1, 254)
+    ),
     "random words": lambda rng, n: rng.integers(0, 65536, n).astype("<u2"),
     "zeros": lambda _, n: np.zeros(n, "<u2"),
     "negative zeros": lambda _, n: np.full(n, 0x8000, "<u2"),
@@ -191,7 +227,9 @@ SAMPLES: dict[str, Words] = {
     "largest exponents": lambda rng, n: with_exponents(rng, rng.integers(251, 256, n)),
     "both ends": lambda rng, n: with_exponents(rng, rng.choice([0, 1, 255], n)),
     "outliers": lambda rng, n: mostly(rng, n, 0.02, 0x4F12),
-    "every exponent": lambda rng, n: with_exponents(rng, np.where(rng.random(n) < 0.1, rng.integers(0, 256, n), 120)),
+    "every exponent": lambda rng, n: with_exponents(
+        rng, np.where(rng.random(n) < 0.1, rng.integers(0, 256, n), 120)
+    ),
     "float16": lambda rng, n: rng.standard_normal(n).astype("<f2").view("<u2"),
     "one value": lambda _, n: np.full(n, 0x3F80, "<u2"),
 }
@@ -203,7 +241,10 @@ def make_vectors() -> dict[str, object]:
     for name, words in SAMPLES.items():
         tile = words(rng, 512 if name != "gaussian" else 2048).tobytes()
         cases.append((name, tile))
-    cases += [(f"gaussian, {size} bytes", gaussian(rng, size // 2).tobytes()) for size in (16, 1040, 2048, 2560, 3072)]
+    cases += [
+        (f"gaussian, {size} bytes", gaussian(rng, size // 2).tobytes())
+        for size in (16, 1040, 2048, 2560, 3072)
+    ]
     return {
         "cases": [
             {
@@ -222,7 +263,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="write tests/vectors/e348.json")
-    what.add_argument("--check", action="store_true", help="exit 1 if tests/vectors/e348.json differs")
+    what.add_argument(
+        "--check", action="store_true", help="exit 1 if tests/vectors/e348.json differs"
+    )
     made = json.dumps(make_vectors(), indent=0) + "\n"
     if parser.parse_args().write:
         VECTORS.write_text(made, encoding="utf-8")

@@ -1,7 +1,9 @@
-"""The key scheme of ARCHITECTURE.md, written again, slowly, over the `blake3` package: the oracle of keys.
+"""The key scheme of ARCHITECTURE.md, written again, slowly, over the `blake3` package: the oracle
+of keys.
 
-It recomputes everything from a flat list of positions and shares no code with kvloft, which it must not import.
-`python tests/model/keys.py --write` makes tests/vectors/keys.json anew; `--check` says whether it is as made.
+It recomputes everything from a flat list of positions and shares no code with kvloft, which it must
+not import. `python tests/model/keys.py --write` makes tests/vectors/keys.json anew; `--check` says
+whether it is as made.
 """
 
 import argparse
@@ -101,12 +103,21 @@ def content_digest(positions: Sequence[Position], start: int, items: Iterable[It
             runs.append([position])
     data = b"".join(map(_segment, runs))
     for item in touching:
-        data += b"\3" + text(item.identifier) + struct.pack("<q", item.start - start) + u32(item.num_tokens)
+        data += (
+            b"\3"
+            + text(item.identifier)
+            + struct.pack("<q", item.start - start)
+            + u32(item.num_tokens)
+        )
     return keyed("mixed", data)
 
 
 def chain_keys(
-    root: bytes, positions: Sequence[Position], items: Iterable[Item], block_tokens: int, lookahead: int = 0
+    root: bytes,
+    positions: Sequence[Position],
+    items: Iterable[Item],
+    block_tokens: int,
+    lookahead: int = 0,
 ) -> list[bytes]:
     """Keys of all full blocks, each over ``lookahead`` positions behind its block, too."""
     items = list(items)
@@ -124,7 +135,8 @@ def group_key(key: bytes, group: int) -> bytes:
     return keyed("group", (key + u32(group)).ljust(64, b"\0"))
 
 
-# The golden vectors. Content is a list of segments: {"tokens": [ids]} or {"dtype", "width", "rows": hex}.
+# The golden vectors. Content is a list of segments: {"tokens": [ids]} or {"dtype", "width", "rows":
+# hex}.
 
 ROW_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1}
 
@@ -152,7 +164,13 @@ def rows(num: int, dtype: str, width: int, seed: int) -> dict[str, Any]:
     return {"dtype": dtype, "width": width, "rows": raw.hex()}
 
 
-FIELDS = [["schema", "1"], ["model", "org/model"], ["revision", "0123abcd"], ["kv_dtype", "bfloat16"], ["tp", "2"]]
+FIELDS = [
+    ["schema", "1"],
+    ["model", "org/model"],
+    ["revision", "0123abcd"],
+    ["kv_dtype", "bfloat16"],
+    ["tp", "2"],
+]
 
 
 def _case(name: str, content: list[dict[str, Any]], block: int = 16, **more: Any) -> dict[str, Any]:
@@ -178,18 +196,34 @@ def _identity_cases() -> list[dict[str, Any]]:
 
 def _token_cases() -> list[dict[str, Any]]:
     sizes = [1, 5, 16, 24, 48, 128, 240, 256, 257, 320]
-    cases = [_case(f"tokens in blocks of {size}", [ids(2 * size + size // 2, size)], size) for size in sizes]
-    cases += [_case(f"{num} tokens", [ids(num, 7)], 8) for num in [0, 1, 7, 8, 9, 15, 16, 17, 16 * 8, 33 * 8]]
-    cases += [_case("extreme ids", [{"tokens": [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0, 255, 256]}], 4)]
+    cases = [
+        _case(f"tokens in blocks of {size}", [ids(2 * size + size // 2, size)], size)
+        for size in sizes
+    ]
+    cases += [
+        _case(f"{num} tokens", [ids(num, 7)], 8)
+        for num in [0, 1, 7, 8, 9, 15, 16, 17, 16 * 8, 33 * 8]
+    ]
+    cases += [
+        _case("extreme ids", [{"tokens": [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0, 255, 256]}], 4)
+    ]
     return [*cases, _case("zeros", [{"tokens": [0] * 40}])]
 
 
 def _embed_cases() -> list[dict[str, Any]]:
     zeros = {"dtype": "bfloat16", "width": 4, "rows": "00" * (40 * 8)}
-    four = [rows(5, "bfloat16", 4, 1), rows(5, "bfloat16", 2, 2), rows(5, "float8_e4m3fn", 4, 3), rows(5, "float64", 1, 4)]
+    four = [
+        rows(5, "bfloat16", 4, 1),
+        rows(5, "bfloat16", 2, 2),
+        rows(5, "float8_e4m3fn", 4, 3),
+        rows(5, "float64", 1, 4),
+    ]
     return [
         _case("bf16 rows", [rows(40, "bfloat16", 4, 1)]),
-        _case("f32 rows of the same bytes", [{**rows(40, "bfloat16", 4, 1), "dtype": "float32", "width": 2}]),
+        _case(
+            "f32 rows of the same bytes",
+            [{**rows(40, "bfloat16", 4, 1), "dtype": "float32", "width": 2}],
+        ),
         _case("f32 rows", [rows(21, "float32", 3, 2)], 4),
         _case("f16 rows longer than a chunk of BLAKE3", [rows(9, "float16", 600, 3)], 4),
         _case("zero rows are not token 0", [zeros]),
@@ -197,7 +231,11 @@ def _embed_cases() -> list[dict[str, Any]]:
         _case("rows then tokens", [rows(10, "bfloat16", 4, 5), ids(30, 2)]),
         _case("alternating", [s for i in range(7) for s in (ids(3, i), rows(2, "float32", 2, i))]),
         _case("two dtypes and widths", four, 8),
-        _case("neighbours of one kind", [ids(7, 1), ids(9, 2), rows(3, "float32", 2, 1), rows(13, "float32", 2, 2)], 8),
+        _case(
+            "neighbours of one kind",
+            [ids(7, 1), ids(9, 2), rows(3, "float32", 2, 1), rows(13, "float32", 2, 2)],
+            8,
+        ),
     ]
 
 
@@ -212,12 +250,28 @@ def _item_cases() -> list[dict[str, Any]]:
         _case("item reaching past the prompt", body, 4, items=[["video", 50, 400]]),
         _case("item in the last block", body, 4, items=[["late", 58, 2]]),
         _case("two items, declared backwards", body, items=[["b", 20, 4], ["a", 2, 4]]),
-        _case("items at one start, by identifier", body, items=[["b", 2, 4], ["a", 2, 9], ["é", 2, 1]]),
-        _case("overlapping items", body, 8, items=[["audio", 4, 30], ["video", 0, 60], ["x", 33, 2]]),
-        _case("long item under short ones", body, 4, items=[["long", 1, 50], ["s1", 6, 1], ["s2", 13, 2]]),
+        _case(
+            "items at one start, by identifier", body, items=[["b", 2, 4], ["a", 2, 9], ["é", 2, 1]]
+        ),
+        _case(
+            "overlapping items", body, 8, items=[["audio", 4, 30], ["video", 0, 60], ["x", 33, 2]]
+        ),
+        _case(
+            "long item under short ones",
+            body,
+            4,
+            items=[["long", 1, 50], ["s1", 6, 1], ["s2", 13, 2]],
+        ),
         _case("empty identifier", body, items=[["", 0, 1]]),
         _case("items over rows", over_rows, items=[["a", 4, 20]]),
-        _case("everything", over_rows, 8, items=[["a", 4, 20], ["b", 40, 3]], adapter=["sql", "/sql"], salt="tenant-7"),
+        _case(
+            "everything",
+            over_rows,
+            8,
+            items=[["a", 4, 20], ["b", 40, 3]],
+            adapter=["sql", "/sql"],
+            salt="tenant-7",
+        ),
     ]
 
 
@@ -229,7 +283,11 @@ def make_vectors() -> dict[str, Any]:
         root = root_key(namespace, case["adapter"] and tuple(case["adapter"]), case["salt"])
         items = [Item(start, identifier, num) for identifier, start, num in case["items"]]
         keys = chain_keys(root, parse_content(case["content"]), items, case["block_tokens"])
-        case |= {"namespace": namespace.hex(), "root": root.hex(), "keys": [key.hex() for key in keys]}
+        case |= {
+            "namespace": namespace.hex(),
+            "root": root.hex(),
+            "keys": [key.hex() for key in keys],
+        }
     return {"schema": 2, "cases": cases}
 
 
@@ -243,7 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="write tests/vectors/keys.json")
-    what.add_argument("--check", action="store_true", help="exit 1 if tests/vectors/keys.json differs")
+    what.add_argument(
+        "--check", action="store_true", help="exit 1 if tests/vectors/keys.json differs"
+    )
     wanted = render(make_vectors())
     if parser.parse_args(argv).write:
         VECTORS.write_text(wanted, encoding="utf-8")

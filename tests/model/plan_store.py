@@ -1,8 +1,9 @@
-"""The store and the key chain of `kvloft.seam` again, in dicts: the double that the scheduler half is tested against.
+"""The store and the key chain of `kvloft.seam` again, in dicts: the double that the scheduler half
+is tested against.
 
-It follows the rules written in `_core.pyi` and checks, at every call, that its caller keeps them too. Where those rules leave
-a choice it takes the one that is worst for the caller (a commit after `clear` is lost, a frame is reused as soon as it may be).
-It must not import kvloft.
+It follows the rules written in `_core.pyi` and checks, at every call, that its caller keeps them
+too. Where those rules leave a choice it takes the one that is worst for the caller (a commit after
+`clear` is lost, a frame is reused as soon as it may be). It must not import kvloft.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ Content = tuple[Any, ...]
 
 
 class KeyBook:
-    """Makes chains and remembers what every key stands for, so that a key can be turned back into its prefix."""
+    """Makes chains and remembers what every key stands for, so that a key can be turned back into
+    its prefix.
+    """
 
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
@@ -29,7 +32,9 @@ class KeyBook:
 
 
 class ModelChain:
-    """Keys of one prefix, a block at a time, by hashing everything before the block's end afresh."""
+    """Keys of one prefix, a block at a time, by hashing everything before the block's end
+    afresh.
+    """
 
     def __init__(self, book: KeyBook, root: Content) -> None:
         self._book = book
@@ -50,7 +55,9 @@ class ModelChain:
         assert start >= len(self.positions), "an item must be declared before its positions"
         self._items.append((identifier, start, num_tokens))
 
-    def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:
+    def append_tokens(
+        self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /
+    ) -> None:
         for token in token_ids[start:stop]:
             self._append(("token", token))
 
@@ -80,7 +87,9 @@ def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Con
 
 @dataclass(eq=False)
 class Entry:
-    """One chunk. ``state``: reserved (being written), ready, or reading (from disk); no frame means on disk only."""
+    """One chunk. ``state``: reserved (being written), ready, or reading (from disk); no frame means
+    on disk only.
+    """
 
     key: bytes
     parent: bytes | None
@@ -118,7 +127,9 @@ class Lease:
                 pending += 1
         return ready, pending
 
-    def batch(self, tables: Sequence[Sequence[int]], begin: int, end: int) -> tuple[Chunks, dict[str, int]]:
+    def batch(
+        self, tables: Sequence[Sequence[int]], begin: int, end: int
+    ) -> tuple[Chunks, dict[str, int]]:
         return chunks_to_load(self.rows(), tables[0], begin, end)
 
     def rows(self) -> list[tuple[int, bytes, str]]:
@@ -145,8 +156,9 @@ class Lease:
 class ModelStore(Session):
     """Host frames, an optional disk, prefix-aware LRU eviction.
 
-    ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads
-    finish. ``drop_next`` reservations find no frame; ``is_save_late`` says that a server's answer came too late for them.
+    ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads finish.
+    ``drop_next`` reservations find no frame; ``is_save_late`` says that a server's answer came too
+    late for them.
     """
 
     num_frames: int
@@ -181,9 +193,12 @@ class ModelStore(Session):
 
     @staticmethod
     def _visible(entry: Entry | None, in_host: bool) -> bool:
-        return entry is not None and (entry.state == "ready" or (not in_host and entry.disk is not None))
+        return entry is not None and (
+            entry.state == "ready" or (not in_host and entry.disk is not None)
+        )
 
-    # -- Session protocol -----------------------------------------------------------------------------------------
+    # -- Session protocol
+    # -----------------------------------------------------------------------------------------
 
     def lookup(self, chain: ModelChain) -> tuple[int, int]:
         host, both = (len(self._present(chain, in_host)) for in_host in (True, False))
@@ -209,7 +224,9 @@ class ModelStore(Session):
             entry.pins -= 1
         return lease
 
-    def reserve_rows(self, chain: ModelChain, start: int, stop: int) -> tuple[list[tuple[int, int, bytes, int]], int]:
+    def reserve_rows(
+        self, chain: ModelChain, start: int, stop: int
+    ) -> tuple[list[tuple[int, int, bytes, int]], int]:
         assert 0 <= start <= stop <= chain.num_blocks, "reserved beyond the chain"
         rows: list[tuple[int, int, bytes, int]] = []
         for unit in range(start, stop):
@@ -223,7 +240,9 @@ class ModelStore(Session):
             rows.append((*row, unit))
         return rows, 0
 
-    def _reserve_one(self, old: Entry | None, key: bytes, parent: bytes | None) -> tuple[int, int, bytes] | None:
+    def _reserve_one(
+        self, old: Entry | None, key: bytes, parent: bytes | None
+    ) -> tuple[int, int, bytes] | None:
         above = self.entries.get(parent) if parent is not None else None
         if parent is not None and (above is None or above.state not in ("ready", "reserved")):
             return None
@@ -254,7 +273,9 @@ class ModelStore(Session):
         for ticket in tickets:
             entry = self.tickets.pop(ticket)
             above = self.entries.get(entry.parent) if entry.parent is not None else None
-            if entry.gone or (entry.parent is not None and (above is None or above.state != "ready")):
+            if entry.gone or (
+                entry.parent is not None and (above is None or above.state != "ready")
+            ):
                 self._forget(entry)
                 self.free_if_done(entry, force=True)
                 continue
@@ -297,9 +318,15 @@ class ModelStore(Session):
 
     def stats(self) -> dict[str, int]:
         reserved = len(self.tickets)
-        return {"frames": self.num_frames, "free": len(self.free), "reserved": reserved, "leases": len(self.open_leases)}
+        return {
+            "frames": self.num_frames,
+            "free": len(self.free),
+            "reserved": reserved,
+            "leases": len(self.open_leases),
+        }
 
-    # -- frames ---------------------------------------------------------------------------------------------------
+    # -- frames
+    # -----------------------------------------------------------------------------------------
 
     def _forget(self, entry: Entry) -> None:
         entry.gone = True
@@ -321,7 +348,11 @@ class ModelStore(Session):
     def _take_frame(self) -> int | None:
         if not self.free:
             parents = {e.parent for e in self.entries.values() if e.frame is not None}
-            leaves = [e for e in self.entries.values() if e.state == "ready" and not e.pins and e.key not in parents]
+            leaves = [
+                e
+                for e in self.entries.values()
+                if e.state == "ready" and not e.pins and e.key not in parents
+            ]
             if not leaves:
                 return None
             self.evict(min(leaves, key=lambda e: e.used))
@@ -347,7 +378,11 @@ class ModelStore(Session):
                 self._hidden.add(entry.frame)
                 if self.entries.get(entry.key) is entry:
                     del self.entries[entry.key]
-                    for child in [e for e in self.entries.values() if e.parent == entry.key and e.state != "reserved"]:
+                    for child in [
+                        e
+                        for e in self.entries.values()
+                        if e.parent == entry.key and e.state != "reserved"
+                    ]:
                         self.discard([child.key])
                 self.free_if_done(entry)
             else:

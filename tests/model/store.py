@@ -1,7 +1,9 @@
-"""The store as a dictionary: what may be found after each call, whatever was evicted. It must not import kvloft.
+"""The store as a dictionary: what may be found after each call, whatever was evicted. It must not
+import kvloft.
 
-The model never evicts, so its answers are upper bounds in a small store and exact in a large one. Keys are whole prefixes
-(tuples of token ids), so that two prefixes are the same chunk only if they are the same tokens.
+The model never evicts, so its answers are upper bounds in a small store and exact in a large one.
+Keys are whole prefixes (tuples of token ids), so that two prefixes are the same chunk only if they
+are the same tokens.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class StoreModel:
-    """Chunks by prefix: reserved (by a ticket), filled (committed behind a parent that is not visible yet) or visible."""
+    """Chunks by prefix: reserved (by a ticket), filled (committed behind a parent that is not
+    visible yet) or visible.
+    """
 
     state: dict[Prefix, str] = field(default_factory=dict)
     tickets: dict[int, Prefix] = field(default_factory=dict)
@@ -42,7 +46,9 @@ class StoreModel:
         risen = 0
         for prefix in sorted(self.state, key=len):
             parent = self.parent(prefix)
-            if self.state[prefix] == "filled" and (not parent or self.state.get(parent) == "visible"):
+            if self.state[prefix] == "filled" and (
+                not parent or self.state.get(parent) == "visible"
+            ):
                 self.state[prefix] = "visible"
                 risen += 1
         return risen
@@ -71,4 +77,6 @@ class StoreModel:
 
     def lookup(self, prompt: Prefix) -> int:
         """Blocks that a store which never evicts finds."""
-        return next((end for end in range(len(prompt)) if not self.visible(prompt[: end + 1])), len(prompt))
+        return next(
+            (end for end in range(len(prompt)) if not self.visible(prompt[: end + 1])), len(prompt)
+        )

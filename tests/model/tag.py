@@ -1,7 +1,8 @@
 """The tag of ARCHITECTURE.md, written again, slowly, in plain integers: the oracle of tags.
 
-It shares no code with kvloft, which it must not import, and makes the constants again from their names.
-`python tests/model/tag.py --write` makes tests/vectors/tag.json anew; `--check` says whether it is as made.
+It shares no code with kvloft, which it must not import, and makes the constants again from their
+names. `python tests/model/tag.py --write` makes tests/vectors/tag.json anew; `--check` says whether
+it is as made.
 """
 
 import argparse
@@ -55,7 +56,13 @@ def tag_of(payload: bytes, page_bytes: Sequence[int], num_blocks: int) -> int:
 
 def _case(name: str, payload: bytes, page_bytes: Sequence[int], num_blocks: int) -> dict[str, Any]:
     tag = f"{tag_of(payload, page_bytes, num_blocks):016x}"
-    return {"name": name, "page_bytes": list(page_bytes), "num_blocks": num_blocks, "payload": payload.hex(), "tag": tag}
+    return {
+        "name": name,
+        "page_bytes": list(page_bytes),
+        "num_blocks": num_blocks,
+        "payload": payload.hex(),
+        "tag": tag,
+    }
 
 
 def make_vectors() -> dict[str, Any]:
@@ -75,7 +82,10 @@ def make_vectors() -> dict[str, Any]:
         _case("noise, odd pages", noise[:945], [1, 7, 8, 9, 164], 5),
         _case("noise, an empty plane", noise[:120], [24, 0, 16], 3),
     ]
-    return {"constants": {name: f"{value:016x}" for name, value in CONSTANTS.items()}, "cases": cases}
+    return {
+        "constants": {name: f"{value:016x}" for name, value in CONSTANTS.items()},
+        "cases": cases,
+    }
 
 
 def render(vectors: dict[str, Any]) -> str:
@@ -88,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="write tests/vectors/tag.json")
-    what.add_argument("--check", action="store_true", help="exit 1 if tests/vectors/tag.json differs")
+    what.add_argument(
+        "--check", action="store_true", help="exit 1 if tests/vectors/tag.json differs"
+    )
     wanted = render(make_vectors())
     if parser.parse_args(argv).write:
         VECTORS.write_text(wanted, encoding="utf-8")

@@ -1,4 +1,6 @@
-"""What a symbolic engine checks of kvloft: frames that become visible, plans, what is held, tokens that come out."""
+"""What a symbolic engine checks of kvloft: frames that become visible, plans, what is held, tokens
+that come out.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ def check_visible(engine: Any, key: bytes, content: Any) -> None:
     prefix = engine.book.prefix_of[key]
     expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
-    assert sorted(content) == list(range(engine.setup.num_ranks)), "I3: visible before every rank wrote it"
+    assert sorted(content) == list(range(engine.setup.num_ranks)), (
+        "I3: visible before every rank wrote it"
+    )
     for rank, (written, payload) in content.items():
         assert written == key
         assert payload == expected, f"I1: rank {rank} saved KV that is not its key's"
@@ -26,7 +30,9 @@ def check_plan(engine: Any, plan: StepPlan) -> None:
             entry = engine.store.tickets[copy.ticket]
             assert (entry.frame, entry.key, 1) == (copy.frame, copy.key, copy.num_blocks)
             unit = len(engine.book.prefix_of[entry.key]) // engine.setup.block_tokens - 1
-            assert list(copy.blocks) == request.blocks[unit : unit + 1], "I6: saved from blocks that are not there"
+            assert list(copy.blocks) == request.blocks[unit : unit + 1], (
+                "I6: saved from blocks that are not there"
+            )
             assert 0 not in copy.blocks, "I6: the null block"
     for load in plan.loads:
         assert load.load_id not in engine.load_ids, "I10: one load planned twice"
@@ -51,7 +57,9 @@ def reference(engine: Any, request: Request) -> list[int]:
     token_ids: list[int] = list(request.history[0])
     for turn in [*request.history[1:], (request.num_outputs, None)]:
         for _ in range(turn[0]):
-            probe = Request("probe", token_ids, 1, request.adapter, request.salt, request.rows, request.items)
+            probe = Request(
+                "probe", token_ids, 1, request.adapter, request.salt, request.rows, request.items
+            )
             symbols = engine.workers.expected([request.root, *probe.contents()])
             token_ids = [*token_ids, engine.workers.symbols.sample(symbols[-1])]
         if turn[1] is not None:
@@ -63,13 +71,19 @@ def check_held(engine: Any) -> None:
     """After every rule: I5, I8, and outputs of whatever ended."""
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._requests.values())
-    assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), "I5: a lease without an owner"
+    assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), (
+        "I5: a lease without an owner"
+    )
     turns = engine.core._admission.turns
-    waiting = {tracker.lease for tracker in engine.core._requests.values() if tracker.lease is not None}
+    waiting = {
+        tracker.lease for tracker in engine.core._requests.values() if tracker.lease is not None
+    }
     assert turns.waiting.leases.keys() == waiting
     assert all(engine.core._requests[lease.req_id].lease is lease for lease in waiting)
     assert (turns.waiting.num_units == 0) == (not waiting)
-    assert set(engine.store.tickets) == set(engine.store.in_flight.left), "I5: a reservation without an owner"
+    assert set(engine.store.tickets) == set(engine.store.in_flight.left), (
+        "I5: a reservation without an owner"
+    )
     for request in engine.finished:
         if not request.tainted:
             assert request.token_ids == reference(engine, request), "a wrong token"
@@ -110,5 +124,7 @@ def settle(engine: Any) -> None:
         core._loads.queued,
     ):
         assert not left, f"left behind: {left}"
-    assert core._admission.turns.waiting.num_units == core._admission.turns.loading.num_units == 0, "pins that stay counted"
+    assert (
+        core._admission.turns.waiting.num_units == core._admission.turns.loading.num_units == 0
+    ), "pins that stay counted"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

@@ -1,7 +1,9 @@
-"""A symbolic vLLM: the scheduler of 0.32 as far as a connector can see it, over paged KV of symbols.
+"""A symbolic vLLM: the scheduler of 0.32 as far as a connector can see it, over paged KV of
+symbols.
 
-Follows vLLM's order of hooks (lookup, admission, plan, then numbers advance; results may come a step later) and checks, at
-each hook, what kvloft must keep: I1, I2, I4, I6, I7, I9, I10. Sync or async, chunked prefill, drafts, preemption, sessions.
+Follows vLLM's order of hooks (lookup, admission, plan, then numbers advance; results may come a
+step later) and checks, at each hook, what kvloft must keep: I1, I2, I4, I6, I7, I9, I10. Sync or
+async, chunked prefill, drafts, preemption, sessions.
 """
 
 from collections import deque
@@ -33,19 +35,29 @@ class Step:
 
 
 class SymbolicEngine:
-    """One engine with kvloft's scheduler side in it. `schedule`, `execute`, `update` in any legal order."""
+    """One engine with kvloft's scheduler side in it. `schedule`, `execute`, `update` in any legal
+    order.
+    """
 
-    def __init__(self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None) -> None:
+    def __init__(
+        self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None
+    ) -> None:
         self.setup = setup
         self.book = book or KeyBook(setup.block_tokens, setup.lookahead)
-        self.store = store or ModelStore(setup.num_frames, setup.with_disk, num_ranks=setup.num_ranks)
+        self.store = store or ModelStore(
+            setup.num_frames, setup.with_disk, num_ranks=setup.num_ranks
+        )
         self.store.check_visible = partial(check_visible, self)
         self.now = 0.0
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
             PlanSettings(
-                CacheShape((GroupShape(setup.block_tokens),), num_ranks=setup.num_ranks, lookahead=setup.lookahead),
+                CacheShape(
+                    (GroupShape(setup.block_tokens),),
+                    num_ranks=setup.num_ranks,
+                    lookahead=setup.lookahead,
+                ),
                 arena=ArenaSpec("", 1, setup.num_frames),
                 wait_s=setup.wait_s,
                 shares_blocks=setup.local_cache,
@@ -56,7 +68,12 @@ class SymbolicEngine:
             clock=lambda: self.now,
         )
         self.pool = BlockPool(setup.num_blocks)
-        self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)
+        self.workers = Workers(
+            self.store,
+            num_ranks=setup.num_ranks,
+            num_blocks=setup.num_blocks,
+            block_tokens=setup.block_tokens,
+        )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -71,7 +88,8 @@ class SymbolicEngine:
         self.num_preemptions = self.num_loaded_tokens = self.num_saved_blocks = 0
         self.unreadable_step = False
 
-    # -- arrivals -------------------------------------------------------------------------------------------------
+    # -- arrivals
+    # -----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Request:
         assert request.req_id not in self.requests
@@ -86,13 +104,18 @@ class SymbolicEngine:
         if request.status == "session":
             self._continue_session(request)
 
-    # -- schedule -------------------------------------------------------------------------------------------------
+    # -- schedule
+    # -----------------------------------------------------------------------------------------
 
     def can_schedule(self) -> bool:
         return len(self.steps) < (2 if self.setup.run_ahead else 1)
 
-    def schedule(self, budget: int = 1 << 30, rng: Random | None = None, *, fussy: float = 0.0) -> StepPlan:
-        """One schedule(): with chance ``fussy`` each, requests are left out, asked again, or dropped after a match."""
+    def schedule(
+        self, budget: int = 1 << 30, rng: Random | None = None, *, fussy: float = 0.0
+    ) -> StepPlan:
+        """One schedule(): with chance ``fussy`` each, requests are left out, asked again, or
+        dropped after a match.
+        """
         rng = rng or Random(0)
         self._num, self._drafts = dict[str, int](), dict[str, int]()
         self._new_blocks: dict[str, list[int]] = {}
@@ -133,9 +156,15 @@ class SymbolicEngine:
             request = self.running[at]
             last_step_planned = (
                 request.placeholders > 0
-                and request.num_computed_tokens + 2 - request.placeholders >= request.num_prompt_tokens + request.max_tokens
+                and request.num_computed_tokens + 2 - request.placeholders
+                >= request.num_prompt_tokens + request.max_tokens
             )
-            count = request.num_tokens + request.spec + request.placeholders - request.num_computed_tokens
+            count = (
+                request.num_tokens
+                + request.spec
+                + request.placeholders
+                - request.num_computed_tokens
+            )
             count = min(count, budget)
             if last_step_planned or count <= 0 or rng.random() < fussy:
                 at += 1
@@ -164,7 +193,9 @@ class SymbolicEngine:
 
     def _schedule_waiting(self, budget: int, rng: Random, fussy: float) -> list[Request]:
         new: list[Request] = []
-        for request in sorted(self.waiting, key=lambda r: not r.blocks):  # holders of blocks first, as vLLM does
+        for request in sorted(
+            self.waiting, key=lambda r: not r.blocks
+        ):  # holders of blocks first, as vLLM does
             if budget <= 0 or len(self.running) >= self.setup.max_running:
                 break
             if not self._unblocked(request):
@@ -176,7 +207,9 @@ class SymbolicEngine:
                 if answer is None or rng.random() < fussy:
                     continue
                 external = answer
-            computed = len(local) * self.setup.block_tokens + external or request.num_computed_tokens
+            computed = (
+                len(local) * self.setup.block_tokens + external or request.num_computed_tokens
+            )
             count = 0 if external else min(request.num_tokens - computed, budget)
             if count == 1 and self.setup.num_drafts and computed and budget > self.setup.num_drafts:
                 count += self.setup.num_drafts  # vLLM pads a new decode to the uniform number
@@ -249,9 +282,14 @@ class SymbolicEngine:
 
     def _work(self, request: Request, fresh: bool) -> Work:
         return Work(
-            request.req_id, request.root, request.num_computed_tokens, self._num[request.req_id],
-            self._drafts.get(request.req_id, 0), tuple(request.blocks), request.contents() if fresh else None,
-        )  # fmt: skip
+            request.req_id,
+            request.root,
+            request.num_computed_tokens,
+            self._num[request.req_id],
+            self._drafts.get(request.req_id, 0),
+            tuple(request.blocks),
+            request.contents() if fresh else None,
+        )
 
     def _advance(self, request: Request) -> None:
         count = self._num[request.req_id]
@@ -271,14 +309,20 @@ class SymbolicEngine:
         told.add(request.req_id)
         self.num_preemptions += 1
 
-    # -- blocks ---------------------------------------------------------------------------------------------------
+    # -- blocks
+    # -----------------------------------------------------------------------------------------
 
     def _name(self, request: Request, block: int) -> Any:
-        return (request.root, tuple(request.content(at) for at in range((block + 1) * self.setup.block_tokens)))
+        return (
+            request.root,
+            tuple(request.content(at) for at in range((block + 1) * self.setup.block_tokens)),
+        )
 
     def _local_hit(self, request: Request) -> list[int]:
         hit: list[int] = []
-        while self.setup.local_cache and (len(hit) + 1) * self.setup.block_tokens < request.num_tokens:
+        while (
+            self.setup.local_cache and (len(hit) + 1) * self.setup.block_tokens < request.num_tokens
+        ):
             block = self.pool.find(self._name(request, len(hit)))
             if block is None:
                 break
@@ -307,13 +351,16 @@ class SymbolicEngine:
         self.pool.give_back(request.blocks)
         request.blocks = []
 
-    # -- execute and update ---------------------------------------------------------------------------------------
+    # -- execute and update
+    # ---------------------------------------------------------------------------------------
 
     def can_execute(self) -> bool:
         return any(not step.executed for step in self.steps)
 
     def execute(self, rng: Random | None = None, num_copies: list[int] | None = None) -> None:
-        """Run the oldest step not run yet; each rank then finishes ``num_copies`` of its copies (all, if not said)."""
+        """Run the oldest step not run yet; each rank then finishes ``num_copies`` of its copies
+        (all, if not said).
+        """
         rng = rng or Random(0)
         step = next(step for step in self.steps if not step.executed)
         self.workers.forward(step.works, rng)
@@ -346,7 +393,11 @@ class SymbolicEngine:
                 continue
             local, external = request.load
             first = local // self.setup.block_tokens
-            lost = [i for i in range(first, first + external // self.setup.block_tokens) if request.blocks[i] in bad]
+            lost = [
+                i
+                for i in range(first, first + external // self.setup.block_tokens)
+                if request.blocks[i] in bad
+            ]
             if not lost:
                 continue
             failed.add(request.req_id)
@@ -354,7 +405,9 @@ class SymbolicEngine:
             if self.setup.fail_policy:
                 self.finish(request, aborted=True)
             else:
-                request.num_computed_tokens = min(request.num_computed_tokens, lost[0] * self.setup.block_tokens)
+                request.num_computed_tokens = min(
+                    request.num_computed_tokens, lost[0] * self.setup.block_tokens
+                )
                 self.failed_loads.add(request.req_id)
         return failed
 
@@ -420,13 +473,16 @@ class SymbolicEngine:
             self._continue_session(request)
 
     def _continue_session(self, request: Request) -> None:
-        """vLLM's `_update_request_as_session`: what was computed stays, the last sampled token goes, the prompt grows."""
+        """vLLM's `_update_request_as_session`: what was computed stays, the last sampled token
+        goes, the prompt grows.
+        """
         assert request.updates
         update = request.updates.pop(0)
         if update is None:
             self.finish(request)
             return
-        # A turn that ends by the late output of a preempted session finds nothing computed: vLLM then drops its prompt.
+        # A turn that ends by the late output of a preempted session finds nothing computed: vLLM
+        # then drops its prompt.
         request.tainted |= request.num_computed_tokens < request.num_prompt_tokens
         request.history.append((request.num_outputs, list(update)))
         del request.token_ids[request.num_computed_tokens :]
@@ -436,7 +492,9 @@ class SymbolicEngine:
         request.status = "waiting"
 
     def finish(self, request: Request, *, aborted: bool = False) -> None:
-        """request_finished, however it came to that; blocks of a load in flight are held until it is received."""
+        """request_finished, however it came to that; blocks of a load in flight are held until it
+        is received.
+        """
         self.core.finish(request.req_id)
         held = request.status == "loading" and request.req_id not in self.ready
         self.running = [r for r in self.running if r is not request]
@@ -450,10 +508,13 @@ class SymbolicEngine:
             self._free(request)
             del self.requests[request.req_id]
 
-    # -- resets ---------------------------------------------------------------------------------------------------
+    # -- resets
+    # -----------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, with_connector: bool = True) -> bool:
-        """reset_prefix_cache(reset_running_requests=True): everything is preempted; the weights change behind it."""
+        """reset_prefix_cache(reset_running_requests=True): everything is preempted; the weights
+        change behind it.
+        """
         while self.running:
             request = self.running.pop()
             self._preempt(request, self.preempted_by_reset, drop_stale=True)
@@ -475,15 +536,20 @@ class SymbolicEngine:
         for request in self.requests.values():
             request.tainted = True
 
-    # -- to the end -----------------------------------------------------------------------------------------------
+    # -- to the end
+    # -----------------------------------------------------------------------------------------
 
     def run(self, num_steps: int = 1, budget: int = 1 << 30) -> None:
         for _ in range(num_steps):
             if self.can_schedule():
                 self.schedule(budget)
-            if self.can_execute() and (not self.setup.run_ahead or len(self.steps) == 2 or not self.steps[0].works):
+            if self.can_execute() and (
+                not self.setup.run_ahead or len(self.steps) == 2 or not self.steps[0].works
+            ):
                 self.execute()
-            if self.can_update() and (len(self.steps) == 2 or not self.setup.run_ahead or not self.steps[0].works):
+            if self.can_update() and (
+                len(self.steps) == 2 or not self.setup.run_ahead or not self.steps[0].works
+            ):
                 self.update()
             self.store.tick(1 << 30)
             self.now += 1.0

@@ -1,7 +1,9 @@
-"""Paged KV of symbols: an engine's block pool, and its workers, whose every KV entry says what it was computed from.
+"""Paged KV of symbols: an engine's block pool, and its workers, whose every KV entry says what it
+was computed from.
 
-The symbol at a position is made from all symbols the forward *read* before it, the position's content and the weights' version.
-So a wrong, stale or missing block shows in every later symbol and token. It must not know how kvloft plans.
+The symbol at a position is made from all symbols the forward *read* before it, the position's
+content and the weights' version. So a wrong, stale or missing block shows in every later symbol and
+token. It must not know how kvloft plans.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ class Symbols:
     def intern(self, value: Any) -> int:
         return self._numbers.setdefault(value, len(self._numbers))
 
-    def after(self, root: Any, read: Sequence[int], contents: Sequence[Any], weights: int) -> list[int]:
+    def after(
+        self, root: Any, read: Sequence[int], contents: Sequence[Any], weights: int
+    ) -> list[int]:
         """Symbols of positions ``contents`` that follow the symbols ``read``."""
         history = self.intern(root)
         for symbol in read:
@@ -45,7 +49,9 @@ class Symbols:
 
 
 class BlockPool:
-    """vLLM's block pool: reference counts, a free queue, and full blocks that stay findable until they are reused."""
+    """vLLM's block pool: reference counts, a free queue, and full blocks that stay findable until
+    they are reused.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -95,7 +101,9 @@ class BlockPool:
 
 @dataclass
 class Work:
-    """One request's share of one step, as the worker receives it. ``fresh`` are its token contents if it is new here."""
+    """One request's share of one step, as the worker receives it. ``fresh`` are its token contents
+    if it is new here.
+    """
 
     req_id: str
     root: Any
@@ -127,7 +135,9 @@ class Rank:
         self.in_flight: list[InFlight] = []
 
     def read(self, table: Sequence[int], count: int) -> list[int]:
-        return [self.pages[table[p // self.block_tokens]][p % self.block_tokens] for p in range(count)]
+        return [
+            self.pages[table[p // self.block_tokens]][p % self.block_tokens] for p in range(count)
+        ]
 
     def write(self, table: Sequence[int], start: int, symbols: Sequence[int]) -> None:
         for at, symbol in enumerate(symbols, start=start):
@@ -137,7 +147,9 @@ class Rank:
 class Workers:
     """All ranks of one engine, stepping together; each finishes its copies in its own time."""
 
-    def __init__(self, store: ModelStore, *, num_ranks: int, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, store: ModelStore, *, num_ranks: int, num_blocks: int, block_tokens: int
+    ) -> None:
         self.store = store
         self.symbols = Symbols()
         self.weights = 0
@@ -145,7 +157,9 @@ class Workers:
         self.corrupt: set[bytes] = set()
         """Keys whose check will fail at their next load."""
         self.broken = False
-        """No mover could be made: every save fails, every load brings nothing, and no frame is to blame."""
+        """No mover could be made: every save fails, every load brings nothing, and no frame is to
+        blame.
+        """
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
 
@@ -157,7 +171,9 @@ class Workers:
             self._forward_one(work, rng)
 
     def _forward_one(self, work: Work, rng: Random) -> None:
-        """Compute confirmed tokens, then drafts; drafts that greedy decoding would have chosen are accepted."""
+        """Compute confirmed tokens, then drafts; drafts that greedy decoding would have chosen are
+        accepted.
+        """
         contents, start = self._contents[work.req_id], self._computed[work.req_id]
         assert start <= work.num_computed, "the scheduler may only be ahead of the worker"
         num_real = work.num_scheduled - work.num_drafts
@@ -184,17 +200,25 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Gather what is to be saved as it is right after this step's forward; loads wait for their turn."""
+        """Gather what is to be saved as it is right after this step's forward; loads wait for their
+        turn.
+        """
         for rank in self.ranks:
             for load in plan.loads:
                 rank.in_flight.append(InFlight(None, None, load))
             for save in plan.saves:
                 for copy in save.chunks:
                     payload = [symbol for block in copy.blocks for symbol in rank.pages[block]]
-                    rank.in_flight.append(InFlight(copy, payload, None, self.broken or rng.random() < failure_rate))
+                    rank.in_flight.append(
+                        InFlight(copy, payload, None, self.broken or rng.random() < failure_rate)
+                    )
 
-    def finish_copies(self, num_items: Sequence[int]) -> tuple[list[StepReport], list[str], set[int]]:
-        """Let each rank finish so many copies: (reports, request ids of finished loads, blocks that hold nothing)."""
+    def finish_copies(
+        self, num_items: Sequence[int]
+    ) -> tuple[list[StepReport], list[str], set[int]]:
+        """Let each rank finish so many copies: (reports, request ids of finished loads, blocks that
+        hold nothing).
+        """
         reports: list[StepReport] = []
         loaded: list[str] = []
         bad: set[int] = set()
@@ -242,7 +266,9 @@ class Workers:
                 continue
             assert len(payload) == copy.num_blocks * rank.block_tokens
             for i, block in enumerate(copy.blocks, start=copy.first_block):
-                rank.pages[block] = list(payload[i * rank.block_tokens : (i + 1) * rank.block_tokens])
+                rank.pages[block] = list(
+                    payload[i * rank.block_tokens : (i + 1) * rank.block_tokens]
+                )
         return LoadResult(load.req_id, load.load_id, tuple(bad)), lost
 
     def expected(self, prefix: Sequence[Any]) -> list[int]:

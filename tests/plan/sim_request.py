@@ -1,4 +1,6 @@
-"""The fixed setup of a symbolic engine, and its requests: vLLM's Request and kvloft's `LiveRequest` in one."""
+"""The fixed setup of a symbolic engine, and its requests: vLLM's Request and kvloft's `LiveRequest`
+in one.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +81,12 @@ class Request:
         return ("root", self.adapter, self.salt)
 
     def content(self, at: int) -> Any:
-        token = ("row", self.rows[at], "f16", 1) if at in self.rows else ("token", self.token_ids[at])
-        return token + tuple(item_content([(i.identifier, i.start, i.num_tokens) for i in self.items], at))
+        token = (
+            ("row", self.rows[at], "f16", 1) if at in self.rows else ("token", self.token_ids[at])
+        )
+        return token + tuple(
+            item_content([(i.identifier, i.start, i.num_tokens) for i in self.items], at)
+        )
 
     def contents(self) -> list[Any]:
         return [self.content(at) for at in range(self.num_tokens)]
@@ -90,7 +96,9 @@ class Request:
         for at in sorted(self.rows):
             if runs and runs[-1].start + runs[-1].num_rows == at:
                 last = runs.pop()
-                runs.append(EmbedRows(last.start, last.num_rows + 1, [*last.rows, self.rows[at]], "f16", 1))
+                runs.append(
+                    EmbedRows(last.start, last.num_rows + 1, [*last.rows, self.rows[at]], "f16", 1)
+                )
             else:
                 runs.append(EmbedRows(at, 1, [self.rows[at]], "f16", 1))
         return RequestView(self.adapter, self.salt, tuple(runs), self.items, self.savable_tokens)

@@ -14,11 +14,15 @@ for first in (1, 2):
     CHAINS.append(_core.KeyChain(_core.root_key(bytes(32), None, None), block_tokens=4))
     CHAINS[-1].append_tokens([first] * 400, 0, 400)
 
-requests = st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(1, 90), st.integers(0, 90), st.booleans())
+requests = st.tuples(
+    st.integers(0, 5), st.integers(0, 1), st.integers(1, 90), st.integers(0, 90), st.booleans()
+)
 
 
 def num_taken(needs: dict[ReqId, BlockNeed]) -> int:
-    return sum(need.own for need in needs.values()) + sum(n for _, n in {s for need in needs.values() for s in need.shared})
+    return sum(need.own for need in needs.values()) + sum(
+        n for _, n in {s for need in needs.values() for s in need.shared}
+    )
 
 
 def num_shared(need: BlockNeed) -> int:
@@ -26,11 +30,19 @@ def num_shared(need: BlockNeed) -> int:
 
 
 @given(st.lists(requests, max_size=30), st.integers(10, 200))
-def test_taken_blocks_are_released_and_shared_blocks_count_once(calls: list[tuple[int, int, int, int, bool]], size: int) -> None:
+def test_taken_blocks_are_released_and_shared_blocks_count_once(
+    calls: list[tuple[int, int, int, int, bool]], size: int
+) -> None:
     budget, needs = BlockBudget(GROUPS, PoolSize(size, step_tokens=16)), dict[ReqId, BlockNeed]()
     for number, chain, loaded, local, takes in calls:
-        req_id, local_tokens, loaded_tokens = ReqId(f"r{number}"), local * 2 // 4 * 4, local * 2 + loaded * 4
-        need = budget.need(CHAINS[chain], loaded_tokens + 5, local_tokens=local_tokens, loaded_tokens=loaded_tokens)
+        req_id, local_tokens, loaded_tokens = (
+            ReqId(f"r{number}"),
+            local * 2 // 4 * 4,
+            local * 2 + loaded * 4,
+        )
+        need = budget.need(
+            CHAINS[chain], loaded_tokens + 5, local_tokens=local_tokens, loaded_tokens=loaded_tokens
+        )
         others = {other: its for other, its in needs.items() if other != req_id}
         assert budget.release(req_id) == (needs.pop(req_id, None) is not None)
         assert budget.fits(need) == (not others or num_taken({**others, req_id: need}) <= size)
@@ -39,7 +51,9 @@ def test_taken_blocks_are_released_and_shared_blocks_count_once(calls: list[tupl
             needs[req_id] = need
 
 
-def test_a_request_needs_all_its_blocks_of_full_attention_but_those_of_the_window_and_of_the_step() -> None:
+def test_a_request_needs_all_its_blocks_of_full_attention_but_those_of_the_window_and_of_the_step() -> (  # noqa: E501
+    None
+):
     budget = BlockBudget(GROUPS, PoolSize(100, step_tokens=16))
     need = budget.need(CHAINS[0], 100, local_tokens=40, loaded_tokens=80)
     assert need.own == (26 - 10) + (2 + (8 + 16) // 4) + 3
@@ -57,6 +71,8 @@ def test_draft_tokens_of_two_steps_and_the_columns_of_states_for_them_count() ->
 
 def test_where_blocks_differ_in_size_all_of_a_shared_chunk_count() -> None:
     groups = (GroupShape(2, 2), GroupShape(4), GroupShape(1, 4, kind="window", reach=8))
-    need = BlockBudget(groups, PoolSize(200, step_tokens=16)).need(CHAINS[0], 100, local_tokens=40, loaded_tokens=80)
+    need = BlockBudget(groups, PoolSize(200, step_tokens=16)).need(
+        CHAINS[0], 100, local_tokens=40, loaded_tokens=80
+    )
     assert need.own == (26 - 10) + (51 - 20) + (2 + 8 + 16)
     assert num_shared(need) == 10 + 20

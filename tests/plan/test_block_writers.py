@@ -1,4 +1,6 @@
-"""Which chunk's KV blocks hold to their last position, where a chunk has several blocks of a group."""
+"""Which chunk's KV blocks hold to their last position, where a chunk has several blocks of a
+group.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +11,26 @@ from kvloft.seam.views import StepView
 
 
 def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
-    """A request whose chunks have these keys, and chunks of one block in the first group and of two in the second."""
+    """A request whose chunks have these keys, and chunks of one block in the first group and of two
+    in the second.
+    """
     chain = SimpleNamespace(key=keys.__getitem__)
-    return SimpleNamespace(chain=chain, blocks=Tables(tables, 0, [1, 2]), num_local_blocks=num_local, num_noted=0, num_complete=2)  # type: ignore[arg-type]
+    return SimpleNamespace(
+        chain=chain,
+        blocks=Tables(tables, 0, [1, 2]),
+        num_local_blocks=num_local,
+        num_noted=0,
+        num_complete=2,
+    )  # type: ignore[arg-type]
 
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     """The second request has the first one's blocks, and goes on otherwise in its second chunk."""
     known = BlockWriters(4, sees_grants=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
-    same, other = (tracker(keys, [[1, 2, 3], [11, 12, 13, 14, 15, 16]], num_local=2) for keys in ("abc", "axc"))
+    same, other = (
+        tracker(keys, [[1, 2, 3], [11, 12, 13, 14, 15, 16]], num_local=2) for keys in ("abc", "axc")
+    )
     assert known.are_its_own(same, [1, 2, 11, 12, 13, 14])
     assert known.are_its_own(other, [1, 11, 12])
     assert not any(known.are_its_own(other, [block]) for block in (2, 13, 14))
@@ -31,10 +43,18 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
     """A request of one group, whose hit nobody has checked."""
     return SimpleNamespace(
-        req_id=req_id, chain=SimpleNamespace(key=keys.__getitem__), blocks=Tables([table]), num_local_blocks=num_local, num_noted=0,
-        num_complete=num_complete, lookahead=0, is_hit_unchecked=num_local > 0, save_blocked=False, kv_outdated=False,
+        req_id=req_id,
+        chain=SimpleNamespace(key=keys.__getitem__),
+        blocks=Tables([table]),
+        num_local_blocks=num_local,
+        num_noted=0,
+        num_complete=num_complete,
+        lookahead=0,
+        is_hit_unchecked=num_local > 0,
+        save_blocked=False,
+        kv_outdated=False,
         extend_chain=lambda _: 0,
-    )  # fmt: skip
+    )
 
 
 def test_blocks_given_to_a_request_are_not_known_until_it_has_filled_them() -> None:
@@ -55,7 +75,9 @@ def test_what_is_computed_on_a_hit_that_is_not_checked_or_is_strange_is_not_know
     assert not writers.know_hit(single("c", "axy", [1, 5, 3], num_local=3))
     writers.note(single("c", "axy", [4, 5, 3], num_complete=3))
     assert writers.find_strange([hit], [hit]) == [hit]
-    assert not writers.know_hit(single("d", "axy", [4, 5, 3], num_local=3)), "it wrote to the third block since"
+    assert not writers.know_hit(single("d", "axy", [4, 5, 3], num_local=3)), (
+        "it wrote to the third block since"
+    )
 
 
 def test_a_hit_on_blocks_that_another_hit_fills_in_the_same_step_is_known() -> None:

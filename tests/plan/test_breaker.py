@@ -1,4 +1,6 @@
-"""Loads that fail again and again: each counts once, nothing is moved for a while, and then one is tried."""
+"""Loads that fail again and again: each counts once, nothing is moved for a while, and then one is
+tried.
+"""
 
 from typing import Any
 
@@ -115,7 +117,9 @@ def test_loads_of_other_bytes_than_were_saved_count_as_failed() -> None:
     for _ in range(MAX_FAILED_LOADS):
         assert offered(engine) == 16
         req_id, load_id = begin(engine)
-        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, ((ChunkKey(b"elsewhere"), "tag"),)),)))
+        engine.core.absorb(
+            StepReport(loads=(LoadResult(req_id, load_id, ((ChunkKey(b"elsewhere"), "tag"),)),))
+        )
         engine.core.finish(req_id)
     assert engine.core.counters["load_breaker_trips"] == 1
     assert offered(engine) == 0
@@ -129,7 +133,9 @@ def test_loads_with_nothing_to_copy_say_nothing_of_copies() -> None:
             continue
         request: Any = Request(f"lost{nth}", list(PROMPT), 2)
         engine.core.fail_load(request, 16, tables(list(range(1, 6))))
-        engine.core.absorb(StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads.in_progress)),)))
+        engine.core.absorb(
+            StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads.in_progress)),))
+        )
     assert engine.core.counters["load_breaker_trips"] == 1
     assert offered(engine) == 0
 

@@ -1,4 +1,6 @@
-"""Requests that wait in a crowd: shared loads, turns at host memory, and what ends a wait. Each called hook by hook."""
+"""Requests that wait in a crowd: shared loads, turns at host memory, and what ends a wait. Each
+called hook by hook.
+"""
 
 from typing import Any
 
@@ -38,7 +40,8 @@ def local_tokens(engine: SymbolicEngine, request: Request) -> int:
     return len(engine._local_hit(request)) * BLOCK
 
 
-# -- loads in flight are shared -------------------------------------------------------------------------------------
+# -- loads in flight are shared
+# -------------------------------------------------------------------------------------
 
 
 def test_blocks_on_their_way_to_the_gpu_are_waited_for_and_then_shared() -> None:
@@ -80,7 +83,9 @@ def test_when_the_load_comes_to_nothing_a_waiter_gets_its_own_at_once(end: str) 
         engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, failed=True),)))
     else:
         last = engine.core._requests[ReqId("first")].chain.key(3)
-        engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, ((last, "tag"),)),)))  # type: ignore[arg-type]
+        engine.core.absorb(
+            StepReport(loads=(LoadResult(ReqId("first"), load_id, ((last, "tag"),)),))
+        )  # type: ignore[arg-type]
     assert not engine.core.still_waits(second.req_id, 0)
     assert engine.match(second, 0) == (12 if end == "bad" else WHOLE)
     engine.core.close()
@@ -99,14 +104,19 @@ def test_a_load_that_hangs_is_waited_for_no_longer_than_a_disk() -> None:
     settle(engine)
 
 
-@pytest.mark.parametrize("why", ["no prefix cache", "another salt", "a part that vLLM has", "may not wait", "the last block"])
+@pytest.mark.parametrize(
+    "why",
+    ["no prefix cache", "another salt", "a part that vLLM has", "may not wait", "the last block"],
+)
 def test_where_vllm_would_not_share_the_blocks_no_request_waits(why: str) -> None:
     engine = warm(local_cache=why != "no prefix cache")
     if why == "another salt":
         serve(engine, Request("salted", list(PROMPT), 2, salt="x"))
         engine.reset_prefix_cache(with_connector=False)
     with_load_in_flight(engine)
-    second = Request("second", PROMPT[:WHOLE] if why == "the last block" else [*PROMPT[:WHOLE], 0], 2)
+    second = Request(
+        "second", PROMPT[:WHOLE] if why == "the last block" else [*PROMPT[:WHOLE], 0], 2
+    )
     local = 12 if why == "the last block" else 0
     if why == "another salt":
         second.salt = "x"
@@ -144,7 +154,9 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     for i in range(5):
         engine.add(Request(f"r{i}", [*PROMPT[:WHOLE], i % 3], 2))
     engine.schedule()
-    assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + ["waiting"] * 2
+    assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + [
+        "waiting"
+    ] * 2
     assert len(engine.store.open_leases) == 3, "who waits for a seat pins nothing"
     assert engine.match(Request("cold", [2] * 9, 1), 0) == 0
     assert engine.match(engine.requests["r3"], 0) is None
@@ -158,7 +170,8 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     settle(engine)
 
 
-# -- turns at host memory ---------------------------------------------------------------------------------------------
+# -- turns at host memory
+# ---------------------------------------------------------------------------------------------
 
 
 def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Request]]:
@@ -169,7 +182,9 @@ def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Reques
         serve(engine, Request(f"before{i}", list(prompt), 1))
     assert not any(request.status != "finished" for request in engine.requests.values())
     engine.reset_prefix_cache(with_connector=False)
-    for entry in sorted(engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])):
+    for entry in sorted(
+        engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])
+    ):
         if entry.frame is not None:
             engine.store.evict(entry)
     return engine, [Request(f"r{i}", list(prompt), 1) for i, prompt in enumerate(prompts)]
@@ -198,13 +213,21 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
         assert pinned_frames(engine) == 12
-    assert [r.req_id for r in requests if engine.core._requests[r.req_id].lease] == ["r0", "r1", "r2"]
+    assert [r.req_id for r in requests if engine.core._requests[r.req_id].lease] == [
+        "r0",
+        "r1",
+        "r2",
+    ]
     engine.store.tick(100)
     assert ask(engine, requests) == [16] * 3 + [None] * 9
     for request in requests[:2]:
         engine.core.finish(request.req_id)
     assert ask(engine, requests[2:]) == [16] + [None] * 9
-    assert [r.req_id for r in requests[2:] if engine.core._requests[r.req_id].lease] == ["r2", "r3", "r4"]
+    assert [r.req_id for r in requests[2:] if engine.core._requests[r.req_id].lease] == [
+        "r2",
+        "r3",
+        "r4",
+    ]
     engine.core.close()
 
 
@@ -269,7 +292,11 @@ def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() 
     assert ask(engine, requests[:2]) == [None] * 2
     for _ in range(3):
         assert ask(engine, requests[2:]) == [None]
-    assert [r.req_id for r in requests if r.req_id in engine.core._requests and engine.core._requests[r.req_id].lease] == ["r2"]
+    assert [
+        r.req_id
+        for r in requests
+        if r.req_id in engine.core._requests and engine.core._requests[r.req_id].lease
+    ] == ["r2"]
     engine.core.close()
 
 
@@ -338,7 +365,9 @@ def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
     engine.core.close()
 
 
-def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = warm()
     request = Request("a", list(PROMPT), 2)
     assert engine.match(request, 0) == WHOLE
@@ -352,13 +381,22 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monk
     engine.core.fail_load(request, WHOLE, tables([1, 2, 3, 4]))
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
-    assert (engine.core._admission.turns.waiting.num_units, engine.core._admission.turns.loading.num_units) == (0, 0)
+    assert (
+        engine.core._admission.turns.waiting.num_units,
+        engine.core._admission.turns.loading.num_units,
+    ) == (0, 0)
 
 
 def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
-    """vLLM passes over each that waits, in every step: a disk that hangs would cost each step more the longer the queue is."""
+    """vLLM passes over each that waits, in every step: a disk that hangs would cost each step more
+    the longer the queue is.
+    """
     engine, requests = on_disk(18, num_frames=200, local_cache=False, max_running=2)
-    crowd = [Request(f"{request.req_id}-{nth}", list(request.token_ids), 1) for nth in range(5) for request in requests]
+    crowd = [
+        Request(f"{request.req_id}-{nth}", list(request.token_ids), 1)
+        for nth in range(5)
+        for request in requests
+    ]
     for _ in range(3):
         assert ask(engine, crowd) == [None] * MIN_WAITING + [0] * (len(crowd) - MIN_WAITING)
     assert engine.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"

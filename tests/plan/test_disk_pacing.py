@@ -1,4 +1,6 @@
-"""Whether to wait for the disk: the estimates by themselves, and whole crowds on disks of known speed."""
+"""Whether to wait for the disk: the estimates by themselves, and whole crowds on disks of known
+speed.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +27,14 @@ def pacing(*, read_s: float | None = None, tokens_per_s: float | None = None) ->
     made.observe_disk(0.0, {"disk_reads": 0, "disk_read_busy_us": 0, "reads_pending": 0})
     if read_s is not None:
         num_reads = 1000 * PRIOR_READS
-        made.observe_disk(0.0, {"disk_reads": num_reads, "disk_read_busy_us": int(1e6 * read_s * num_reads), "reads_pending": 0})
+        made.observe_disk(
+            0.0,
+            {
+                "disk_reads": num_reads,
+                "disk_read_busy_us": int(1e6 * read_s * num_reads),
+                "reads_pending": 0,
+            },
+        )
     if tokens_per_s is not None:
         made.observe_step_begin(-1.0, int(tokens_per_s))
         made.observe_step_end(0.0)
@@ -33,9 +42,17 @@ def pacing(*, read_s: float | None = None, tokens_per_s: float | None = None) ->
 
 
 def waits(
-    made: DiskPacing, *, ahead: int = 0, chunks: int = 10, tokens: int = 1000, backlog_s: float = 0.0, now: float = 0.0
+    made: DiskPacing,
+    *,
+    ahead: int = 0,
+    chunks: int = 10,
+    tokens: int = 1000,
+    backlog_s: float = 0.0,
+    now: float = 0.0,
 ) -> bool:
-    return made.pays(now, num_ahead=ahead, num_chunks=chunks, num_tokens=tokens, backlog_s=backlog_s)
+    return made.pays(
+        now, num_ahead=ahead, num_chunks=chunks, num_tokens=tokens, backlog_s=backlog_s
+    )
 
 
 def test_a_disk_faster_than_the_engine_is_waited_for_and_a_slower_one_is_not() -> None:
@@ -57,7 +74,9 @@ def test_a_line_of_prompts_leaves_a_slow_disk_time_for_all_chunks_or_the_first()
 def test_an_engine_of_unknown_speed_waits_for_half_a_second_at_most() -> None:
     assert waits(pacing(read_s=0.04))
     assert not waits(pacing(read_s=0.06))
-    assert not waits(pacing(read_s=0.06, tokens_per_s=100)), "of steps of 100 tokens 1000 cannot be judged"
+    assert not waits(pacing(read_s=0.06, tokens_per_s=100)), (
+        "of steps of 100 tokens 1000 cannot be judged"
+    )
 
 
 def test_a_disk_that_was_slow_is_tried_again_after_a_minute() -> None:
@@ -95,9 +114,12 @@ def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
 
 
 @given(
-    read_s=st.floats(1e-5, 1.0), rate=st.floats(1e3, 1e6), ahead=st.integers(0, 100), chunks=st.integers(1, 100),
+    read_s=st.floats(1e-5, 1.0),
+    rate=st.floats(1e3, 1e6),
+    ahead=st.integers(0, 100),
+    chunks=st.integers(1, 100),
     backlog_s=st.floats(0, 10),
-)  # fmt: skip
+)
 def test_waiting_is_never_expected_to_end_later_than_computing(
     read_s: float, rate: float, ahead: int, chunks: int, backlog_s: float
 ) -> None:
@@ -128,11 +150,14 @@ def test_recent_reads_count_more_than_those_before_them() -> None:
     assert not waits(made)
     for nth in range(1, 7):
         num_reads, busy_us = 10 + 500 * nth, 1_000_000 + 500_000 * nth
-        made.observe_disk(0.0, {"disk_reads": num_reads, "disk_read_busy_us": busy_us, "reads_pending": 0})
+        made.observe_disk(
+            0.0, {"disk_reads": num_reads, "disk_read_busy_us": busy_us, "reads_pending": 0}
+        )
     assert waits(made)
 
 
-# -- crowds ---------------------------------------------------------------------------------------------------------
+# -- crowds
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -156,17 +181,30 @@ class TimedStore(ModelStore):
         self.tick(num_reads)
 
     def stats(self) -> dict[str, int]:
-        return {"disk_reads": self.num_read, "disk_read_busy_us": int(1e6 * self.busy_s), "reads_pending": len(self.reading)}
+        return {
+            "disk_reads": self.num_read,
+            "disk_read_busy_us": int(1e6 * self.busy_s),
+            "reads_pending": len(self.reading),
+        }
 
 
 def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
-    """Seconds for all prompts, of which only the disk has anything; ``num_warm`` unknown ones were computed before."""
-    setup = Setup(with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64)
+    """Seconds for all prompts, of which only the disk has anything; ``num_warm`` unknown ones were
+    computed before.
+    """
+    setup = Setup(
+        with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64
+    )
     engine = SymbolicEngine(setup, TimedStore(4000, with_disk=True, chunks_per_s=chunks_per_s))
-    prompts = [[i // 3**d % 3 for d in range(8)] + [1] * (PROMPT_TOKENS - 7) for i in range(NUM_PROMPTS + num_warm)]
+    prompts = [
+        [i // 3**d % 3 for d in range(8)] + [1] * (PROMPT_TOKENS - 7)
+        for i in range(NUM_PROMPTS + num_warm)
+    ]
     for i, prompt in enumerate(prompts[num_warm:]):
         serve(engine, Request(f"before{i}", list(prompt), 1))
-    for entry in sorted(engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])):
+    for entry in sorted(
+        engine.store.entries.values(), key=lambda e: -len(engine.book.prefix_of[e.key])
+    ):
         if entry.frame is not None:
             engine.store.evict(entry)
     assert isinstance(engine.store, TimedStore)
@@ -199,8 +237,12 @@ CHUNKS_PER_S = TOKENS_PER_S / 4
 """A disk as fast as the engine."""
 
 
-@pytest.mark.parametrize(("speed", "most"), [(0.03, 1.1), (0.3, 1.1), (1.0, 1.0), (2.0, 0.8), (100.0, 0.1)])
-def test_a_crowd_is_never_slower_than_computed_and_a_fast_disk_is_used(speed: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("speed", "most"), [(0.03, 1.1), (0.3, 1.1), (1.0, 1.0), (2.0, 0.8), (100.0, 0.1)]
+)
+def test_a_crowd_is_never_slower_than_computed_and_a_fast_disk_is_used(
+    speed: float, most: float
+) -> None:
     plain = makespan(CHUNKS_PER_S, loads=False)
     assert makespan(speed * CHUNKS_PER_S, loads=True) <= most * plain
 

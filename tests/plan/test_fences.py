@@ -1,4 +1,6 @@
-"""Blocks that a save still reads are named in the step that gives them to another writer, and in no other (I2)."""
+"""Blocks that a save still reads are named in the step that gives them to another writer, and in no
+other (I2).
+"""
 
 from typing import Any
 
@@ -30,7 +32,9 @@ class Saves:
 
 
 def rewritten(saves: Any, computed: int, *blocks: int) -> tuple[BlockId, ...]:
-    return plan_saves.rewritten_blocks(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), saves, 16)
+    return plan_saves.rewritten_blocks(
+        StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), saves, 16
+    )
 
 
 def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
@@ -56,8 +60,15 @@ def test_blocks_appended_to_a_running_request_are_named() -> None:
     assert plan_saves.rewritten_blocks(view, saves, 16) == (5,)  # type: ignore[arg-type]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))
-def test_named_are_exactly_the_blocks_that_a_save_in_flight_reads(events: list[tuple[bool, int, list[int]]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)),
+        max_size=30,
+    )
+)
+def test_named_are_exactly_the_blocks_that_a_save_in_flight_reads(
+    events: list[tuple[bool, int, list[int]]],
+) -> None:
     saves, reads, settled = Saves(), dict[int, list[int]](), set()
     for is_add, ticket, blocks in events:
         if is_add and ticket not in settled and ticket not in reads:
@@ -66,5 +77,7 @@ def test_named_are_exactly_the_blocks_that_a_save_in_flight_reads(events: list[t
         elif not is_add:
             saves.settle(ticket)
             settled.add(ticket)
-        want = {block for ticket, blocks in reads.items() if ticket not in settled for block in blocks}
+        want = {
+            block for ticket, blocks in reads.items() if ticket not in settled for block in blocks
+        }
         assert set(rewritten(saves, 0, *range(1, 10))) == want

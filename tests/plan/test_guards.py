@@ -1,4 +1,6 @@
-"""Guards of the scheduler half against states that the symbolic engine hardly ever reaches, each called hook by hook."""
+"""Guards of the scheduler half against states that the symbolic engine hardly ever reaches, each
+called hook by hook.
+"""
 
 from typing import Any
 
@@ -22,21 +24,32 @@ def saved_blocks(plan: StepPlan) -> list[tuple[BlockId, ...]]:
 
 def settled(engine: SymbolicEngine, plan: StepPlan) -> None:
     """Every copy is reported, as failed: nothing was written here."""
-    engine.core.absorb(StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+    engine.core.absorb(
+        StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
+    )
 
 
-def view_of_new(computed: int, table: list[int], scheduled: int, req_id: ReqId = A, **more: Any) -> StepView:
+def view_of_new(
+    computed: int, table: list[int], scheduled: int, req_id: ReqId = A, **more: Any
+) -> StepView:
     new: Any = NewRequest(req_id, computed, table)  # type: ignore[arg-type]
     return StepView(new=[new], num_scheduled_tokens={req_id: scheduled}, **more)
 
 
 def view_of_running(computed: int, scheduled: int, grown: list[int] | None = None) -> StepView:
     added: Any = [(A, grown)] if grown else []
-    return StepView(running=[A], num_computed_tokens=[computed], grown=added, num_scheduled_tokens={A: scheduled})
+    return StepView(
+        running=[A],
+        num_computed_tokens=[computed],
+        grown=added,
+        num_scheduled_tokens={A: scheduled},
+    )
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
-    """A request of 12 tokens in pages of 2 that was admitted and has had its first step; its saves are under way."""
+    """A request of 12 tokens in pages of 2 that was admitted and has had its first step; its saves
+    are under way.
+    """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)
     engine.core.admit(request, 0, tables(table))
@@ -77,7 +90,9 @@ def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_name
     assert not engine.core.plan_step(StepView()).saves
 
 
-def test_a_request_computed_anew_after_a_reset_is_saved_though_its_first_block_is_the_same() -> None:
+def test_a_request_computed_anew_after_a_reset_is_saved_though_its_first_block_is_the_same() -> (
+    None
+):
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 12)
     engine.core.reset()
     assert not engine.core.plan_step(view_of_running(12, 1)).saves
@@ -97,7 +112,9 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
     assert engine.core.plan_step(view_of_new(0, [3, 9, 2], 5, ReqId("b"))).rewritten == ()
 
 
-@pytest.mark.parametrize(("num_frames", "table"), [(5, [1, 2, 3, 4, 5, 6]), (5, [1, 0, 3, 4, 5, 6]), (1, [1, 2])])
+@pytest.mark.parametrize(
+    ("num_frames", "table"), [(5, [1, 2, 3, 4, 5, 6]), (5, [1, 0, 3, 4, 5, 6]), (1, [1, 2])]
+)
 def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +123,9 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 
     def lookup(chain: Any) -> Any:
-        assert len(engine.store.tickets) == num_frames - table.count(0), "as many as there are frames, but for null blocks"
+        assert len(engine.store.tickets) == num_frames - table.count(0), (
+            "as many as there are frames, but for null blocks"
+        )
         raise RuntimeError
 
     monkeypatch.setattr(engine.store, "lookup", lookup)
@@ -117,7 +136,9 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     engine.core.close()
 
 
-def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The last thing that planning does before the plan is the caller's."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=1))
     table = list(range(1, 7))
@@ -144,7 +165,9 @@ def test_frames_that_some_rank_cannot_copy_to_are_not_taken() -> None:
 
 
 def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
-    engine.core.absorb(StepReport(saved=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+    engine.core.absorb(
+        StepReport(saved=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
+    )
 
 
 def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
@@ -184,7 +207,9 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     engine.core.close()
 
 
-def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_computed_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SymbolicEngine(Setup(block_tokens=2))
     table, tokens = list(range(1, 402)), list(range(800))
     request = Request(A, tokens[:601], 9)

@@ -1,4 +1,6 @@
-"""Beside a drafter whose KV of a position depends on the next token: a block counts with the token behind it, or not at all."""
+"""Beside a drafter whose KV of a position depends on the next token: a block counts with the token
+behind it, or not at all.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ BLOCK = 4
 
 @both_modes
 @pytest.mark.parametrize("num_outputs", [1, 2, 6, 7, 8, 9])
-def test_all_is_found_whose_next_token_was_known_while_it_ran(run_ahead: bool, num_outputs: int) -> None:
+def test_all_is_found_whose_next_token_was_known_while_it_ran(
+    run_ahead: bool, num_outputs: int
+) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead, lookahead=1))
     request = serve(engine, Request("a", list(PROMPT), num_outputs))
     assert stored(engine, request) == whole_blocks(request.num_tokens - 2)
@@ -41,7 +45,9 @@ def test_a_prompts_end_is_saved_once_its_next_token_is_known() -> None:
 
 
 def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
-    """vLLM gives up the last block that its own cache has: to wait for that one would be for nothing."""
+    """vLLM gives up the last block that its own cache has: to wait for that one would be for
+    nothing.
+    """
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)
@@ -54,7 +60,9 @@ def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
 
 
 def test_what_is_computed_while_vllm_leaves_the_drafter_out_is_not_saved() -> None:
-    """It leaves it out of a whole step where one request comes near the engine's longest; blocks of such steps are never saved."""
+    """It leaves it out of a whole step where one request comes near the engine's longest; blocks of
+    such steps are never saved.
+    """
     engine = SymbolicEngine(Setup(lookahead=1, draft_limit=len(PROMPT) + 1))
     long = serve(engine, Request("long", list(PROMPT), 6))
     assert stored(engine, long) == 4 * BLOCK
@@ -82,7 +90,9 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
 
 
 @both_modes
-def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(run_ahead: bool) -> None:
+def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(
+    run_ahead: bool,
+) -> None:
     """vLLM's own cache has the answer's blocks, and they are known to be this chat's."""
     engine = SymbolicEngine(Setup(lookahead=1, run_ahead=run_ahead))
     first = serve(engine, Request("a", list(PROMPT), 9, saves="prompt"))
@@ -92,11 +102,20 @@ def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(ru
     settle(engine)
 
 
-def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> None:
-    """Beside a long request it was given blocks of before; the drafter then wrote to them for another next token."""
+def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> (
+    None
+):
+    """Beside a long request it was given blocks of before; the drafter then wrote to them for
+    another next token.
+    """
     engine: Any = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
 
-    def start(given: dict[str, list[int]], prompts: dict[str, list[int]], local: int, scheduled: dict[str, int]) -> Any:
+    def start(
+        given: dict[str, list[int]],
+        prompts: dict[str, list[int]],
+        local: int,
+        scheduled: dict[str, int],
+    ) -> Any:
         for name, table in given.items():
             request: Any = Request(name, prompts[name], 9)
             engine.match(request, local)
@@ -107,7 +126,10 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
     same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
     assert start({"a": [1, 2, 3, 4]}, {"a": same}, 0, {"a": 8}).saves
     engine.core.finish("a")
-    given, prompts = {"b": [1, 2, 3, 4], "long": list(range(10, 26))}, {"b": other, "long": list(range(50, 80))}
+    given, prompts = (
+        {"b": [1, 2, 3, 4], "long": list(range(10, 26))},
+        {"b": other, "long": list(range(50, 80))},
+    )
     assert not start(given, prompts, 0, {"b": 2, "long": 30}).saves
     engine.core.finish("long")
     alone: Any = StepView(running=["b"], num_computed_tokens=[2], num_scheduled_tokens={"b": 6})  # type: ignore[list-item,dict-item]

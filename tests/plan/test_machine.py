@@ -1,7 +1,8 @@
 """SchedulerCore under everything an engine may do to it, in any order: I1 to I10 after every rule.
 
-The oracle is the symbolic engine: every saved frame is compared with the KV of its key's prefix, every finished request's
-tokens with a run without cache, and at the end every request must have ended and no pin, ticket or tracker may be left.
+The oracle is the symbolic engine: every saved frame is compared with the KV of its key's prefix,
+every finished request's tokens with a run without cache, and at the end every request must have
+ended and no pin, ticket or tracker may be left.
 """
 
 from random import Random
@@ -16,7 +17,9 @@ from sim_request import Request, Setup
 from kvloft.seam.views import MediaItem
 
 STORIES = ([0] * 60, [1, 0, 2, 1, 1] * 12, [1, 0, 2, 1, 0] * 12, [2, 2, 0, 1, 2, 0, 1] * 9)
-"""Prompts are beginnings of few stories, so that they share prefixes; the second and third part at position 4."""
+"""Prompts are beginnings of few stories, so that they share prefixes; the second and third part at
+position 4.
+"""
 
 seeds = st.integers(0, 1 << 16).map(Random)
 chances = st.sampled_from([0.0, 0.1, 0.5])
@@ -35,7 +38,9 @@ def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngin
         request.items = (MediaItem(f"image{length % 2}", length // 3, max(1, length // 2)),)
     elif flavour == "rows":
         request.rows = {at: f"row{at % 3}" for at in range(length) if at % 7 > 2}
-        request.token_ids = [0 if at in request.rows else token for at, token in enumerate(request.token_ids)]
+        request.token_ids = [
+            0 if at in request.rows else token for at, token in enumerate(request.token_ids)
+        ]
         request.history = [list(request.token_ids)]
     elif flavour == "session" and length < 18 and not engine.setup.num_drafts:
         request.updates = [more[:4]] if length % 2 else []
@@ -76,10 +81,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         story=st.sampled_from(range(len(STORIES))),
         length=st.integers(1, 34),
         max_tokens=st.integers(1, 14),
-        flavour=st.sampled_from(["plain"] * 6 + ["salt", "adapter", "rows", "item", "no load", "session", "session"]),
+        flavour=st.sampled_from(
+            ["plain"] * 6 + ["salt", "adapter", "rows", "item", "no load", "session", "session"]
+        ),
         more=st.lists(st.integers(0, 2), min_size=1, max_size=9),
     )
-    def arrive(self, story: int, length: int, max_tokens: int, flavour: str, more: list[int]) -> None:
+    def arrive(
+        self, story: int, length: int, max_tokens: int, flavour: str, more: list[int]
+    ) -> None:
         request = Request(f"r{self.num_arrived}", STORIES[story][:length], max_tokens)
         self.num_arrived += 1
         self.engine.add(dress(request, flavour, more, self.engine))
@@ -111,7 +120,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if living:
             self.engine.finish(living[which % len(living)], aborted=True)
 
-    @rule(which=st.integers(0, 5), update=st.lists(st.integers(0, 2), min_size=1, max_size=9) | st.none())
+    @rule(
+        which=st.integers(0, 5),
+        update=st.lists(st.integers(0, 2), min_size=1, max_size=9) | st.none(),
+    )
     def feed_session(self, which: int, update: list[int] | None) -> None:
         sessions = [r for r in self.engine.requests.values() if r.updates is not None]
         if sessions and can_feed(session := sessions[which % len(sessions)]):
@@ -160,7 +172,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def no_request_waits_for_ever(self) -> None:
         """Where disk and loads hang, each is answered within its time, as long as vLLM asks."""
         engine = self.engine
-        crowd = [r for r in engine.waiting if r.num_computed_tokens == 0 and r.status in ("waiting", "preempted")]
+        crowd = [
+            r
+            for r in engine.waiting
+            if r.num_computed_tokens == 0 and r.status in ("waiting", "preempted")
+        ]
         answers: dict[str, int | None] = {}
         for _ in range(4):
             for request in crowd:

@@ -43,7 +43,9 @@ def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> No
 @both_modes
 def test_the_next_input_of_a_session_is_saved_with_what_came_before_it(run_ahead: bool) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
-    request = engine.add(Request("a", PROMPT[:9], 4, saves="prompt", updates=[[2, 1, 0, 2, 1, 0, 0]]))
+    request = engine.add(
+        Request("a", PROMPT[:9], 4, saves="prompt", updates=[[2, 1, 0, 2, 1, 0, 0]])
+    )
     for _ in range(30):
         engine.run()
         engine.check()
@@ -53,7 +55,9 @@ def test_the_next_input_of_a_session_is_saved_with_what_came_before_it(run_ahead
 
 @both_modes
 @pytest.mark.parametrize(("savable_tokens", "num_saved"), [(0, 0), (7, 4), (8, 8)])
-def test_nothing_is_saved_behind_the_tokens_that_can_be_found_again(run_ahead: bool, savable_tokens: int, num_saved: int) -> None:
+def test_nothing_is_saved_behind_the_tokens_that_can_be_found_again(
+    run_ahead: bool, savable_tokens: int, num_saved: int
+) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = serve(engine, Request("a", list(PROMPT), 20, savable_tokens=savable_tokens))
     assert stored(engine, request) == num_saved

@@ -1,4 +1,6 @@
-"""Which running requests are due, against looking at each: those whose frontier has reached what was put down."""
+"""Which running requests are due, against looking at each: those whose frontier has reached what
+was put down.
+"""
 
 from random import Random
 
@@ -22,7 +24,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=400)
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
 def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, odd: float) -> None:
-    """Requests come and go, take several tokens, or are set back (a failed load, rejected drafts)."""
+    """Requests come and go, take several tokens, or are set back (a failed load, rejected
+    drafts).
+    """
     rng, names, ours = Random(seed), iter(range(1000)), SaveSchedule()
     computed: dict[ReqId, int] = {}
     due_at: dict[ReqId, int] = {}
@@ -39,19 +43,37 @@ def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, o
         running = list(computed)
         if lined_up != running:
             if lined_up == running[: len(lined_up)] and rng.random() < 0.5:
-                ours.add(running[len(lined_up) :], [due_at[name] for name in running[len(lined_up) :]])
+                ours.add(
+                    running[len(lined_up) :], [due_at[name] for name in running[len(lined_up) :]]
+                )
             else:
                 ours.line_up(running, [due_at[name] for name in running])
             lined_up = running
         one_each = rng.random() >= odd
         given = {name: 1 if one_each else rng.randrange(1, 6) for name in running}
-        due = ours.due([computed[name] for name in running], None if one_each else [given[name] for name in running])
+        due = ours.due(
+            [computed[name] for name in running],
+            None if one_each else [given[name] for name in running],
+        )
         frontiers = {name: computed[name] + given[name] for name in running}
-        assert sorted(due) == [i for i, name in enumerate(running) if frontiers[name] >= due_at[name]]
+        assert sorted(due) == [
+            i for i, name in enumerate(running) if frontiers[name] >= due_at[name]
+        ]
         for position in due:
             name = running[position]
-            due_at[name] = rng.choice([NEVER, frontiers[name] + 1, (frontiers[name] // BLOCK + 1) * BLOCK, frontiers[name] - 1])
-        ours.put(due, [computed[name] for name in running], [due_at[running[position]] for position in due])
+            due_at[name] = rng.choice(
+                [
+                    NEVER,
+                    frontiers[name] + 1,
+                    (frontiers[name] // BLOCK + 1) * BLOCK,
+                    frontiers[name] - 1,
+                ]
+            )
+        ours.put(
+            due,
+            [computed[name] for name in running],
+            [due_at[running[position]] for position in due],
+        )
         computed = {name: frontiers[name] for name in running}
 
 

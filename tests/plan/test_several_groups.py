@@ -1,4 +1,6 @@
-"""The scheduler half with several KV cache groups, or windows only, over the real store: what is saved, when not, and loaded."""
+"""The scheduler half with several KV cache groups, or windows only, over the real store: what is
+saved, when not, and loaded.
+"""
 
 from typing import Any
 
@@ -19,7 +21,8 @@ from kvloft.store import groups_of
 BLOCK = 4
 FRAME = 8192
 SHAPE = CacheShape(
-    (GroupShape(BLOCK, kind="window", reach=5), GroupShape(BLOCK), GroupShape(BLOCK, kind="state")), part_bytes=FRAME
+    (GroupShape(BLOCK, kind="window", reach=5), GroupShape(BLOCK), GroupShape(BLOCK, kind="state")),
+    part_bytes=FRAME,
 )
 PROMPT = list(range(100, 117))
 
@@ -28,23 +31,40 @@ class Bench:
     """One engine with a store."""
 
     def __init__(self, shape: CacheShape = SHAPE, pool: PoolSize | None = None) -> None:
-        self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape))
+        self.store = _core.Session(
+            frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape)
+        )
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
         self.now_s = 0.0
         self.core = SchedulerCore(
-            self.store, chains, PlanSettings(shape, arena, wait_s=10.0, shares_blocks=True, pool=pool), clock=lambda: self.now_s
+            self.store,
+            chains,
+            PlanSettings(shape, arena, wait_s=10.0, shares_blocks=True, pool=pool),
+            clock=lambda: self.now_s,
         )
 
-    def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
+    def step(
+        self,
+        request: Request,
+        num: int,
+        tables: Tables | None,
+        *,
+        new: bool = True,
+        states: Any = (),
+    ) -> StepPlan:
         """A forward of ``num`` tokens of ``request``."""
         req_id, computed = ReqId(request.req_id), request.num_computed_tokens
         columns: dict[str, Any] = {"new": [NewRequest(req_id, computed, ())]} if new else {}
         if not new:
             columns = {"running": [req_id], "num_computed_tokens": [computed]}
         view = StepView(
-            **columns, num_scheduled_tokens={req_id: num}, total_scheduled_tokens=num, tables=lambda _: tables, states=states
+            **columns,
+            num_scheduled_tokens={req_id: num},
+            total_scheduled_tokens=num,
+            tables=lambda _: tables,
+            states=states,
         )
         request.num_computed_tokens += num
         return self.core.plan_step(view)
@@ -89,7 +109,11 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
     bench.core.admit(other, 16, tables_of([0, 0, 53, 54, 55]))
     (load,) = bench.step(other, 0, tables_of([0, 0, 53, 54, 55])).loads
     assert not load.lost
-    assert {group: batch.block_ids() for group, batch in load.chunks.by_group()} == {1: [11, 12, 13, 14], 0: [53, 54], 2: [34]}
+    assert {group: batch.block_ids() for group, batch in load.chunks.by_group()} == {
+        1: [11, 12, 13, 14],
+        0: [53, 54],
+        2: [34],
+    }
 
 
 def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> None:
@@ -118,25 +142,33 @@ def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> No
 
 
 @pytest.mark.parametrize("happens", ["reset", "plan_loads_only"])
-def test_what_a_request_computed_before_a_reset_or_a_step_that_could_not_be_read_is_not_saved_after_it(happens: str) -> None:
+def test_what_a_request_computed_before_a_reset_or_a_step_that_could_not_be_read_is_not_saved_after_it(  # noqa: E501
+    happens: str,
+) -> None:
     bench = Bench()
     request = request_of()
     bench.finish(saving_step(bench, request))
     request.token_ids += [1, 2, 3, 4]
     getattr(bench.core, happens)()
     state = BoundaryState(ReqId("a"), 2, 35, 20)  # type: ignore[arg-type]
-    assert not bench.step(request, 4, tables_of([0, 22, 23, 24, 25]), new=False, states=[state]).saves
+    assert not bench.step(
+        request, 4, tables_of([0, 22, 23, 24, 25]), new=False, states=[state]
+    ).saves
 
 
 @pytest.mark.parametrize("tables", [None, Tables([[], [], []], SHAPE.main)])
-def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(tables: Tables | None) -> None:
+def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(
+    tables: Tables | None,
+) -> None:
     bench = Bench()
     request = request_of()
     bench.core.admit(request, 0, tables_of([0, 22, 23, 24, 25]))
     assert not bench.step(request, 17, tables).saves
     request.token_ids += [1, 2, 3, 4]
     assert (1, 11) in saved(bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False))
-    assert not bench.step(request, 2, tables, new=False).saves, "the fifth block is complete, and not told"
+    assert not bench.step(request, 2, tables, new=False).saves, (
+        "the fifth block is complete, and not told"
+    )
     bench.core.reset()
     assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves
 
@@ -144,11 +176,15 @@ def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(table
 def test_a_state_between_two_boundaries_is_not_kept_as_that_of_the_first() -> None:
     bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
     bench.core.admit(request := request_of(), 0, tables)
-    assert (2, 34) not in saved(bench.step(request, 17, tables, states=[BoundaryState(ReqId("a"), 2, 34, 17)]))  # type: ignore[arg-type]
+    assert (2, 34) not in saved(
+        bench.step(request, 17, tables, states=[BoundaryState(ReqId("a"), 2, 34, 17)])
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("saves", "is_kept"), [("all", True), ("prompt", False)])
-def test_a_state_behind_the_prompt_is_kept_unless_prompts_only_are(saves: str, is_kept: bool) -> None:
+def test_a_state_behind_the_prompt_is_kept_unless_prompts_only_are(
+    saves: str, is_kept: bool
+) -> None:
     bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
     request = Request(ReqId("a"), PROMPT[:14], 9, num_prompt_tokens=14, saves=saves)
     bench.core.admit(request, 0, tables)
@@ -162,13 +198,17 @@ def test_a_state_whose_block_left_the_table_in_the_same_pass_is_not_kept() -> No
     bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
     bench.core.admit(request := request_of(), 0, tables)
     state = BoundaryState(ReqId("a"), 2, 35, 16)  # type: ignore[arg-type]
-    assert not any(group == 2 for group, _ in saved(bench.step(request, 17, tables, states=[state])))
+    assert not any(
+        group == 2 for group, _ in saved(bench.step(request, 17, tables, states=[state]))
+    )
 
 
 def test_a_hit_leaves_a_token_of_the_prompt_to_compute() -> None:
     bench = Bench()
     bench.finish(saving_step(bench, request_of()))
-    assert bench.match(request_of("b", PROMPT[:16]), 0) == 0, "its only boundary with a state is its end"
+    assert bench.match(request_of("b", PROMPT[:16]), 0) == 0, (
+        "its only boundary with a state is its end"
+    )
     assert bench.match(request_of("c", PROMPT[:17]), 0) == 16
 
 
@@ -194,7 +234,8 @@ def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:
     assert (2, 34) not in saved(plan)
 
 
-# -- windows in every layer ---------------------------------------------------------------------------------------
+# -- windows in every layer
+# ---------------------------------------------------------------------------------------
 
 WINDOW_ONLY = CacheShape((GroupShape(BLOCK, kind="window", reach=5),), part_bytes=FRAME)
 
@@ -238,7 +279,9 @@ def test_a_session_whose_window_moved_on_keeps_what_it_had_before_a_reset() -> N
     assert not bench.step(request, 8, windows(0, 0, 23, 24, 25, 26, 27)).saves
 
 
-def test_a_preempted_request_s_windows_are_computed_anew_though_both_tables_begin_with_null_blocks() -> None:
+def test_a_preempted_request_s_windows_are_computed_anew_though_both_tables_begin_with_null_blocks() -> (  # noqa: E501
+    None
+):
     bench, request = Bench(WINDOW_ONLY), request_of()
     bench.core.admit(request, 0, windows(0, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(0, 22, 23, 24, 25)))

@@ -1,4 +1,6 @@
-"""One test for each known trap of vLLM's connector contract, on the symbolic engine: what is found again, and what must not be."""
+"""One test for each known trap of vLLM's connector contract, on the symbolic engine: what is found
+again, and what must not be.
+"""
 
 from random import Random
 from typing import Any
@@ -12,7 +14,8 @@ from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 from kvloft.plan.admission import LEASE_S
 from kvloft.seam.views import MediaItem, NewRequest, StepView
 
-# -- what is saved -------------------------------------------------------------------------------------------------
+# -- what is saved
+# -------------------------------------------------------------------------------------------------
 
 
 @both_modes
@@ -52,7 +55,15 @@ def test_what_vllm_has_itself_is_not_loaded() -> None:
     engine = SymbolicEngine(Setup())
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
-    assert [engine.match(again, local) for local in (0, 4, 8, 12, 16, 8, 0)] == [16, 12, 8, 4, 0, 8, 16]
+    assert [engine.match(again, local) for local in (0, 4, 8, 12, 16, 8, 0)] == [
+        16,
+        12,
+        8,
+        4,
+        0,
+        8,
+        16,
+    ]
     engine.core.finish(again.req_id)
     settle(engine)
 
@@ -91,12 +102,15 @@ def test_embeddings_never_alias_zero_tokens() -> None:
     assert engine.num_loaded_tokens == 4, "c shares its first block with b, and nothing with a"
 
 
-# -- steps that leave a request out --------------------------------------------------------------------------------
+# -- steps that leave a request out
+# --------------------------------------------------------------------------------
 
 
 @both_modes
 def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ahead: bool) -> None:
-    """All results are in, drafts of two steps were rejected, and the next step does not name the request."""
+    """All results are in, drafts of two steps were rejected, and the next step does not name the
+    request.
+    """
     depth = 2 if run_ahead else 1
     for seed in range(60):
         engine = SymbolicEngine(Setup(run_ahead=run_ahead, num_drafts=3, block_tokens=2))
@@ -114,7 +128,9 @@ def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ah
 
 
 def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, Request]:
-    """A request in mid-prefill, with blocks 1, 2, 3, ... and nothing saved; plans are then made by hand."""
+    """A request in mid-prefill, with blocks 1, 2, 3, ... and nothing saved; plans are then made by
+    hand.
+    """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request("a", PROMPT[:num_tokens], 9)
     request.num_computed_tokens = num_computed
@@ -130,8 +146,13 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
     if as_new:
         view = StepView(new=[NewRequest(req_id, 4, [1, 2, 3, 4, 5])], **counts)  # type: ignore[list-item]
     else:
-        first = StepView(new=[NewRequest(req_id, 0, [1, 2, 3, 4, 5])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
-        assert [copy.blocks for copy in engine.core.plan_step(first).saves[0].chunks] == [(1,), (2,)]
+        first = StepView(
+            new=[NewRequest(req_id, 0, [1, 2, 3, 4, 5])], num_scheduled_tokens={req_id: 4}
+        )  # type: ignore[list-item]
+        assert [copy.blocks for copy in engine.core.plan_step(first).saves[0].chunks] == [
+            (1,),
+            (2,),
+        ]
         view = StepView(running=[req_id], num_computed_tokens=[4], **counts)
     (plan,) = engine.core.plan_step(view).saves
     assert [copy.blocks for copy in plan.chunks] == [(1,), (2,), (3,)][0 if as_new else 2 :]
@@ -139,18 +160,24 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
-    """vLLM keeps the KV of accepted drafts that the turn's end cut off, under whatever tokens come next."""
+    """vLLM keeps the KV of accepted drafts that the turn's end cut off, under whatever tokens come
+    next.
+    """
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id
     drafts: Any = {req_id: num_drafts} if num_drafts else {}
     first = StepView(
-        new=[NewRequest(req_id, 4, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 1 + num_drafts}, num_draft_tokens=drafts
+        new=[NewRequest(req_id, 4, [1, 2, 3, 4, 5, 6])],
+        num_scheduled_tokens={req_id: 1 + num_drafts},
+        num_draft_tokens=drafts,
     )  # type: ignore[arg-type]
     assert engine.core.plan_step(first).saves
     request.token_ids = [*request.token_ids[:9], 1, 1, 2, 1]
     request.num_prompt_tokens = 13
     engine.core.admit(request, 0, tables([1, 2, 3, 4, 5, 6]))
-    again = StepView(new=[NewRequest(req_id, 8, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
+    again = StepView(
+        new=[NewRequest(req_id, 8, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 4}
+    )  # type: ignore[list-item]
     assert bool(engine.core.plan_step(again).saves) == (not num_drafts)
 
 
@@ -179,7 +206,8 @@ def test_session_replaces_its_last_token(run_ahead: bool) -> None:
     settle(engine)
 
 
-# -- preemption ----------------------------------------------------------------------------------------------------
+# -- preemption
+# ---------------------------------------------------------------------------------------------
 
 
 @both_modes
@@ -196,7 +224,9 @@ def test_preempted_request_loads_what_it_had_computed(run_ahead: bool) -> None:
 
 
 def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() -> None:
-    """Two requests on a pool for one and a half: each preemption hands blocks over; outputs and frames stay right."""
+    """Two requests on a pool for one and a half: each preemption hands blocks over; outputs and
+    frames stay right.
+    """
     engine = SymbolicEngine(Setup(num_blocks=12, block_tokens=2))
     engine.add(Request("a", PROMPT[:7], 9))
     engine.add(Request("b", [2, *PROMPT[:6]], 9))
@@ -206,20 +236,27 @@ def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() ->
 
 
 def test_preemption_named_after_readmission_does_not_undo_it() -> None:
-    """reset_prefix_cache preempts between steps; the step that says so may already run the request again."""
+    """reset_prefix_cache preempts between steps; the step that says so may already run the request
+    again.
+    """
     engine = SymbolicEngine(Setup())
-    engine.store.drop_next = 1 << 30  # nothing is stored, so the request runs again at once instead of loading
+    engine.store.drop_next = (
+        1 << 30
+    )  # nothing is stored, so the request runs again at once instead of loading
     request = engine.add(Request("a", list(PROMPT), 9))
     engine.run(2)
     engine.reset_prefix_cache(with_connector=False)
     engine.store.drop_next = 0
     plan = engine.schedule()
     assert request.status == "running"
-    assert [copy.blocks for save in plan.saves for copy in save.chunks] == [(b,) for b in request.blocks[:5]]
+    assert [copy.blocks for save in plan.saves for copy in save.chunks] == [
+        (b,) for b in request.blocks[:5]
+    ]
     settle(engine)
 
 
-# -- asking --------------------------------------------------------------------------------------------------------
+# -- asking
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_match_never_taken_is_unpinned_after_a_while() -> None:

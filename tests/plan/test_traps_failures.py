@@ -1,4 +1,6 @@
-"""Traps of vLLM's connector contract, second part: copies that fail or come late, resets, unreadable steps, ends."""
+"""Traps of vLLM's connector contract, second part: copies that fail or come late, resets,
+unreadable steps, ends.
+"""
 
 from typing import Any
 
@@ -11,7 +13,8 @@ from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
 
-# -- copies that fail, come late, or never -------------------------------------------------------------------------
+# -- copies that fail, come late, or never
+# -------------------------------------------------------------------------
 
 
 def test_a_chunk_is_visible_only_when_every_rank_saved_it() -> None:
@@ -61,7 +64,9 @@ def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None
 def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_policy: bool) -> None:
     engine = SymbolicEngine(Setup(local_cache=False, fail_policy=fail_policy))
     serve(engine, Request("a", list(PROMPT), 2))
-    key = sorted(engine.store.entries.values(), key=lambda e: len(engine.book.prefix_of[e.key]))[2].key
+    key = sorted(engine.store.entries.values(), key=lambda e: len(engine.book.prefix_of[e.key]))[
+        2
+    ].key
     engine.workers.corrupt.add(key)
     request = engine.add(Request("b", list(PROMPT), 3))
     engine.run(1)
@@ -72,7 +77,9 @@ def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_poli
     settle(engine)
     assert request.tainted == fail_policy
     if not fail_policy:
-        assert stored(engine, request) == whole_blocks(request.num_tokens - 1), "saved again, from what was computed"
+        assert stored(engine, request) == whole_blocks(request.num_tokens - 1), (
+            "saved again, from what was computed"
+        )
 
 
 def test_loads_that_always_fail_are_not_offered_for_ever() -> None:
@@ -91,7 +98,9 @@ def test_a_load_that_cannot_be_planned_is_heard_of_at_once_and_only_once() -> No
     assert engine.match(request, 4) == 12
     engine.core.fail_load(request, 12, tables([9, 10, 11, 12]))
     plan = engine.core.plan_step(StepView())
-    assert [(load.req_id, load.chunks, load.lost) for load in plan.loads] == [("b", (), (10, 11, 12))]
+    assert [(load.req_id, load.chunks, load.lost) for load in plan.loads] == [
+        ("b", (), (10, 11, 12))
+    ]
     assert engine.match(request, 4) == 0
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
@@ -115,14 +124,19 @@ def test_null_block_is_never_saved() -> None:
     request = Request("a", list(PROMPT), 2)
     table = [5, 0, 6, 7, 8]
     engine.core.admit(request, 0, tables(table))
-    view = StepView(new=[NewRequest(request.req_id, 0, table)], num_scheduled_tokens={request.req_id: 18})  # type: ignore[arg-type]
+    view = StepView(
+        new=[NewRequest(request.req_id, 0, table)], num_scheduled_tokens={request.req_id: 18}
+    )  # type: ignore[arg-type]
     plan = engine.core.plan_step(view)
     assert [copy.blocks for copy in plan.saves[0].chunks] == [(5,), (6,), (7,)]
     engine.core.absorb(StepReport(saved=tuple(copy.ticket for copy in plan.saves[0].chunks[1:])))
-    assert not engine.store.entries.keys() - {plan.saves[0].chunks[0].key}, "without their parent they are never visible"
+    assert not engine.store.entries.keys() - {plan.saves[0].chunks[0].key}, (
+        "without their parent they are never visible"
+    )
 
 
-# -- resets, unreadable steps, ends --------------------------------------------------------------------------------
+# -- resets, unreadable steps, ends
+# --------------------------------------------------------------------------------
 
 
 @both_modes
@@ -172,7 +186,9 @@ def test_after_an_unreadable_step_only_requests_with_a_fresh_table_are_saved() -
     assert stored(engine, new) == whole_blocks(new.num_tokens - 1, 2)
 
 
-def test_a_step_that_fails_half_way_gives_back_what_it_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_half_way_gives_back_what_it_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SymbolicEngine(Setup())
     engine.add(Request("a", list(PROMPT), 4))
     engine.add(Request("b", [2, *PROMPT], 4))
@@ -216,13 +232,17 @@ def test_a_closed_core_hears_late_reports_without_harm() -> None:
     engine.add(Request("a", list(PROMPT), 2))
     plan = engine.schedule()
     engine.core.close()
-    engine.core.absorb(StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+    engine.core.absorb(
+        StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
+    )
     assert not engine.store.entries
     assert not engine.core.has_work_in_flight
 
 
 @both_modes
-def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(run_ahead: bool) -> None:
+def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(
+    run_ahead: bool,
+) -> None:
     """The prompt ends here: no chunk completes later."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     engine.store.drop_next, engine.store.is_save_late = 1, True

@@ -1,4 +1,5 @@
-"""The same events as the state machine, weighted as an engine would meet them: long random walks, by seed.
+"""The same events as the state machine, weighted as an engine would meet them: long random walks,
+by seed.
 
 Most steps are ordinary work; faults are rare enough that requests get far. ``python
 tests/plan/test_walks.py FIRST LAST`` walks more.
@@ -10,7 +11,11 @@ from random import Random
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(root / "tests" / "plan"), str(root / "tests" / "model"), str(root / "python")]
+    sys.path[:0] = [
+        str(root / "tests" / "plan"),
+        str(root / "tests" / "model"),
+        str(root / "python"),
+    ]
 
 import pytest
 from sim_checks import settle
@@ -18,7 +23,16 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from test_machine import STORIES, can_feed, dress
 
-FLAVOURS = ["plain"] * 5 + ["salt", "adapter", "rows", "item", "no load", "session", "session", "session"]
+FLAVOURS = ["plain"] * 5 + [
+    "salt",
+    "adapter",
+    "rows",
+    "item",
+    "no load",
+    "session",
+    "session",
+    "session",
+]
 
 
 def some_setup(rng: Random) -> Setup:
@@ -73,8 +87,17 @@ def walk(seed: int, num_events: int = 140) -> SymbolicEngine:
         if what < fault_rate:
             some_fault(engine, rng)
         elif what < 0.2 and len(engine.requests) < 9:
-            request = Request(f"r{event}", rng.choice(STORIES)[: rng.randrange(1, 34)], rng.randrange(1, 14))
-            engine.add(dress(request, rng.choice(FLAVOURS), [rng.randrange(3) for _ in range(rng.randrange(1, 9))], engine))
+            request = Request(
+                f"r{event}", rng.choice(STORIES)[: rng.randrange(1, 34)], rng.randrange(1, 14)
+            )
+            engine.add(
+                dress(
+                    request,
+                    rng.choice(FLAVOURS),
+                    [rng.randrange(3) for _ in range(rng.randrange(1, 9))],
+                    engine,
+                )
+            )
         elif what < 0.25:
             sessions = [r for r in engine.requests.values() if r.updates is not None]
             if sessions and can_feed(session := rng.choice(sessions)):

@@ -1,7 +1,8 @@
-"""Paged KV as vLLM's releases lay it out, and where each block's bytes are, told from element addresses alone.
+"""Paged KV as vLLM's releases lay it out, and where each block's bytes are, told from element
+addresses alone.
 
-The oracle for layouts and movers: it knows nothing of planes, only that a block's bytes are the bytes its elements have, in
-address order. It must not import kvloft.
+The oracle for layouts and movers: it knows nothing of planes, only that a block's bytes are the
+bytes its elements have, in address order. It must not import kvloft.
 """
 
 import math
@@ -26,7 +27,13 @@ class Sizes:
     dtype: torch.dtype = torch.float16
 
     def of(self, axis: str) -> int:
-        return {"L": self.layers, "B": self.blocks, "H": self.heads, "N": self.tokens, "C": self.content}[axis]
+        return {
+            "L": self.layers,
+            "B": self.blocks,
+            "H": self.heads,
+            "N": self.tokens,
+            "C": self.content,
+        }[axis]
 
 
 def carve(order: str, sizes: Sizes, *, offset: int = 0) -> dict[str, torch.Tensor]:
@@ -77,7 +84,10 @@ def snapshot(caches: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
 
 
 def untouched(
-    caches: Mapping[str, torch.Tensor], before: Mapping[int, np.ndarray], num_blocks: int, written: Sequence[int]
+    caches: Mapping[str, torch.Tensor],
+    before: Mapping[int, np.ndarray],
+    num_blocks: int,
+    written: Sequence[int],
 ) -> bool:
     """Whether all bytes but those of the blocks ``written`` are as before."""
     for place, old in before.items():

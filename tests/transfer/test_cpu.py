@@ -1,4 +1,6 @@
-"""The CPU mover against address arithmetic: right bytes, nothing else touched, and every failure a report."""
+"""The CPU mover against address arithmetic: right bytes, nothing else touched, and every failure a
+report.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +11,16 @@ import torch
 from batches import batch_of, batch_of_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_kv import ORDERS, Sizes, block_bytes, carve, random_bytes, snapshot, storage_bytes, untouched
+from paged_kv import (
+    ORDERS,
+    Sizes,
+    block_bytes,
+    carve,
+    random_bytes,
+    snapshot,
+    storage_bytes,
+    untouched,
+)
 
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
@@ -27,14 +38,22 @@ BLOCKS_PER_CHUNK = 3
 class Bench:
     """One engine's paged KV, an arena of its own, and a mover between them."""
 
-    def __init__(self, caches: dict[str, torch.Tensor], num_blocks: int, num_ranks: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, caches: dict[str, torch.Tensor], num_blocks: int, num_ranks: int = 1, rank: int = 0
+    ) -> None:
         self.caches = caches
         self.num_blocks = num_blocks
         self.layout = read_layout(caches, num_blocks, "test")
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
-        self.shape = CacheShape((GroupShape(16, BLOCKS_PER_CHUNK),), part_bytes=part_bytes_for(payload), num_ranks=num_ranks)
+        self.shape = CacheShape(
+            (GroupShape(16, BLOCKS_PER_CHUNK),),
+            part_bytes=part_bytes_for(payload),
+            num_ranks=num_ranks,
+        )
         frame_bytes = self.shape.frame_bytes
-        self.store = _core.Session(frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32))
+        self.store = _core.Session(
+            frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32)
+        )
         self.spec = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
         self.mover, self.frames = self.rank(rank)
         self.frames.bytes.fill_(0xEE)
@@ -53,7 +72,14 @@ class Bench:
             raw[:] = random_bytes(raw.size, seed).numpy()
 
 
-def copy_of(frame: int, blocks: tuple[int, ...], *, num_blocks: int | None = None, first: int = 0, ticket: int = 7) -> ChunkCopy:
+def copy_of(
+    frame: int,
+    blocks: tuple[int, ...],
+    *,
+    num_blocks: int | None = None,
+    first: int = 0,
+    ticket: int = 7,
+) -> ChunkCopy:
     total = len(blocks) if num_blocks is None else num_blocks
     return ChunkCopy(frame, KEY, total, first, tuple(BlockId(b) for b in blocks), Ticket(ticket))
 
@@ -68,9 +94,13 @@ def save(mover: CpuMover, *copies: ChunkCopy) -> tuple[list[int], list[int]]:
     return list(done.saved), list(done.failed)
 
 
-def load(mover: CpuMover, *copies: ChunkCopy, lost: tuple[int, ...] = ()) -> tuple[list[str], set[int]]:
+def load(
+    mover: CpuMover, *copies: ChunkCopy, lost: tuple[int, ...] = ()
+) -> tuple[list[str], set[int]]:
     """(problems, bad blocks)"""
-    mover.submit_loads([LoadPlan(ReqId("r"), 3, loads_of(*copies), tuple(BlockId(b) for b in lost))])
+    mover.submit_loads(
+        [LoadPlan(ReqId("r"), 3, loads_of(*copies), tuple(BlockId(b) for b in lost))]
+    )
     done = mover.poll()
     (result,) = done.loads
     assert (result.req_id, result.load_id) == ("r", 3)
@@ -104,7 +134,13 @@ def bench() -> Iterator[Bench]:
     num_loaded=st.integers(1, BLOCKS_PER_CHUNK),
 )
 def test_what_is_gathered_is_scattered_and_nothing_else_changes(
-    order: str, sizes: Sizes, offset: int, blocks: list[int], num_blocks: int, first: int, num_loaded: int
+    order: str,
+    sizes: Sizes,
+    offset: int,
+    blocks: list[int],
+    num_blocks: int,
+    first: int,
+    num_loaded: int,
 ) -> None:
     bench = Bench(carve(order, sizes, offset=offset), sizes.blocks)
     bench.fill(1)
@@ -137,7 +173,9 @@ def test_a_tail_is_the_beginning_of_the_longer_chunk(bench: Bench) -> None:
     save(bench.mover, copy_of(0, (4, 2)), copy_of(1, (4, 2, 5)))
     size = 2 * bench.layout.block_bytes
     assert torch.equal(bench.frames.part(0)[:size], bench.frames.part(1)[:size])
-    assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], "and is not taken for it"
+    assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], (
+        "and is not taken for it"
+    )
 
 
 def test_ranks_share_a_frame_without_touching_each_other() -> None:
@@ -153,14 +191,25 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
     bench.frames.bytes[0, :part] = bench.frames.bytes[0, part:]
-    assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], "another rank's part is not mine"
+    assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], (
+        "another rank's part is not mine"
+    )
 
 
 @pytest.mark.parametrize(
     ("damage", "why"),
-    [("payload", "tag"), ("last byte", "tag"), ("trailer", "unsealed"), ("key", "key"), ("layout", "layout"), ("blocks", "shape")],
+    [
+        ("payload", "tag"),
+        ("last byte", "tag"),
+        ("trailer", "unsealed"),
+        ("key", "key"),
+        ("layout", "layout"),
+        ("blocks", "shape"),
+    ],
 )
-def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(bench: Bench, damage: str, why: str) -> None:
+def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(
+    bench: Bench, damage: str, why: str
+) -> None:
     save(bench.mover, copy_of(0, (1, 2, 3)), copy_of(1, (4, 5))._replace(key=ChunkKey(b"x" * 32)))
     bad, mover = copy_of(0, (4, 5, 6)), bench.mover
     if damage == "payload":
@@ -203,7 +252,10 @@ def test_a_good_chunk_beside_a_bad_one_is_loaded(bench: Bench) -> None:
 
 def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
     """A block the pool does not have: a failed ticket or a bad load, and the rest goes on."""
-    assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == ([2], [1])
+    assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == (
+        [2],
+        [1],
+    )
     assert save(bench.mover, copy_of(77, (1,), ticket=3), copy_of(2, (4,), ticket=4)) == ([4], [3])
     problems, lost = load(bench.mover, copy_of(1, (99,)), copy_of(2, (5,)), copy_of(77, (6,)))
     assert len(problems) == 2
@@ -219,7 +271,9 @@ def test_a_save_that_fails_leaves_its_frame_as_it_was(bench: Bench) -> None:
 
 
 class TestAnotherProcessWritesToTheFrame:
-    """A worker whose scheduler was killed still has the arena mapped, and may write to a frame that is another's by now."""
+    """A worker whose scheduler was killed still has the arena mapped, and may write to a frame that
+    is another's by now.
+    """
 
     @staticmethod
     def foreign_write(bench: Bench) -> None:
@@ -231,18 +285,26 @@ class TestAnotherProcessWritesToTheFrame:
         save(bench.mover, copy_of(0, (1, 2, 3)))
         self.expect_right_pages(bench)
 
-    def test_between_gathering_pages_and_sealing_them(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_between_gathering_pages_and_sealing_them(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.wrap(bench, monkeypatch, "store", before=True)
         save(bench.mover, copy_of(0, (1, 2, 3)))
         self.expect_right_pages(bench)
 
-    def test_between_the_check_and_the_copy_to_pages(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_between_the_check_and_the_copy_to_pages(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         save(bench.mover, copy_of(0, (1, 2, 3)))
         self.wrap(bench, monkeypatch, "fetch", before=False)
         self.expect_right_pages(bench)
 
-    @pytest.mark.parametrize("written", [slice(0, 1), slice(40, 48), slice(-128, -120), slice(-90, -80)])
-    def test_after_the_save_it_is_a_miss_and_no_page_is_touched(self, bench: Bench, written: slice) -> None:
+    @pytest.mark.parametrize(
+        "written", [slice(0, 1), slice(40, 48), slice(-128, -120), slice(-90, -80)]
+    )
+    def test_after_the_save_it_is_a_miss_and_no_page_is_touched(
+        self, bench: Bench, written: slice
+    ) -> None:
         save(bench.mover, copy_of(0, (1, 2, 3)))
         bench.frames.part(0)[written] ^= 0x55
         before = [block_bytes(bench.caches, 7, block) for block in (4, 5, 6)]
@@ -251,7 +313,9 @@ class TestAnotherProcessWritesToTheFrame:
         assert bad == {4, 5, 6}
         assert [block_bytes(bench.caches, 7, block) for block in (4, 5, 6)] == before
 
-    def wrap(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, *, before: bool) -> None:
+    def wrap(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, *, before: bool
+    ) -> None:
         original = getattr(PrivatePart, name)
 
         def wrapped(part: PrivatePart, *args: object) -> object:
@@ -275,20 +339,29 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
     bench.mover.submit_loads([])
     assert not bench.mover.poll().loads
     bench.mover.submit_saves(
-        [SavePlan(ReqId("r"), batch_of([copy])) for copy in (copy_of(0, (1, 2), ticket=1), copy_of(1, (3,), ticket=2))]
+        [
+            SavePlan(ReqId("r"), batch_of([copy]))
+            for copy in (copy_of(0, (1, 2), ticket=1), copy_of(1, (3,), ticket=2))
+        ]
     )
-    bench.mover.submit_loads([LoadPlan(ReqId("r"), 9, loads_of(copy_of(0, (4,), num_blocks=2, first=1)))])
+    bench.mover.submit_loads(
+        [LoadPlan(ReqId("r"), 9, loads_of(copy_of(0, (4,), num_blocks=2, first=1)))]
+    )
     done = bench.mover.drain()
     assert (done.saved, [r.load_id for r in done.loads]) == ([1, 2], [9])
     assert done.num_bytes_saved == 3 * bench.layout.block_bytes
     assert done.num_bytes_loaded == bench.layout.block_bytes
     again = bench.mover.poll()
-    assert not (again.saved or again.failed or again.loads or again.bad_blocks or again.num_bytes_saved)
+    assert not (
+        again.saved or again.failed or again.loads or again.bad_blocks or again.num_bytes_saved
+    )
 
 
 def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
     """A pipeline stage that needs less than another has the same part of each frame."""
-    smaller = FrameWindow(bench.spec, replace(bench.shape, part_bytes=4096), shard=0, payload_bytes=16)
+    smaller = FrameWindow(
+        bench.spec, replace(bench.shape, part_bytes=4096), shard=0, payload_bytes=16
+    )
     assert smaller.memory.part_bytes == bench.spec.frame_bytes // bench.shape.num_shards
 
 
@@ -306,11 +379,15 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
     with pytest.raises(LayoutError, match="cannot hold"):
         FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
     with pytest.raises(LayoutError, match="cannot hold"):
-        FrameWindow(bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1)
+        FrameWindow(
+            bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1
+        )
 
 
 def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
-    """Their layers share block ids, and a load is reported once, with what was wrong in any group."""
+    """Their layers share block ids, and a load is reported once, with what was wrong in any
+    group.
+    """
     benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
     one, other = benches
     mover = CpuMover([one.layout, other.layout], one.frames)
@@ -323,7 +400,9 @@ def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
     wanted = [one.expected(three), other.expected(two)]
     one.fill(3)
     other.fill(4)
-    loads = batch_of_groups([(0, [copy_of(0, three, ticket=-1)]), (1, [copy_of(1, two, ticket=-1)])])
+    loads = batch_of_groups(
+        [(0, [copy_of(0, three, ticket=-1)]), (1, [copy_of(1, two, ticket=-1)])]
+    )
     mover.submit_loads([LoadPlan(ReqId("r"), 1, loads)])
     assert [result.bad_keys for result in mover.poll().loads] == [()]
     assert [one.expected(three), other.expected(two)] == wanted

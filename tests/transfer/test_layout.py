@@ -1,4 +1,6 @@
-"""Planes read off strides name exactly each block's bytes, for every layout vLLM has, and nothing is guessed."""
+"""Planes read off strides name exactly each block's bytes, for every layout vLLM has, and nothing
+is guessed.
+"""
 
 import itertools
 
@@ -23,7 +25,9 @@ def plane_addresses(layout: PagedLayout, block: int) -> list[tuple[int, int]]:
     ]
 
 
-def true_addresses(caches: dict[str, torch.Tensor], num_blocks: int, block: int) -> list[tuple[int, int]]:
+def true_addresses(
+    caches: dict[str, torch.Tensor], num_blocks: int, block: int
+) -> list[tuple[int, int]]:
     found: dict[tuple[int, int], None] = {}
     for tensor in caches.values():
         place = tensor.untyped_storage().data_ptr()
@@ -33,12 +37,23 @@ def true_addresses(caches: dict[str, torch.Tensor], num_blocks: int, block: int)
 
 @given(
     order=st.sampled_from(ORDERS),
-    layers=primes, blocks=primes, heads=primes, tokens=primes, content=primes,
+    layers=primes,
+    blocks=primes,
+    heads=primes,
+    tokens=primes,
+    content=primes,
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
     offset=st.sampled_from([0, 3]),
-)  # fmt: skip
+)
 def test_planes_name_exactly_each_blocks_bytes(
-    order: str, layers: int, blocks: int, heads: int, tokens: int, content: int, dtype: torch.dtype, offset: int
+    order: str,
+    layers: int,
+    blocks: int,
+    heads: int,
+    tokens: int,
+    content: int,
+    dtype: torch.dtype,
+    offset: int,
 ) -> None:
     caches = carve(order, Sizes(layers, blocks, heads, tokens, content, dtype), offset=offset)
     layout = read_layout(caches, blocks)
@@ -69,21 +84,32 @@ def test_key_and_value_outermost_become_planes() -> None:
 def test_one_latent_head_is_one_page_a_layer() -> None:
     """MLA: [B, N, C], or [B, 1, N, C] with whatever stride the single head has."""
     flat = random_bytes(6 * 5 * 7)
-    for tensor in (flat.view(6, 5, 7), flat.view(6, 1, 5, 7), flat.as_strided((6, 1, 5, 7), (35, 1, 7, 1))):
+    for tensor in (
+        flat.view(6, 5, 7),
+        flat.view(6, 1, 5, 7),
+        flat.as_strided((6, 1, 5, 7), (35, 1, 7, 1)),
+    ):
         layout = read_layout({"layer": tensor}, 6)
         assert layout.page_bytes == (35,)
         assert plane_addresses(layout, 5) == true_addresses({"layer": tensor}, 6, 5)
 
 
 def test_separate_tensors_a_layer_in_the_order_they_were_registered() -> None:
-    caches = {name: random_bytes(7 * 12, seed).view(7, 3, 4) for seed, name in enumerate(["b", "a", "c"])}
+    caches = {
+        name: random_bytes(7 * 12, seed).view(7, 3, 4) for seed, name in enumerate(["b", "a", "c"])
+    }
     layout = read_layout(caches, 7)
-    assert [plane.storage.data_ptr() for plane in layout.planes] == [t.data_ptr() for t in caches.values()]
+    assert [plane.storage.data_ptr() for plane in layout.planes] == [
+        t.data_ptr() for t in caches.values()
+    ]
 
 
 def test_layers_that_share_their_kv_are_taken_once() -> None:
     caches = carve("LBHNC", Sizes())
-    shared = caches | {"shares.0": caches["layer.0"], "shares.2": caches["layer.2"].view(torch.int16)}
+    shared = caches | {
+        "shares.0": caches["layer.0"],
+        "shares.2": caches["layer.2"].view(torch.int16),
+    }
     assert read_layout(shared, 7).planes == read_layout(caches, 7).planes
 
 
@@ -124,9 +150,16 @@ def test_digest_tells_apart_what_is_laid_out_differently_in_a_page_and_nothing_e
         return read_layout(carve(order, sizes), sizes.blocks, fingerprint).digest
 
     different = [
-        digest(), digest("LBNHC"), digest("LHBNC"), digest(fingerprint="y"), digest(layers=4), digest(heads=3),
-        digest(tokens=4), digest(content=4), digest(heads=5, tokens=2),
-    ]  # fmt: skip
+        digest(),
+        digest("LBNHC"),
+        digest("LHBNC"),
+        digest(fingerprint="y"),
+        digest(layers=4),
+        digest(heads=3),
+        digest(tokens=4),
+        digest(content=4),
+        digest(heads=5, tokens=2),
+    ]
     for one, other in itertools.combinations(different, 2):
         assert one != other
     assert digest() == digest(blocks=11), "another pool size is the same layout"
@@ -152,4 +185,10 @@ def test_planes_say_which_of_them_are_bf16() -> None:
         "c": torch.zeros(4, 16, dtype=torch.float16),
         "d": torch.zeros(4, 16, dtype=torch.uint8),
     }
-    assert [plane.is_bf16 for plane in read_layout(caches, 4).planes] == [True, True, False, False, False]
+    assert [plane.is_bf16 for plane in read_layout(caches, 4).planes] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -1,4 +1,6 @@
-"""A sleeping engine's pages: copies end before they go, nothing touches them until they are back, and all is as before then."""
+"""A sleeping engine's pages: copies end before they go, nothing touches them until they are back,
+and all is as before then.
+"""
 
 import pytest
 from idle_mover import IdleMover
@@ -31,7 +33,9 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
     pages = [tensor.clone() for tensor in CACHES.values()]
     run(worker, store, 2)
     assert_all_failed(worker)
-    assert all((a == b).all() or a.isnan().any() for a, b in zip(pages, CACHES.values(), strict=True))
+    assert all(
+        (a == b).all() or a.isnan().any() for a, b in zip(pages, CACHES.values(), strict=True)
+    )
     for _ in range(2):
         worker.resume()
     worker.begin(plan_of(store, 3)._replace(loads=()))
@@ -74,7 +78,9 @@ def test_an_engine_that_never_moved_a_page_can_sleep_too(store: _core.Session) -
 
 
 @pytest.mark.parametrize("how", ["shutdown", "register", "stop and resume"])
-def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(store: _core.Session, how: str) -> None:
+def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(
+    store: _core.Session, how: str
+) -> None:
     closed: list[str] = []
 
     class Watched(IdleMover):
@@ -97,8 +103,12 @@ def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(st
     assert closed == ["mine"]
 
 
-def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pinned(store: _core.Session) -> None:
-    """The first saves after it wakes may take every frame that the scheduler half was told of, and those not pinned would fail."""
+def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pinned(
+    store: _core.Session,
+) -> None:
+    """The first saves after it wakes may take every frame that the scheduler half was told of, and
+    those not pinned would fail.
+    """
     mover = IdleMover()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register([CACHES], 7, "test")
@@ -122,7 +132,9 @@ def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pin
 
 
 @pytest.mark.parametrize("was_used", [True, False])
-def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(was_used: bool, store: _core.Session) -> None:
+def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(
+    was_used: bool, store: _core.Session
+) -> None:
     """Or chunks on disk, which are read into frames, would be misses."""
     worker = worker_for()
     if was_used:
@@ -134,7 +146,9 @@ def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(was_used: bool,
     assert worker.take_report() is None
 
 
-def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(store: _core.Session) -> None:
+def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(
+    store: _core.Session,
+) -> None:
     mover = IdleMover()
     mover.usable_frames = 1
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)

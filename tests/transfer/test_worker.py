@@ -1,4 +1,6 @@
-"""WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover is only misses."""
+"""WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover
+is only misses.
+"""
 
 import os
 import select
@@ -64,7 +66,9 @@ def test_each_hook_may_be_called_again_within_a_step(store: _core.Session) -> No
     assert worker.take_totals().num_bytes_saved == 0
 
 
-def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(store: _core.Session) -> None:
+def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(
+    store: _core.Session,
+) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -102,7 +106,9 @@ def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None
     assert [why for result in report.loads for _, why in result.bad_keys] == ["unsealed"]
 
 
-def test_saves_that_a_step_left_out_have_failed_when_the_next_one_begins(store: _core.Session) -> None:
+def test_saves_that_a_step_left_out_have_failed_when_the_next_one_begins(
+    store: _core.Session,
+) -> None:
     worker = worker_for()
     worker.begin(plan_of(store)._replace(loads=()))
     worker.begin(StepPlan(2))
@@ -124,7 +130,9 @@ def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
 
 
 def assert_all_failed(worker: WorkerCore) -> None:
-    """The save and the load of `plan_of` are reported, as failed, and the load's block is to be computed."""
+    """The save and the load of `plan_of` are reported, as failed, and the load's block is to be
+    computed.
+    """
     assert worker.take_finished_loads() == ({"l"}, {2})
     report = worker.take_report()
     assert report is not None
@@ -132,7 +140,9 @@ def assert_all_failed(worker: WorkerCore) -> None:
     assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
 
 
-def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(
+    store: _core.Session, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = worker_for()
     plan = plan_of(store)
     assert plan.arena is not None
@@ -145,16 +155,22 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Ses
 
 
 @pytest.mark.parametrize("kept", [1, PART_BYTES // BLOCK_BYTES + 1])
-def test_frames_must_hold_a_chunk_of_every_group(store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_frames_must_hold_a_chunk_of_every_group(
+    store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also of one that has more blocks in it than the others."""
-    worker = WorkerCore(replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0)
+    worker = WorkerCore(
+        replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0
+    )
     worker.register([CACHES, CACHES], 7, "test")
     worker.begin(plan_of(store)._replace(loads=(), saves=()))
     assert ("cannot move pages" in caplog.text) is (kept > 1)
 
 
 @pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
-def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error: type[BaseException]) -> None:
+def test_a_request_hears_of_its_load_whatever_breaks(
+    store: _core.Session, error: type[BaseException]
+) -> None:
     def make(layout: PagedLayout, frames: object) -> IdleMover:
         raise error
 
@@ -273,13 +289,18 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
     assert (report.saved, report.usable_frames) == ((11,), (0, 2))
 
 
-def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(store: _core.Session) -> None:
+def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(
+    store: _core.Session,
+) -> None:
     """A path is used again for another arena."""
     worker = worker_for()
     plan = plan_of(store)
     right = arena_of(store)
     assert right is not None
-    for arena in (replace(right, id=right.id + 1), replace(right, path="/proc/self/fd/999999", id=7)):
+    for arena in (
+        replace(right, id=right.id + 1),
+        replace(right, path="/proc/self/fd/999999", id=7),
+    ):
         worker.begin(plan._replace(arena=arena))
         worker.run_saves()
         worker.run_loads()
@@ -307,7 +328,9 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) 
 
 
 class TestLifeline:
-    """What a server goes by: it gives no frame to another engine while some process has the engine's lifeline open."""
+    """What a server goes by: it gives no frame to another engine while some process has the
+    engine's lifeline open.
+    """
 
     @staticmethod
     def new_pipe() -> tuple[int, int, tuple[str, int]]:
@@ -320,7 +343,9 @@ class TestLifeline:
         poll.register(read, 0)
         return bool(poll.poll(0))
 
-    def begin(self, worker: WorkerCore, store: _core.Session, lifeline: tuple[str, int]) -> StepReport | None:
+    def begin(
+        self, worker: WorkerCore, store: _core.Session, lifeline: tuple[str, int]
+    ) -> StepReport | None:
         plan = plan_of(store)._replace(loads=())
         arena = replace(plan.arena or pytest.fail("no arena"), lifeline=lifeline, id=store.arena_id)
         worker.begin(plan._replace(arena=arena))
@@ -340,7 +365,9 @@ class TestLifeline:
         os.close(read)
 
     @pytest.mark.parametrize("is_reused", [False, True])
-    def test_a_worker_whose_scheduler_is_gone_maps_nothing(self, store: _core.Session, is_reused: bool) -> None:
+    def test_a_worker_whose_scheduler_is_gone_maps_nothing(
+        self, store: _core.Session, is_reused: bool
+    ) -> None:
         read, write, (path, inode) = self.new_pipe()
         if not is_reused:
             os.close(write)
@@ -353,7 +380,9 @@ class TestLifeline:
         assert self.is_closed(read), "nor does it hold another file open"
         os.close(read)
 
-    def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(self, store: _core.Session) -> None:
+    def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(
+        self, store: _core.Session
+    ) -> None:
         pipes = [self.new_pipe() for _ in range(2)]
         worker = worker_for()
         self.begin(worker, store, pipes[0][2])

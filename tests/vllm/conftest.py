@@ -1,4 +1,6 @@
-"""Lets these tests import the helpers beside them and of `tests/model`, and what several of them need."""
+"""Lets these tests import the helpers beside them and of `tests/model`, and what several of them
+need.
+"""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Identities of LoRA adapters: shared by requests, runs and restarts only where it is known which weights the workers have."""
+"""Identities of LoRA adapters: shared by requests, runs and restarts only where it is known which
+weights the workers have.
+"""
 
 import os
 import threading
@@ -50,7 +52,9 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "link"])
-def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path, change: str) -> None:
+def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
+    adapter: Path, change: str
+) -> None:
     """Which state the workers loaded, and load after they had no room for it, files do not show."""
     link = adapter.parent / "current"
     link.symlink_to(adapter)
@@ -60,7 +64,9 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path,
     assert names.identify(lora) == first, "within the run it is one adapter"
     assert (AdapterNames().identify(lora) == first) == (change == "content")
     (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
-    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, "workers may have either state"
+    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, (
+        "workers may have either state"
+    )
 
 
 def test_an_adapter_that_was_another_meanwhile_is_not_shared(adapter: Path) -> None:
@@ -86,33 +92,49 @@ def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> No
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))
-    assert len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)}) == 4
+    assert (
+        len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)})
+        == 4
+    )
     assert names.identify(LoRARequest("a", 1, str(adapter))) == first
 
 
 def test_the_shape_that_a_request_gives_its_adapter_counts(adapter: Path) -> None:
     loras: list[Any] = [
-        SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d) for is_3d in (False, True)
+        SimpleNamespace(
+            lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d
+        )
+        for is_3d in (False, True)
     ]
     assert AdapterNames().identify(loras[0]) != AdapterNames().identify(loras[1])
 
 
 @pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
 def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
-    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path that stands for nothing."""
+    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path
+    that stands for nothing.
+    """
     names = AdapterNames()
-    loras: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
+    loras: list[Any] = [
+        SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)
+    ]
     first, second = map(names.identify, loras)
     assert first != second
     assert names.identify(loras[0]) == first, "but within the run it is one adapter"
     assert AdapterNames().identify(loras[0]) != first
 
 
-def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(
+    hub_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
     lora = LoRARequest("a", 1, "hub/adapter")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # other tests of this process are offline, or its user
-    assert AdapterNames().identify(lora) != AdapterNames().identify(lora), "vLLM asks the hub for a newer one"
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", False
+    )  # other tests of this process are offline, or its user
+    assert AdapterNames().identify(lora) != AdapterNames().identify(lora), (
+        "vLLM asks the hub for a newer one"
+    )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     first = AdapterNames().identify(lora)
     assert first == AdapterNames().identify(lora)
@@ -120,7 +142,9 @@ def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cach
     assert AdapterNames().identify(lora) != first
 
 
-def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)
@@ -130,14 +154,20 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path,
     assert names.identify(lora) == first
 
 
-def test_a_file_system_that_hangs_delays_no_request(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_hangs_delays_no_request(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Meanwhile requests with adapters share nothing."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)
     names._looks._timeout_s = 0.1
     hangs, asked = threading.Event(), list[str]()
-    monkeypatch.setattr(weights, "look", lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2])
+    monkeypatch.setattr(
+        weights,
+        "look",
+        lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2],
+    )
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
     assert len(asked) == 1, "only the first one waits"
     hangs.set()
@@ -146,9 +176,14 @@ def test_a_file_system_that_hangs_delays_no_request(adapter: Path, monkeypatch: 
 
 
 def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:
-    """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by hand."""
+    """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by
+    hand.
+    """
     lora: Any = SimpleNamespace(
-        lora_name="a", lora_int_id=1, lora_path=str(adapter), tensorizer_config_dict={"tensorizer_dir": "x"}
+        lora_name="a",
+        lora_int_id=1,
+        lora_path=str(adapter),
+        tensorizer_config_dict={"tensorizer_dir": "x"},
     )
     assert AdapterNames().identify(lora) != AdapterNames().identify(lora)
 

@@ -1,4 +1,6 @@
-"""What a hook raises inside vLLM: whatever breaks in kvloft is a miss; only what ends the process passes through."""
+"""What a hook raises inside vLLM: whatever breaks in kvloft is a miss; only what ends the process
+passes through.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,19 @@ def broken(error: type[BaseException]) -> KVLoftConnector:
         raise error
 
     half = SimpleNamespace(
-        match=fail, admit=fail, take_stats=fail, close=fail, hook_errors=0,
-        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), plan_step=fail, finish=fail, reset=fail, take_notes=list),
-    )  # fmt: skip
+        match=fail,
+        admit=fail,
+        take_stats=fail,
+        close=fail,
+        hook_errors=0,
+        core=SimpleNamespace(
+            plan_loads_only=lambda: StepPlan(7),
+            plan_step=fail,
+            finish=fail,
+            reset=fail,
+            take_notes=list,
+        ),
+    )
     connector = object.__new__(KVLoftConnector)
     connector._errors_logged, connector._half, connector._scheduler = set(), half, half  # type: ignore[assignment]
     return connector
@@ -58,7 +70,9 @@ def test_a_failure_of_kv_events_costs_no_plan_and_no_other_requests_events(
     half.core.take_notes = lambda: [fail, lambda: told.append("a"), fail, lambda: told.append("b")]
     assert connector.build_connector_meta(None).plan == StepPlan(3)
     assert told == ["a", "b"] and half.hook_errors == 2
-    assert [record.message.partition(";")[0] for record in caplog.records] == ["kvloft: error in _note_for_events"]
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "kvloft: error in _note_for_events"
+    ]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -76,7 +90,9 @@ def test_a_request_whose_load_cannot_be_planned_is_told_so(error: type[BaseExcep
     half = object.__new__(SchedulerHalf)
     half._adapters = None  # type: ignore[assignment]
     half._new_tables = Tables
-    half.core = SimpleNamespace(admit=fail, fail_load=lambda _, num_tokens, __: told.append(num_tokens))  # type: ignore[assignment]
+    half.core = SimpleNamespace(
+        admit=fail, fail_load=lambda _, num_tokens, __: told.append(num_tokens)
+    )  # type: ignore[assignment]
     request: Any = SimpleNamespace(request_id="r")
     with pytest.raises(error):
         half.admit(request, ([1],), 16)

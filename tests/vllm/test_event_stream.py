@@ -1,8 +1,10 @@
-"""What a router learns over ZMQ is what the store answers: random steps through vLLM's own publisher, and a gap now and then.
+"""What a router learns over ZMQ is what the store answers: random steps through vLLM's own
+publisher, and a gap now and then.
 
-The store is the engine's own, or that of a `kvloft serve`, which is killed and started again while another engine saves, evicts
-and clears. The subscriber reads what is on the wire: it has a SUB socket, falls out of the stream now and then, and asks the
-publisher's replay socket for what it missed. Steps: ``KV_EVENT_STEPS`` (the whole acceptance: 100000).
+The store is the engine's own, or that of a `kvloft serve`, which is killed and started again while
+another engine saves, evicts and clears. The subscriber reads what is on the wire: it has a SUB
+socket, falls out of the stream now and then, and asks the publisher's replay socket for what it
+missed. Steps: ``KV_EVENT_STEPS`` (the whole acceptance: 100000).
 """
 
 import os
@@ -46,11 +48,17 @@ class Router:
 
     def __init__(self, prompts: set[Prompt], endpoint: str, replay_endpoint: str) -> None:
         self.index, self._endpoint, self.num_missed = Index(prompts), endpoint, 0
-        prefixes = {prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+        prefixes = {
+            prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)
+        }
         # vLLM publishes the last 64 bits of a hash.
-        self._hashes = {int.from_bytes(hash_of(prefix)[-8:], "big"): hash_of(prefix) for prefix in prefixes}
+        self._hashes = {
+            int.from_bytes(hash_of(prefix)[-8:], "big"): hash_of(prefix) for prefix in prefixes
+        }
         assert len(self._hashes) == len(prefixes)
-        self._sub, self._replay = (zmq.Context.instance().socket(kind) for kind in (zmq.SUB, zmq.DEALER))
+        self._sub, self._replay = (
+            zmq.Context.instance().socket(kind) for kind in (zmq.SUB, zmq.DEALER)
+        )
         self._sub.subscribe(b"")
         self._sub.connect(endpoint)
         self._replay.connect(replay_endpoint)
@@ -98,7 +106,9 @@ class Router:
             _, _topic, number, payload = self._replay.recv_multipart()
             if int.from_bytes(number, "big", signed=True) < 0:
                 break
-            assert int.from_bytes(number, "big") <= self._next, "the publisher does not keep what was missed"
+            assert int.from_bytes(number, "big") <= self._next, (
+                "the publisher does not keep what was missed"
+            )
             self._take(int.from_bytes(number, "big"), payload)
         self.num_missed += self._next - first
 
@@ -106,29 +116,54 @@ class Router:
         if event["type"] == "AllBlocksCleared":
             self.index.clear()
             return
-        tier, hashes = TIERS[event["medium"]], [self._hashes[each] for each in event["block_hashes"]]
+        tier, hashes = (
+            TIERS[event["medium"]],
+            [self._hashes[each] for each in event["block_hashes"]],
+        )
         if event["type"] == "BlockRemoved":
             self.index.replay([Removed(tier, hashes)])
             return
         tokens, parent = event["token_ids"], event["parent_block_hash"]
-        assert (event["type"], event["block_size"], len(tokens)) == ("BlockStored", BLOCK, BLOCK * len(hashes))
+        assert (event["type"], event["block_size"], len(tokens)) == (
+            "BlockStored",
+            BLOCK,
+            BLOCK * len(hashes),
+        )
         parents = [self._hashes[parent] if parent is not None else None, *hashes]
         own = [array("I", tokens[at : at + BLOCK]) for at in range(0, len(tokens), BLOCK)]
-        self.index.replay([Stored(tier, [Block(*each) for each in zip(hashes, parents, own, strict=False)])])
+        self.index.replay(
+            [Stored(tier, [Block(*each) for each in zip(hashes, parents, own, strict=False)])]
+        )
 
 
 class Stream:
-    """One engine's publisher and who listens to it, in place of an `Index` that hears events at once."""
+    """One engine's publisher and who listens to it, in place of an `Index` that hears events at
+    once.
+    """
 
-    def __init__(self, folder: Path, lives: Iterator[int], rng: random.Random, prompts: set[Prompt]) -> None:
+    def __init__(
+        self, folder: Path, lives: Iterator[int], rng: random.Random, prompts: set[Prompt]
+    ) -> None:
         life = next(lives)
-        endpoint, replay_endpoint = (f"ipc://{folder}/{kind}-{life}" for kind in ("events", "replay"))
+        endpoint, replay_endpoint = (
+            f"ipc://{folder}/{kind}-{life}" for kind in ("events", "replay")
+        )
         config = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay_endpoint, buffer_steps=BUFFERED
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=BUFFERED,
         )
         self._publisher = EventPublisherFactory.create(config)
-        self._writer = EventWriter([object.__new__(FullAttentionSpec)], CacheShape((GroupShape(BLOCK),)))
-        self._router, self._rng, self._num_published = Router(prompts, endpoint, replay_endpoint), rng, 0
+        self._writer = EventWriter(
+            [object.__new__(FullAttentionSpec)], CacheShape((GroupShape(BLOCK),))
+        )
+        self._router, self._rng, self._num_published = (
+            Router(prompts, endpoint, replay_endpoint),
+            rng,
+            0,
+        )
         self._num_unheard = 0
 
     def replay(self, events: list[Event]) -> None:
@@ -180,8 +215,15 @@ class Totals:
 class Served:
     """`kvloft serve` as users run it."""
 
-    def __init__(self, socket: str, *, host_bytes: int, disk_path: str, disk_bytes: int, disk_threads: int) -> None:
-        sizes = {"host-size": host_bytes, "disk-path": disk_path, "disk-size": disk_bytes, "disk-threads": disk_threads}
+    def __init__(
+        self, socket: str, *, host_bytes: int, disk_path: str, disk_bytes: int, disk_threads: int
+    ) -> None:
+        sizes = {
+            "host-size": host_bytes,
+            "disk-path": disk_path,
+            "disk-size": disk_bytes,
+            "disk-threads": disk_threads,
+        }
         options = [f"--{name}={value}" for name, value in sizes.items()]
         argv = [sys.executable, "-m", "kvloft.cli", "serve", f"--socket={socket}", *options]
         with Path(socket).with_name("log").open("ab") as log:
@@ -213,12 +255,18 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.timeout((300 + NUM_STEPS // 10) * PACE)
 @pytest.mark.parametrize("kind", ["its own", "a server's"])
-def test_a_routers_index_is_what_the_store_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_routers_index_is_what_the_store_answers(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(announcing, "SLICE", 5)
     Totals.begin()
     subscribe = partial(Stream, folder, count(), random.Random(7))
     sizes: dict[str, Any] = {"capacity": 3, "slots": 40, "subscribe": subscribe}
-    world = World(17, folder, **sizes) if kind == "its own" else SharedWorld(17, folder, host=Served, **sizes)
+    world = (
+        World(17, folder, **sizes)
+        if kind == "its own"
+        else SharedWorld(17, folder, host=Served, **sizes)
+    )
     try:
         for nth in range(1, NUM_STEPS + 1):
             world.step()
@@ -234,4 +282,7 @@ def test_a_routers_index_is_what_the_store_answers(kind: str, folder: Path, monk
         world.close()
     assert world.num_lost and Totals.num_batches > NUM_STEPS // 20 and Totals.num_missed
     assert kind == "its own" or Totals.num_servers > 1
-    print(f"{NUM_STEPS} steps: {Totals.num_batches} batches, {Totals.num_missed} of them missed, {Totals.num_servers} servers")
+    print(
+        f"{NUM_STEPS} steps: {Totals.num_batches} batches, {Totals.num_missed} of them missed, "
+        f"{Totals.num_servers} servers"
+    )

@@ -1,4 +1,6 @@
-"""What the store wants a person to see reaches vLLM's log: as a warning, with the namespace, each once."""
+"""What the store wants a person to see reaches vLLM's log: as a warning, with the namespace, each
+once.
+"""
 
 import os
 from collections import Counter
@@ -14,7 +16,11 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 def test_events_are_logged_once(logged: Any) -> None:
-    events = [["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"], [], ["it is back"]]
+    events = [
+        ["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"],
+        [],
+        ["it is back"],
+    ]
     half: Any = object.__new__(SchedulerHalf)
     half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
     half._leave_server = half._teller = None
@@ -26,10 +32,14 @@ def test_events_are_logged_once(logged: Any) -> None:
     half.take_stats()
     half.close()
     texts = [*events[0], *events[2]]
-    assert [r.message for r in logged()] == [f"kvloft: {text} (namespace 0001020304050607)" for text in texts]
+    assert [r.message for r in logged()] == [
+        f"kvloft: {text} (namespace 0001020304050607)" for text in texts
+    ]
     assert {r.levelname for r in logged()} == {"WARNING"}
 
 
-def test_a_disk_that_cannot_be_written_is_no_mistake_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_no_mistake_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     refuse_here(load_config({"disk_path": str(tmp_path / "disk")}, {}))

@@ -1,4 +1,6 @@
-"""KVLoftGroupsConnector: how loads that failed are told, with one KV cache group and with several."""
+"""KVLoftGroupsConnector: how loads that failed are told, with one KV cache group and with
+several.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,12 @@ def _release(vllm_release: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("fails_requests", [True, False])
-def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(fails_requests: bool) -> None:
-    """An id says which tokens are missing only with one group; then vLLM computes from there on, else all again."""
+def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(
+    fails_requests: bool,
+) -> None:
+    """An id says which tokens are missing only with one group; then vLLM computes from there on,
+    else all again.
+    """
     bad = {5, 6}
 
     def take_bad_blocks() -> set[int]:
@@ -27,7 +33,10 @@ def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(fails_re
     connector: Any = object.__new__(KVLoftGroupsConnector)
     core = SimpleNamespace(failed_loads={"b"})
     connector._worker = SimpleNamespace(
-        fails_requests=fails_requests, core=core, take_finished=lambda: {"a", "b"}, take_bad_blocks=take_bad_blocks
+        fails_requests=fails_requests,
+        core=core,
+        take_finished=lambda: {"a", "b"},
+        take_bad_blocks=take_bad_blocks,
     )
     results = connector.get_transfer_results(set())
     assert results.finished_recving == {"a", "b"}
@@ -46,7 +55,9 @@ def test_bad_blocks_of_a_load_that_goes_on_are_not_told_of_several_groups() -> N
         return taken
 
     core = SimpleNamespace(failed_loads=set())
-    connector._worker = SimpleNamespace(fails_requests=True, core=core, take_finished=set, take_bad_blocks=take_bad_blocks)
+    connector._worker = SimpleNamespace(
+        fails_requests=True, core=core, take_finished=set, take_bad_blocks=take_bad_blocks
+    )
     results = connector.get_transfer_results(set())
     assert not results.finished_recving
     assert connector.get_block_ids_with_load_errors() == set()

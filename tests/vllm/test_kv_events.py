@@ -1,4 +1,6 @@
-"""What is announced in vLLM's words, which requests are not, and what is said where nothing can be."""
+"""What is announced in vLLM's words, which requests are not, and what is said where nothing can
+be.
+"""
 
 from array import array
 from types import SimpleNamespace
@@ -21,8 +23,16 @@ HASHES = [b"0" * 32, b"1" * 32, b"2" * 32]
 
 
 def live(**fields: Any) -> Any:
-    plain = {"mm_features": [], "prompt_embeds": None, "lora_request": None, "cache_salt": None, "block_hashes": HASHES}
-    return SimpleNamespace(request=SimpleNamespace(**plain | fields), token_ids=list(range(100, 112)))
+    plain = {
+        "mm_features": [],
+        "prompt_embeds": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "block_hashes": HASHES,
+    }
+    return SimpleNamespace(
+        request=SimpleNamespace(**plain | fields), token_ids=list(range(100, 112))
+    )
 
 
 def blocks(**fields: Any) -> Any:
@@ -37,9 +47,15 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
     assert describe(4, live(), 4, 0, 1)[0].parent is None
 
 
-@pytest.mark.parametrize(("config", "hash_tokens"), [(SimpleNamespace(hash_block_size=2), 2), (SimpleNamespace(), 4)])
-def test_a_block_with_several_hashes_is_called_by_its_last(config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group with longer blocks, and of all with ``--prefix-match-unit``; vLLM's own events call it that."""
+@pytest.mark.parametrize(
+    ("config", "hash_tokens"), [(SimpleNamespace(hash_block_size=2), 2), (SimpleNamespace(), 4)]
+)
+def test_a_block_with_several_hashes_is_called_by_its_last(
+    config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group with longer blocks, and of all with ``--prefix-match-unit``; vLLM's own events
+    call it that.
+    """
     monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
     shape = CacheShape((GroupShape(4, 3), GroupShape(12)))
@@ -52,33 +68,51 @@ def test_a_block_with_several_hashes_is_called_by_its_last(config: Any, hash_tok
         ends = range(size, 25, size)
         names = [b"%02d" % end * 16 for end in ends]
         found = told(salted, size, 0, len(names))
-        assert [(block.hash, block.parent) for block in found] == [*zip(names, [None, *names], strict=False)]
-        assert [list(block.token_ids) for block in found] == [[*range(100 + end - size, 100 + end)] for end in ends]
-        assert [block.extra is not None for block in found] == [True, *[False] * (len(names) - 1)], "a salt is in the first"
+        assert [(block.hash, block.parent) for block in found] == [
+            *zip(names, [None, *names], strict=False)
+        ]
+        assert [list(block.token_ids) for block in found] == [
+            [*range(100 + end - size, 100 + end)] for end in ends
+        ]
+        assert [block.extra is not None for block in found] == [
+            True,
+            *[False] * (len(names) - 1),
+        ], "a salt is in the first"
         assert told(salted, size, 0, len(names) + 1) == (), "the last has not all of its hashes"
 
 
-@pytest.mark.parametrize("odd", [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"block_hashes": HASHES[:2]}])
+@pytest.mark.parametrize(
+    "odd", [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"block_hashes": HASHES[:2]}]
+)
 def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> None:
     assert blocks(**odd) == ()
 
 
 @pytest.mark.parametrize(("hash_tokens", "block_tokens"), [(4, 2), (4, 6)])
 def test_a_block_that_no_hash_ends_with_is_left_out(hash_tokens: int, block_tokens: int) -> None:
-    """vLLM's hashes are those of groups in its prefix cache; another's blocks may be of any size."""
+    """vLLM's hashes are those of groups in its prefix cache; another's blocks may be of any
+    size.
+    """
     assert describe(hash_tokens, live(), block_tokens, 0, 1) == ()
 
 
 def test_events_have_the_fields_of_the_release() -> None:
-    writer = EventWriter([object.__new__(FullAttentionSpec)] * 2, CacheShape((GroupShape(4, 2), GroupShape(8))))
+    writer = EventWriter(
+        [object.__new__(FullAttentionSpec)] * 2, CacheShape((GroupShape(4, 2), GroupShape(8)))
+    )
     stored: Any = writer.write(Stored(HOST, blocks()))
     assert isinstance(stored, BlockStored)
     parent, *own = map(maybe_convert_block_hash, HASHES)
     assert (stored.block_hashes, stored.parent_block_hash, stored.medium) == (own, parent, "CPU")
     assert (stored.token_ids, stored.block_size, stored.lora_id) == (list(range(104, 112)), 4, None)
     removed: Any = writer.write(Removed(DISK, HASHES))
-    assert isinstance(removed, BlockRemoved) and (removed.block_hashes, removed.medium) == ([parent, *own], "STORAGE")
-    windows: Any = [writer.write(event) for event in (Stored(HOST, blocks(), 1), Removed(HOST, HASHES, 1))]
+    assert isinstance(removed, BlockRemoved) and (removed.block_hashes, removed.medium) == (
+        [parent, *own],
+        "STORAGE",
+    )
+    windows: Any = [
+        writer.write(event) for event in (Stored(HOST, blocks(), 1), Removed(HOST, HASHES, 1))
+    ]
     assert [event.group_idx for event in (stored, removed, *windows)] == [0, 0, 1, 1]
     assert (stored.block_size, windows[0].block_size) == (4, 8)
     older = type("Older", (dict,), {"__struct_fields__": ("medium",)})
@@ -95,12 +129,18 @@ def test_events_have_the_fields_of_the_release() -> None:
         ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(role: Any, blocks: tuple[int, ...], why: str | None, logged: Any) -> None:
+def test_where_nothing_can_be_told_that_is_said(
+    role: Any, blocks: tuple[int, ...], why: str | None, logged: Any
+) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
-    listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
+    listens = SimpleNamespace(
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer
+    )
     watched: list[int] = []
     store: Any = SimpleNamespace(watch=watched.append)
-    announcer = announcer_of(listens, None, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False)
+    announcer = announcer_of(
+        listens, None, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False
+    )
     assert len(watched) == (why is None)
     assert (announcer is None) == bool(why) and len(logged()) == bool(why)
     assert why is None or why in logged()[0].getMessage()
@@ -115,7 +155,9 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
     """Of what was lost with it nothing is known: better nothing than wrong."""
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
-    announcer = Announcer(store, CacheShape((GroupShape(4),)), lambda *_: [Block(HASHES[0], None, array("I", [1]))])
+    announcer = Announcer(
+        store, CacheShape((GroupShape(4),)), lambda *_: [Block(HASHES[0], None, array("I", [1]))]
+    )
     announcer.note(live(), SimpleNamespace(key=lambda *_: b"key"), range(1))  # type: ignore[arg-type]
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
@@ -127,11 +169,15 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
 
 
 def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() -> None:
-    """It is in no book any more: nothing but the event that was lost says that others believe in it."""
+    """It is in no book any more: nothing but the event that was lost says that others believe in
+    it.
+    """
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(
-        store, CacheShape((GroupShape(4),)), lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))]
+        store,
+        CacheShape((GroupShape(4),)),
+        lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))],
     )
     chain: Any = SimpleNamespace(key=lambda nth, _group: b"%d" % nth)
     announcer.note(live(), chain, range(2))
@@ -151,7 +197,10 @@ def test_all_is_told_again_where_vllm_said_that_all_is_gone_and_only_there() -> 
     """While requests have blocks it resets nothing, and says nothing."""
     told: list[str] = []
     half: Any = object.__new__(SchedulerHalf)
-    half._announcer, pool = SimpleNamespace(repeat=lambda: told.append("again")), SimpleNamespace(kv_event_queue=["before"])
+    half._announcer, pool = (
+        SimpleNamespace(repeat=lambda: told.append("again")),
+        SimpleNamespace(kv_event_queue=["before"]),
+    )
     half.hear_pool_reset(pool)()
     assert not told
     after = half.hear_pool_reset(pool)

@@ -1,4 +1,6 @@
-"""The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
+"""The namespace: each field that decides KV bytes, changed alone, changes the digest (through the
+real extension).
+"""
 
 import json
 from dataclasses import replace
@@ -21,12 +23,32 @@ from kvloft.vllm.identity.namespace import (
 )
 
 BASE: dict[str, Any] = {
-    "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
-    "dtype": torch.float32, "quantization": None, "cache_dtype": "auto", "max_model_len": 64, "tensor_parallel_size": 1,
-    "kv_heads": 1, "block": 32, "user": "", "backend": None, "layout": "LBHNC",
-    "model_weights": "", "load_extra": {}, "quantization_config": None, "model_impl": "auto", "model_class_overrides": {},
-    "media": None, "additional": {}, "override_generation_config": {}, "disable_sliding_window": False,
-}  # fmt: skip
+    "model": "hub/name",
+    "revision": None,
+    "commit": "abc",
+    "config": {"hidden_size": 64},
+    "load_format": "auto",
+    "seed": 0,
+    "dtype": torch.float32,
+    "quantization": None,
+    "cache_dtype": "auto",
+    "max_model_len": 64,
+    "tensor_parallel_size": 1,
+    "kv_heads": 1,
+    "block": 32,
+    "user": "",
+    "backend": None,
+    "layout": "LBHNC",
+    "model_weights": "",
+    "load_extra": {},
+    "quantization_config": None,
+    "model_impl": "auto",
+    "model_class_overrides": {},
+    "media": None,
+    "additional": {},
+    "override_generation_config": {},
+    "disable_sliding_window": False,
+}
 
 
 class HfConfig:
@@ -42,26 +64,44 @@ def digest(**changes: Any) -> bytes:
     v = BASE | changes
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            model=v["model"], revision=v["revision"], hf_config=HfConfig(v["config"], v["commit"]), seed=v["seed"],
-            dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
-            quantization_config=v["quantization_config"], model_impl=v["model_impl"],
-            model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
-            get_total_num_hidden_layers=lambda: 4, override_generation_config=v["override_generation_config"],
+            model=v["model"],
+            revision=v["revision"],
+            hf_config=HfConfig(v["config"], v["commit"]),
+            seed=v["seed"],
+            dtype=v["dtype"],
+            quantization=v["quantization"],
+            max_model_len=v["max_model_len"],
+            model_weights=v["model_weights"],
+            quantization_config=v["quantization_config"],
+            model_impl=v["model_impl"],
+            model_class_overrides=v["model_class_overrides"],
+            multimodal_config=v["media"],
+            get_total_num_hidden_layers=lambda: 4,
+            override_generation_config=v["override_generation_config"],
             disable_sliding_window=v["disable_sliding_window"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=v["tensor_parallel_size"], worker_extension_cls=v.get("worker_extension", ""),
+            tensor_parallel_size=v["tensor_parallel_size"],
+            worker_extension_cls=v.get("worker_extension", ""),
             pipeline_parallel_size=v.get("stages", 1),
         ),
         lora_config=SimpleNamespace(**v["lora"]) if v.get("lora") else None,
         kernel_config=SimpleNamespace(**v.get("kernels", {})),
-        load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
-        attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
-        additional_config=v["additional"], speculative_config=v.get("speculative"),
-    )  # fmt: skip
-    spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
-    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        load_config=SimpleNamespace(
+            load_format=v["load_format"], model_loader_extra_config=v["load_extra"]
+        ),
+        attention_config=SimpleNamespace(backend=v["backend"]),
+        weight_transfer_config=v.get("weight_transfer"),
+        additional_config=v["additional"],
+        speculative_config=v.get("speculative"),
+    )
+    spec = FullAttentionSpec(
+        block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32
+    )
+    kv = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
     shape = CacheShape(v.get("groups") or (GroupShape(v["block"]),), encoding=v.get("encoding", 0))
@@ -71,29 +111,63 @@ def digest(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "hub/other"}, {"revision": "v2"}, {"commit": "def"}, {"config": {"hidden_size": 65}}, {"load_format": "dummy"},
-        {"dtype": torch.bfloat16}, {"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"kv_heads": 2},
-        {"block": 64}, {"encoding": 1}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
-        {"model_weights": "s3://other"}, {"load_extra": {"tensorizer_uri": "other.tensors"}},
-        {"quantization_config": {"ignore": ["lm_head"]}}, {"model_impl": "transformers"}, {"model_class_overrides": {"A": "b:B"}},
-        {"max_model_len": 128}, {"additional": {"a": 1}},
-        {"override_generation_config": {"attn_temperature_tuning": True}}, {"disable_sliding_window": True},
-        {"media": SimpleNamespace(mm_processor_kwargs={"do_resize": False})}, {"media": SimpleNamespace(video_pruning_rate=0.5)},
+        {"model": "hub/other"},
+        {"revision": "v2"},
+        {"commit": "def"},
+        {"config": {"hidden_size": 65}},
+        {"load_format": "dummy"},
+        {"dtype": torch.bfloat16},
+        {"quantization": "fp8"},
+        {"cache_dtype": "fp8"},
+        {"tensor_parallel_size": 2},
+        {"kv_heads": 2},
+        {"block": 64},
+        {"encoding": 1},
+        {"user": "blue"},
+        {"backend": "FLASHINFER"},
+        {"layout": "LBNHC"},
+        {"model_weights": "s3://other"},
+        {"load_extra": {"tensorizer_uri": "other.tensors"}},
+        {"quantization_config": {"ignore": ["lm_head"]}},
+        {"model_impl": "transformers"},
+        {"model_class_overrides": {"A": "b:B"}},
+        {"max_model_len": 128},
+        {"additional": {"a": 1}},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
+        {"disable_sliding_window": True},
+        {"media": SimpleNamespace(mm_processor_kwargs={"do_resize": False})},
+        {"media": SimpleNamespace(video_pruning_rate=0.5)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
     assert digest() == digest()
     assert digest(**change) != digest()
 
 
-def drafter(method: str = "eagle", model: str = "hub/draft", commit: str = "abc", num_tokens: int = 3, size: int = 1) -> Any:
-    config = SimpleNamespace(model=model, revision=None, hf_config=HfConfig({"size": size}, commit), dtype=torch.float32)
-    return SimpleNamespace(method=method, num_speculative_tokens=num_tokens, draft_model_config=config)
+def drafter(
+    method: str = "eagle",
+    model: str = "hub/draft",
+    commit: str = "abc",
+    num_tokens: int = 3,
+    size: int = 1,
+) -> Any:
+    config = SimpleNamespace(
+        model=model, revision=None, hf_config=HfConfig({"size": size}, commit), dtype=torch.float32
+    )
+    return SimpleNamespace(
+        method=method, num_speculative_tokens=num_tokens, draft_model_config=config
+    )
 
 
 def test_a_drafter_counts_where_its_kv_is_kept() -> None:
-    others = [drafter("eagle3"), drafter(model="hub/other"), drafter(commit="def"), drafter(num_tokens=2), drafter(size=2)]
+    others = [
+        drafter("eagle3"),
+        drafter(model="hub/other"),
+        drafter(commit="def"),
+        drafter(num_tokens=2),
+        drafter(size=2),
+    ]
     digests = {digest(), *(digest(speculative=each) for each in [drafter(), *others])}
     assert len(digests) == 2 + len(others)
     assert digest(speculative=drafter("ngram")) == digest()
@@ -112,16 +186,22 @@ def test_pages_packed_for_another_cpu_are_other_pages(monkeypatch: pytest.Monkey
 
 
 def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only() -> None:
-    assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(weight_transfer=SimpleNamespace(backend="nccl"))
+    assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(
+        weight_transfer=SimpleNamespace(backend="nccl")
+    )
 
 
 def test_an_engine_whose_workers_have_code_of_the_users_is_one_of_its_own() -> None:
     """Trainers write into the model so."""
-    assert digest(worker_extension="trainer.Extension") != digest(worker_extension="trainer.Extension")
+    assert digest(worker_extension="trainer.Extension") != digest(
+        worker_extension="trainer.Extension"
+    )
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_environment_that_changes_what_is_computed_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_that_changes_what_is_computed_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(name, raising=False)
     without = digest()
     monkeypatch.setenv(name, "1")
@@ -131,7 +211,9 @@ def test_environment_that_changes_what_is_computed_counts(name: str, monkeypatch
 
 
 def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the first stage's, which alone are in vLLM's configuration of the scheduler, are the same."""
+    """Also where the first stage's, which alone are in vLLM's configuration of the scheduler, are
+    the same.
+    """
     found = [digest(), digest(stages=2), digest(stages=3)]
     for layers in ("1,2,1", "1,1,2"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", layers)
@@ -149,7 +231,13 @@ def test_pages_of_every_rank_count() -> None:
         return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
 
     first = rank("layer", 32)
-    assert len({digest(ranks=[first, rank("other", size)]) for size in (32, 64)} | {digest(ranks=[first])}) == 3
+    assert (
+        len(
+            {digest(ranks=[first, rank("other", size)]) for size in (32, 64)}
+            | {digest(ranks=[first])}
+        )
+        == 3
+    )
     assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are alike"
 
 
@@ -161,9 +249,19 @@ def test_sizes_of_blocks_count_group_by_group() -> None:
 
 
 def test_settings_of_adapters_count() -> None:
-    """Also that there are any: vLLM 0.32 on CPUs computes requests without an adapter with one that is in the same batch."""
+    """Also that there are any: vLLM 0.32 on CPUs computes requests without an adapter with one that
+    is in the same batch.
+    """
     lora = {"target_modules": None, "lora_dtype": "auto"}
-    found = [digest(lora=value) for value in (None, lora, lora | {"target_modules": ["o_proj"]}, lora | {"lora_dtype": "float16"})]
+    found = [
+        digest(lora=value)
+        for value in (
+            None,
+            lora,
+            lora | {"target_modules": ["o_proj"]},
+            lora | {"lora_dtype": "float16"},
+        )
+    ]
     assert len(set(found)) == 4
     assert digest(lora=lora) == found[1]
 
@@ -174,15 +272,24 @@ def test_backends_that_may_quantize_count() -> None:
 
 def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:
     config = {"layer_map": {0: 1, "default": 2}}
-    assert digest(config=config) == digest(config=config) != digest(config={"layer_map": {"0": 1, "default": 2}})
+    assert (
+        digest(config=config)
+        == digest(config=config)
+        != digest(config={"layer_map": {"0": 1, "default": 2}})
+    )
 
 
 def test_weights_of_which_nothing_is_known_serve_this_run_only() -> None:
     assert digest(commit=None) != digest(commit=None)
 
 
-@pytest.mark.parametrize(("cache_gb", "prefix_caching", "counted"), [(0, False, True), (0, True, False), (4, False, False)])
-def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int, *, prefix_caching: bool, counted: bool) -> None:
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "counted"),
+    [(0, False, True), (0, True, False), (4, False, False)],
+)
+def test_media_are_named_by_a_count_only_where_both_caches_are_off(
+    cache_gb: int, *, prefix_caching: bool, counted: bool
+) -> None:
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
     cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
     assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
@@ -192,32 +299,61 @@ def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int
 
 def test_the_description_is_json_that_a_superblock_has_room_for() -> None:
     fields = [
-        ("model", "'some/model'"), ("user", "''"), ("commit", ""), ("media", '"[None, 1]"'), ("tokens", "16"), ("torn", "'a"),
+        ("model", "'some/model'"),
+        ("user", "''"),
+        ("commit", ""),
+        ("media", '"[None, 1]"'),
+        ("tokens", "16"),
+        ("torn", "'a"),
         ("odd", "'\u00e9'"),
-    ]  # fmt: skip
-    said = {"model": "some/model", "media": "[None, 1]", "tokens": "16", "torn": "'a", "odd": "\u00e9"}
+    ]
+    said = {
+        "model": "some/model",
+        "media": "[None, 1]",
+        "tokens": "16",
+        "torn": "'a",
+        "odd": "\u00e9",
+    }
     assert json.loads(description_of(fields)) == said
     long = json.loads(description_of([(f"field{i}", repr("x" * 10_000)) for i in range(50)]))
     assert list(long) == [f"field{i}" for i in range(len(long))] and len(long) >= 3
-    assert len(description_of([(f"field{i}", repr("\u00e9" * 10_000)) for i in range(50)])) <= MAX_DESCRIPTION_CHARS
+    assert (
+        len(description_of([(f"field{i}", repr("\u00e9" * 10_000)) for i in range(50)]))
+        <= MAX_DESCRIPTION_CHARS
+    )
 
 
 def digest_of_states(**changes: Any) -> bytes:
-    spec = MambaSpec(**({"block_size": 32, "shapes": ((3, 8), (4, 8)), "dtypes": (torch.bfloat16, torch.bfloat16)} | changes))
+    spec = MambaSpec(
+        **(
+            {
+                "block_size": 32,
+                "shapes": ((3, 8), (4, 8)),
+                "dtypes": (torch.bfloat16, torch.bfloat16),
+            }
+            | changes
+        )
+    )
     assert " at 0x" not in repr(spec), "another run would find nothing"
-    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    kv = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
     return digest(ranks=[kv])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"dtypes": (torch.float16, torch.float16)},  # --mamba-cache-dtype: of one size with bfloat16
+        {
+            "dtypes": (torch.float16, torch.float16)
+        },  # --mamba-cache-dtype: of one size with bfloat16
         {"dtypes": (torch.bfloat16, torch.float16)},  # --mamba-ssm-cache-dtype
         {"shapes": ((8, 3), (4, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
     ],
 )
-def test_states_of_another_type_or_layout_are_others_although_they_are_as_large(change: dict[str, Any]) -> None:
+def test_states_of_another_type_or_layout_are_others_although_they_are_as_large(
+    change: dict[str, Any],
+) -> None:
     assert digest_of_states(**change) != digest_of_states()
 
 

@@ -1,4 +1,6 @@
-"""The table of what is wrapped in vLLM: each target is there in this release; where one is missing, what its row says follows."""
+"""The table of what is wrapped in vLLM: each target is there in this release; where one is missing,
+what its row says follows.
+"""
 
 import gc
 import importlib
@@ -17,12 +19,32 @@ from kvloft.vllm.patches import PATCHES, Missing, Patch, listen, settle, wrap
 from kvloft.vllm.scheduler_half import SchedulerHalf
 
 pytestmark = pytest.mark.short
-NOT_HARMLESS = frozenset({
-    "reload_weights", "apply_model", "compile_or_warm_up_model", "discard", "elastic_ep_execute", "execute_model",
-    "finish_weight_update", "get_draft_model", "get_model", "handle_ft_command", "init_device", "init_worker",
-    "initialize_from_config", "load_model", "reset_weights", "sample_tokens", "set_kv_cache_layout", "start_draft_weight_update",
-    "start_weight_update", "update_config", "update_environment_variables", "update_weights",
-})  # fmt: skip
+NOT_HARMLESS = frozenset(
+    {
+        "reload_weights",
+        "apply_model",
+        "compile_or_warm_up_model",
+        "discard",
+        "elastic_ep_execute",
+        "execute_model",
+        "finish_weight_update",
+        "get_draft_model",
+        "get_model",
+        "handle_ft_command",
+        "init_device",
+        "init_worker",
+        "initialize_from_config",
+        "load_model",
+        "reset_weights",
+        "sample_tokens",
+        "set_kv_cache_layout",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_config",
+        "update_environment_variables",
+        "update_weights",
+    }
+)
 """What replaces weights, writes KV or hands the model out."""
 HOOK_FOR_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
@@ -56,7 +78,11 @@ def test_a_renamed_target_has_the_consequence_that_its_row_states(
     for _ in range(2):
         assert settle([patch]) is (patch.missing is Missing.THIS_RUN)
     (record,) = logged()
-    assert name_of(patch) in record.message and patch.lost in record.message and record.levelname == "WARNING"
+    assert (
+        name_of(patch) in record.message
+        and patch.lost in record.message
+        and record.levelname == "WARNING"
+    )
 
 
 def test_a_module_that_is_gone_counts_as_renamed() -> None:
@@ -92,26 +118,37 @@ def test_wrapped_once_however_often_and_arguments_and_results_pass() -> None:
     assert calls == ["around", ((1,), {"more": 2}), *["around"] * 3]
 
 
-# -- workers ------------------------------------------------------------------------------------------------------
+# -- workers
+# ---------------------------------------------------------------------------------------------
 
 
 def public_names(owner: type) -> set[str]:
-    public = {name: inspect.getattr_static(owner, name) for name in dir(owner) if not name.startswith("_")}
-    return {name for name, value in public.items() if callable(getattr(owner, name)) or isinstance(value, property)}
+    public = {
+        name: inspect.getattr_static(owner, name) for name in dir(owner) if not name.startswith("_")
+    }
+    return {
+        name
+        for name, value in public.items()
+        if callable(getattr(owner, name)) or isinstance(value, property)
+    }
 
 
 def methods_of_workers() -> set[str]:
     found: set[str] = set()
     for module, owner in (
-        ("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"),
-        ("vllm.v1.worker.worker_base", "WorkerBase"), ("vllm.v1.worker.worker_base", "WorkerWrapperBase"),
-    ):  # fmt: skip
+        ("vllm.v1.worker.gpu_worker", "Worker"),
+        ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+        ("vllm.v1.worker.worker_base", "WorkerBase"),
+        ("vllm.v1.worker.worker_base", "WorkerWrapperBase"),
+    ):
         found |= public_names(getattr(importlib.import_module(module), owner))
     return found
 
 
 def test_each_method_of_vllms_workers_was_judged() -> None:
-    """A new one counts as replacing weights until somebody has read it and put it into one of the two sets."""
+    """A new one counts as replacing weights until somebody has read it and put it into one of the
+    two sets.
+    """
     assert methods_of_workers() - HARMLESS - NOT_HARMLESS == set()
     assert not HARMLESS & NOT_HARMLESS
 
@@ -120,11 +157,17 @@ def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
     """Names that only other releases have are listed here, so that a typing error is none."""
     later = {
         (0, 31): {"discard", "randomize_dummy_inputs"},
-        (0, 32): {"compute_weight_checksums", "release_late_interaction_query_cache", "reset_weights",
-                  "shutdown_weight_transfer_engine"},
+        (0, 32): {
+            "compute_weight_checksums",
+            "release_late_interaction_query_cache",
+            "reset_weights",
+            "shutdown_weight_transfer_engine",
+        },
         (0, 33): {"get_simple_cpu_offload_num_cpu_blocks"},
-    }  # fmt: skip
-    of_others = {name for release, names in later.items() if release > vllm_release for name in names}
+    }
+    of_others = {
+        name for release, names in later.items() if release > vllm_release for name in names
+    }
     assert (HARMLESS | NOT_HARMLESS) - methods_of_workers() == of_others
 
 
@@ -133,15 +176,20 @@ def test_whatever_unmaps_pages_is_wrapped() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     unmapping = {
-        name for name, method in vars(CuMemAllocator).items()
+        name
+        for name, method in vars(CuMemAllocator).items()
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
-    }  # fmt: skip
+    }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
     # At the end of the process, and for blocks that torch gives back.
-    assert unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"} == wrapped
+    assert (
+        unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
+        == wrapped
+    )
 
 
-# -- pauses, schedulers -------------------------------------------------------------------------------------------
+# -- pauses, schedulers
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -182,9 +230,18 @@ def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "told"),
-    [((), {}, False), ((0,), {}, False), ((1, "wait"), {}, False), ((2,), {}, True), ((), {"level": 2}, True), ((3,), {}, True)],
+    [
+        ((), {}, False),
+        ((0,), {}, False),
+        ((1, "wait"), {}, False),
+        ((2,), {}, True),
+        ((), {"level": 2}, True),
+        ((3,), {}, True),
+    ],
 )
-def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, kwargs: Any, told: bool) -> None:
+def test_a_sleep_that_does_not_keep_the_weights_is_told(
+    engine: Any, args: Any, kwargs: Any, told: bool
+) -> None:
     engine.core.sleep(*args, **kwargs)
     assert engine.half._weights_go == told
 
@@ -214,7 +271,11 @@ def test_the_engines_own_connector_is_found_before_the_first_request_and_once() 
     listen(patches.ADD_REQUEST, own.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(0)
-    assert (scheduler.added, own._scheduler.siblings, scheduler.defer_block_free) == ([0], (), False)
+    assert (scheduler.added, own._scheduler.siblings, scheduler.defer_block_free) == (
+        [0],
+        (),
+        False,
+    )
     scheduler.defer_block_free = True
     scheduler.add_request(1)
     assert (scheduler.added, scheduler.defer_block_free) == ([0, 1], True)
@@ -227,7 +288,11 @@ def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
     listen(patches.ADD_REQUEST, child.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(1)
-    assert (scheduler.added, child._scheduler.siblings, scheduler.defer_block_free) == ([1], None, True)
+    assert (scheduler.added, child._scheduler.siblings, scheduler.defer_block_free) == (
+        [1],
+        None,
+        True,
+    )
     num_listeners = len(patches._listeners[patches.ADD_REQUEST])
     del child
     gc.collect()

@@ -1,4 +1,6 @@
-"""Wrong settings are told while vLLM checks its arguments: by vLLM's own factory, before anything else is made or loaded."""
+"""Wrong settings are told while vLLM checks its arguments: by vLLM's own factory, before anything
+else is made or loaded.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,10 @@ OTHER = "ExampleConnector"
 @pytest.fixture
 def factory() -> Iterator[Any]:
     """vLLM's factory as a first call of the plugin leaves it; as it was afterwards."""
-    method, registry = vars(KVConnectorFactory)["get_connector_class"], dict(KVConnectorFactory._registry)
+    method, registry = (
+        vars(KVConnectorFactory)["get_connector_class"],
+        dict(KVConnectorFactory._registry),
+    )
     current: Any = KVConnectorFactory.get_connector_class
     if hasattr(current, "kvloft_wraps"):
         KVConnectorFactory.get_connector_class = staticmethod(current.__wrapped__)  # type: ignore[method-assign]
@@ -35,11 +40,15 @@ def transfer(name: str = NAME, **more: Any) -> KVTransferConfig:
     return KVTransferConfig(kv_connector=name, kv_role="kv_both", **more)
 
 
-BY_NAME_AND_MODULE = pytest.mark.parametrize("how", [{}, {"kv_connector_module_path": "kvloft.vllm"}], ids=["name", "module"])
+BY_NAME_AND_MODULE = pytest.mark.parametrize(
+    "how", [{}, {"kv_connector_module_path": "kvloft.vllm"}], ids=["name", "module"]
+)
 
 
 @BY_NAME_AND_MODULE
-def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(factory: Any, how: dict[str, Any]) -> None:
+def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(
+    factory: Any, how: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=r"host_sze.*did you mean host_size"):
         factory.supports_hma_config(transfer(kv_connector_extra_config={"host_sze": "1GiB"}, **how))
     right = {"host_size": "1GiB", "kv_groups": "one"}
@@ -47,16 +56,29 @@ def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_r
 
 
 def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"):
+    with pytest.raises(
+        ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"
+    ):
         factory.get_connector_class(transfer(kv_connector_extra_config={"host_size": "900TiB"}))
-    with pytest.raises(ConfigError, match=r"^kvloft: disk_path = /proc/kvloft \(kv_connector_extra_config\) cannot be created"):
-        factory.get_connector_class(transfer(kv_connector_extra_config={"disk_path": "/proc/kvloft"}))
+    with pytest.raises(
+        ConfigError,
+        match=r"^kvloft: disk_path = /proc/kvloft \(kv_connector_extra_config\) cannot be created",
+    ):
+        factory.get_connector_class(
+            transfer(kv_connector_extra_config={"disk_path": "/proc/kvloft"})
+        )
 
 
 def test_a_wrong_setting_inside_multi_connector_is_told(factory: Any) -> None:
-    child = {"kv_connector": NAME, "kv_role": "kv_both", "kv_connector_extra_config": {"host_sze": "1GiB"}}
+    child = {
+        "kv_connector": NAME,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_sze": "1GiB"},
+    }
     with pytest.raises(ConfigError, match="host_sze"):
-        factory.supports_hma_config(transfer("MultiConnector", kv_connector_extra_config={"connectors": [child]}))
+        factory.supports_hma_config(
+            transfer("MultiConnector", kv_connector_extra_config={"connectors": [child]})
+        )
 
 
 def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
@@ -72,13 +94,17 @@ def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
         factory.get_connector_class(transfer())
 
 
-def test_what_was_right_at_start_is_not_read_again(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_right_at_start_is_not_read_again(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert issubclass(factory.get_connector_class(transfer()), KVLoftConnector)
     monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
     assert issubclass(factory.get_connector_class(transfer()), KVLoftConnector)
 
 
-def test_other_connectors_are_none_of_our_business(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_connectors_are_none_of_our_business(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
     given = transfer(OTHER, kv_connector_extra_config={"host_sze": 1})
     assert factory.get_connector_class(given).__name__ == OTHER
@@ -114,17 +140,29 @@ def test_a_factory_that_looks_up_in_another_way_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("extra", "has_groups", "is_grouped"),
-    [({}, True, True), ({}, False, False), ({"kv_groups": "auto"}, True, True), ({"kv_groups": "one"}, True, False),
-     ({"kv_groups": "all"}, True, True), ({"kv_groups": "all"}, False, True)],
-)  # fmt: skip
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"kv_groups": "auto"}, True, True),
+        ({"kv_groups": "one"}, True, False),
+        ({"kv_groups": "all"}, True, True),
+        ({"kv_groups": "all"}, False, True),
+    ],
+)
 def test_vllm_keeps_several_groups_where_it_tells_enough_and_no_user_says_otherwise(
-    factory: Any, extra: dict[str, str], has_groups: bool, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+    factory: Any,
+    extra: dict[str, str],
+    has_groups: bool,
+    is_grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvloft.vllm.connector.HAS_GROUPS", has_groups)
     for _ in range(2):
         wanted = transfer(kv_connector_extra_config={"host_size": "1GiB", **extra})
         assert factory.supports_hma_config(wanted) is is_grouped
-        assert factory.get_connector_class(wanted).__name__ == ("KVLoftGroupsConnector" if is_grouped else NAME)
+        assert factory.get_connector_class(wanted).__name__ == (
+            "KVLoftGroupsConnector" if is_grouped else NAME
+        )
 
 
 @pytest.mark.parametrize("connector", [KVLoftConnector, KVLoftGroupsConnector])

@@ -1,4 +1,6 @@
-"""What the scheduler half knows of ranks: what vLLM's own executor hands them, and of no other engine of this process."""
+"""What the scheduler half knows of ranks: what vLLM's own executor hands them, and of no other
+engine of this process.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +39,19 @@ def _nothing_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(*layers: str, num_blocks: int = 4) -> KVCacheConfig:
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(layers), SPEC)])
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(list(layers), SPEC)],
+    )
 
 
 def engine(num_stages: int, num_ranks: int) -> Any:
-    return SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages, world_size=num_stages * num_ranks))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=num_stages, world_size=num_stages * num_ranks
+        )
+    )
 
 
 def test_what_vllm_hands_to_the_ranks_of_this_engine_is_known() -> None:

@@ -1,4 +1,6 @@
-"""Weights replaced in a running engine: from then on nothing is saved and nothing loaded; the same weights again change nothing."""
+"""Weights replaced in a running engine: from then on nothing is saved and nothing loaded; the same
+weights again change nothing.
+"""
 
 import gc
 from pathlib import Path
@@ -65,7 +67,8 @@ def watched(model: Any, load: Any = AUTO) -> tuple[Any, Core]:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [((["weights"],), {}), ((), {"weights_path": "/other"}), ((), {"weights_iterator": iter(())})]
+    ("args", "kwargs"),
+    [((["weights"],), {}), ((), {"weights_path": "/other"}), ((), {"weights_iterator": iter(())})],
 )
 def test_other_weights_stop_the_cache(model: Any, args: Any, kwargs: Any) -> None:
     worker, core = watched(model)
@@ -83,7 +86,9 @@ def test_the_same_weights_again_change_nothing(model: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["written", "gone", "too many", "newer at the start"])
-def test_other_files_are_other_weights(model: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_are_other_weights(
+    model: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker, core = watched(model)
     file = Path(model.model) / "model.safetensors"
     if what == "written":
@@ -135,7 +140,9 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[str]:
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[str]:
         self.calls.append((method, timeout, args, kwargs))
         return ["done"]
 
@@ -143,15 +150,24 @@ class Engine:
 @pytest.mark.parametrize(
     ("args", "kwargs", "stops"),
     [
-        (("reload_weights",), {}, False), (("add_lora", 3.0, ("adapter",)), {}, False), (("sleep",), {"args": (1,)}, False),
+        (("reload_weights",), {}, False),
+        (("add_lora", 3.0, ("adapter",)), {}, False),
+        (("sleep",), {"args": (1,)}, False),
         (("reload_weights",), {"kwargs": {"weights_path": "/other"}}, True),
-        (("reload_weights", None, ("x",)), {}, True), ((), {"method": "reload_weights", "args": ("x",)}, True),
-        ((len,), {"args": ("adapter",)}, True), ((["not", "hashable"],), {}, True),
-        (("apply_model",), {"args": (len,)}, True), (("update_config",), {}, True),
-        (("train_on",), {}, True), (("get_model_inspection",), {}, False), (("synchronize_device",), {}, False),
+        (("reload_weights", None, ("x",)), {}, True),
+        ((), {"method": "reload_weights", "args": ("x",)}, True),
+        ((len,), {"args": ("adapter",)}, True),
+        ((["not", "hashable"],), {}, True),
+        (("apply_model",), {"args": (len,)}, True),
+        (("update_config",), {}, True),
+        (("train_on",), {}, True),
+        (("get_model_inspection",), {}, False),
+        (("synchronize_device",), {}, False),
     ],
-)  # fmt: skip
-def test_the_scheduler_hears_when_the_engine_is_asked(model: Any, args: Any, kwargs: Any, stops: bool) -> None:
+)
+def test_the_scheduler_hears_when_the_engine_is_asked(
+    model: Any, args: Any, kwargs: Any, stops: bool
+) -> None:
     class Asked(Engine):
         collective_rpc = Engine.collective_rpc
 

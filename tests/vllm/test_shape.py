@@ -1,4 +1,6 @@
-"""What the scheduler half makes of its settings before it has a store: chunk sizes, and whose directory is whose."""
+"""What the scheduler half makes of its settings before it has a store: chunk sizes, and whose
+directory is whose.
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -36,11 +38,23 @@ def shape_of(block_tokens: int, blocks_per_unit: int, frame_bytes: int) -> Cache
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_heads", "use_mla", "expected"),
-    [(1, 8, False, 1), (4, 8, False, 1), (8, 8, False, 1), (8, 2, False, 4), (8, 1, False, 8), (8, 3, False, 1), (4, 1, True, 4)],
+    [
+        (1, 8, False, 1),
+        (4, 8, False, 1),
+        (8, 8, False, 1),
+        (8, 2, False, 4),
+        (8, 1, False, 8),
+        (8, 3, False, 1),
+        (4, 1, True, 4),
+    ],
 )
-def test_ranks_with_the_same_bytes_share_one_part(num_ranks: int, num_heads: int, use_mla: bool, expected: int) -> None:
+def test_ranks_with_the_same_bytes_share_one_part(
+    num_ranks: int, num_heads: int, use_mla: bool, expected: int
+) -> None:
     model = SimpleNamespace(use_mla=use_mla, get_total_num_kv_heads=lambda: num_heads)
-    config = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks))
+    config = SimpleNamespace(
+        model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks)
+    )
     assert num_replicas(config) == expected
 
 
@@ -57,7 +71,11 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
 
 def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
     """A rank's config: of each group the spec, and the layers that it has there."""
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups])
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups
+        ]
+    )
 
 
 @pytest.mark.parametrize("layers", [("ab", "cde"), ("abc", "de"), ("a", "bcde")])
@@ -66,9 +84,13 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
     shape = cache_shape(engine, ranks)
     assert shape.part_bytes == part_bytes_for(max(map(len, layers)) * spec.page_size_bytes)
-    assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], "two ranks of a stage share the one KV head"
+    assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], (
+        "two ranks of a stage share the one KV head"
+    )
     own = [cache_shape(engine, [rank]) for rank in ranks]
-    assert {each.groups for each in own} == {shape.groups}, "all choose chunks alike, whatever their layers"
+    assert {each.groups for each in own} == {shape.groups}, (
+        "all choose chunks alike, whatever their layers"
+    )
     assert max(each.part_bytes for each in own) == shape.part_bytes
 
 
@@ -84,9 +106,14 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
     """vLLM tells the scheduler of one size only, and each rank of all: that of the ranks counts."""
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
-    specs: Any = {"a": FullAttentionSpec(head_size=32, **kv), "b": FullAttentionSpec(head_size=128, **kv)}
+    specs: Any = {
+        "a": FullAttentionSpec(head_size=32, **kv),
+        "b": FullAttentionSpec(head_size=128, **kv),
+    }
     ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
-    assert cache_shape(pipeline(1, 1), ranks).part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
+    assert cache_shape(pipeline(1, 1), ranks).part_bytes == part_bytes_for(
+        sum(spec.page_size_bytes for spec in specs.values())
+    )
 
 
 BF16 = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
@@ -100,15 +127,21 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "specs", "expected"),
     [
-        (Config(), [BF16], E348), (Config(), [FP8], RAW), (Config(), [FP8, BF16], E348),
-        (Config(compression="off"), [BF16], RAW), (Config(gpu_copies="torch"), [BF16], RAW),
+        (Config(), [BF16], E348),
+        (Config(), [FP8], RAW),
+        (Config(), [FP8, BF16], E348),
+        (Config(compression="off"), [BF16], RAW),
+        (Config(gpu_copies="torch"), [BF16], RAW),
     ],
-)  # fmt: skip
+)
 def test_parts_are_encoded_where_some_layer_is_bf16(
     config: Config, specs: list[Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cuda(monkeypatch)
-    assert encoding_of([stage(*((spec, [f"layer {i}"]) for i, spec in enumerate(specs)))], config) == expected
+    assert (
+        encoding_of([stage(*((spec, [f"layer {i}"]) for i, spec in enumerate(specs)))], config)
+        == expected
+    )
 
 
 def test_parts_are_raw_on_cpus() -> None:
@@ -121,39 +154,62 @@ def test_encoded_parts_have_room_for_a_table() -> None:
     shape, without = (cache_shape(pipeline(1, 1), ranks, encoding) for encoding in (E348, RAW))
     assert (shape.encoding, without.encoding) == (E348, RAW)
     payload = 32 * BF16.page_size_bytes
-    assert shape.part_bytes == part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1)) > without.part_bytes
+    assert (
+        shape.part_bytes
+        == part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1))
+        > without.part_bytes
+    )
 
 
 def test_encoded_parts_of_groups_have_room_for_the_longest_table() -> None:
-    windows = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=33)
+    windows = SlidingWindowSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=33
+    )
     ranks = [stage((windows, "ab"), (BF16, "cde"))]
     shape = cache_shape(pipeline(1, 1), ranks, E348)
     assert not shape.is_divisible and shape.encoding == E348
-    assert shape.part_bytes == part_bytes_for(3 * BF16.page_size_bytes, 3 * (BF16.page_size_bytes // 4096 + 1))
+    assert shape.part_bytes == part_bytes_for(
+        3 * BF16.page_size_bytes, 3 * (BF16.page_size_bytes // 4096 + 1)
+    )
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
-    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 5)
+    model = SimpleNamespace(
+        use_mla=False, get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 5
+    )
     world = num_stages * num_ranks
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages, tensor_parallel_size=num_ranks, world_size=world),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=num_stages, tensor_parallel_size=num_ranks, world_size=world
+        ),
     )
 
 
 @pytest.mark.parametrize(
     ("method", "has_kv", "ahead"),
-    [(None, False, 0), ("ngram", False, 0), ("draft_model", True, 0), ("mtp", True, 1), ("dflash", True, 0)],
+    [
+        (None, False, 0),
+        ("ngram", False, 0),
+        ("draft_model", True, 0),
+        ("mtp", True, 1),
+        ("dflash", True, 0),
+    ],
 )
 def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
-    config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method), num_prefill_lookahead_tokens=ahead)
+    config = SimpleNamespace(
+        speculative_config=method and SimpleNamespace(method=method),
+        num_prefill_lookahead_tokens=ahead,
+    )
     assert (has_draft_kv(config), lookahead(config)) == (has_kv, ahead)
 
 
 @pytest.mark.parametrize(("draft_len", "limit"), [(None, 59), (50, 45), (70, 59)])
 def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, limit: int) -> None:
     draft = draft_len and SimpleNamespace(max_model_len=draft_len)
-    speculative = SimpleNamespace(method="eagle", num_speculative_tokens=3, draft_model_config=draft)
+    speculative = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_model_config=draft
+    )
     model = SimpleNamespace(max_model_len=64)
     assert draft_limit(SimpleNamespace(speculative_config=speculative, model_config=model)) == limit
     assert draft_limit(SimpleNamespace(speculative_config=None)) is None
@@ -161,18 +217,27 @@ def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, li
 
 def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
-    assert tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1) == (
-        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up to 1 GiB with 1 chunk found, "
+    assert tiers_text(
+        config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1
+    ) == (
+        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up "
+        "to 1 GiB with 1 chunk found, "
         "eviction adaptive"
     )
-    assert tiers_text(Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0) == (
+    assert tiers_text(
+        Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0
+    ) == (
         "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction adaptive"
     )
-    unequal = CacheShape((GroupShape(64), GroupShape(32, 2, kind="window", reach=63)), part_bytes=8192)
+    unequal = CacheShape(
+        (GroupShape(64), GroupShape(32, 2, kind="window", reach=63)), part_bytes=8192
+    )
     assert tiers_text(config, unequal, disk_path=None, num_frames=1, num_found=0).startswith(
         "chunks of 64 tokens (1 to 2 blocks, 8 KiB), "
     )
-    opening = tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache", num_frames=1, num_found=None)
+    opening = tiers_text(
+        config, shape_of(32, 1, 132 << 10), disk_path="/cache", num_frames=1, num_found=None
+    )
     assert "not open yet" in opening
     assert "found" not in opening
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
@@ -185,13 +250,24 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:
     alone = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, data_parallel_index=0)
     assert _disk_path(config, alone) == "/cache"
     assert _disk_path(Config(), alone) is None
-    assert _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=0, data_parallel_index=1)) == "/cache/dp1"
-    assert _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1)) == "/cache/dp1"
+    assert (
+        _disk_path(
+            config,
+            SimpleNamespace(data_parallel_size=2, data_parallel_rank=0, data_parallel_index=1),
+        )
+        == "/cache/dp1"
+    )
+    assert (
+        _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1))
+        == "/cache/dp1"
+    )
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_engines_that_vllm_makes_independent_have_one_too(is_moe: bool) -> None:
-    """As vLLM's engine process does it: a dense model's engine is told that it is the only one, but for its index."""
+    """As vLLM's engine process does it: a dense model's engine is told that it is the only one, but
+    for its index.
+    """
     paths = []
     for index in range(3):
         parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
@@ -217,7 +293,11 @@ def test_groups_reach_as_far_as_vllm_keeps_their_blocks() -> None:
 def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, int]) -> None:
     kv: Any = {"num_kv_heads": 1, "dtype": torch.float32, "block_size": 16, "sliding_window": 33}
     specs = {f"{i}": SlidingWindowSpec(head_size=size, **kv) for i, size in enumerate(sizes)}
-    one = specs["0"] if len(set(sizes)) == 1 else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(specs))
+    one = (
+        specs["0"]
+        if len(set(sizes)) == 1
+        else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(specs))
+    )
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
@@ -228,8 +308,14 @@ def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, 
 
 def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    full, window = FullAttentionSpec(block_size=16, **kv), SlidingWindowSpec(block_size=16, sliding_window=32, **kv)
-    groups = [SimpleNamespace(kv_cache_spec=window, layer_names=["a"]), SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"])]
+    full, window = (
+        FullAttentionSpec(block_size=16, **kv),
+        SlidingWindowSpec(block_size=16, sliding_window=32, **kv),
+    )
+    groups = [
+        SimpleNamespace(kv_cache_spec=window, layer_names=["a"]),
+        SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"]),
+    ]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
     assert (shape.main, shape.groups[1], shape.num_shards) == (1, GroupShape(16), 2)
@@ -248,7 +334,9 @@ def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where vLLM's hits do; of a window that is shorter than that, no more is kept than it reaches."""
+    """All chunks end where vLLM's hits do; of a window that is shorter than that, no more is kept
+    than it reaches.
+    """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)
     windows = SlidingWindowSpec(block_size=sizes[1], sliding_window=window, **kv)
@@ -261,4 +349,6 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     assert (shape.unit_tokens, {group.unit_tokens for group in shape.groups}) == (unit, {unit})
     assert tuple(group.blocks_per_unit for group in shape.groups) == counts
     assert tuple(group.kept_blocks for group in shape.groups) == kept
-    assert shape.part_bytes == part_bytes_for(max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes))
+    assert shape.part_bytes == part_bytes_for(
+        max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes)
+    )

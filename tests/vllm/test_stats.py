@@ -1,4 +1,6 @@
-"""Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus metric."""
+"""Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus
+metric.
+"""
 
 import logging
 from collections import Counter as Counts
@@ -15,7 +17,9 @@ from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 
 
 def test_counters_add_and_gauges_take_the_newest() -> None:
-    total = KVLoftStats({"saved_chunks": 2, "pins": 5}).aggregate(KVLoftStats({"saved_chunks": 3, "pins": 1, "disk_used": 9}))
+    total = KVLoftStats({"saved_chunks": 2, "pins": 5}).aggregate(
+        KVLoftStats({"saved_chunks": 3, "pins": 1, "disk_used": 9})
+    )
     assert total.data == {"saved_chunks": 5, "pins": 1, "disk_used": 9}
     assert total.reduce() == {"saved_chunks": 5, "pins": 1, "disk_used": 9}
     assert not total.is_empty()
@@ -45,7 +49,13 @@ class FakeStore:
 def half() -> Any:
     """As much of a scheduler half as its statistics need."""
     half: Any = object.__new__(SchedulerHalf)
-    half._namespace, half._next_warning_s, half._last, half._quiet_steps, half.hook_errors = bytes(32), {}, {}, 0, 0
+    half._namespace, half._next_warning_s, half._last, half._quiet_steps, half.hook_errors = (
+        bytes(32),
+        {},
+        {},
+        0,
+        0,
+    )
     half._store, half.core = FakeStore(), SimpleNamespace(counters=Counts())
     return half
 
@@ -82,7 +92,9 @@ def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(
 
 
 @pytest.mark.parametrize("name", ["disk_dropped", "disk_write_errors"])
-def test_a_disk_that_takes_nothing_is_told_in_the_log(half: Any, name: str, caplog: pytest.LogCaptureFixture, logged: Any) -> None:
+def test_a_disk_that_takes_nothing_is_told_in_the_log(
+    half: Any, name: str, caplog: pytest.LogCaptureFixture, logged: Any
+) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
         counted(half, disk_bytes_written=4096, **{name: 3})
         assert not logged(), "a slow disk drops some chunks and takes others"

@@ -1,4 +1,6 @@
-"""What is refused at start: each with one sentence, nothing half-served. Real KV specs, settings as plain namespaces."""
+"""What is refused at start: each with one sentence, nothing half-served. Real KV specs, settings as
+plain namespaces.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +29,9 @@ from kvloft.vllm import support
 from kvloft.vllm.support import check_supported, transfer_warnings
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
-WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64
+)
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
@@ -38,10 +42,15 @@ def per_layer(*specs: Any) -> Any:
 
 def settings(**changes: Any) -> Any:
     parallel: dict[str, Any] = {
-        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0, "world_size": 1,
-        "distributed_executor_backend": None, "nnodes": 1,
-        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
-    }  # fmt: skip
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "rank": 0,
+        "world_size": 1,
+        "distributed_executor_backend": None,
+        "nnodes": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
     parallel.update({key: value for key, value in changes.items() if key in parallel})
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -67,7 +76,10 @@ def settings(**changes: Any) -> Any:
 
 
 def groups(*specs: Any) -> KVCacheConfig:
-    layers = [KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", [f"layer{i}"])), spec) for i, spec in enumerate(specs)]
+    layers = [
+        KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", [f"layer{i}"])), spec)
+        for i, spec in enumerate(specs)
+    ]
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=layers)
 
 
@@ -76,7 +88,12 @@ def test_one_group_of_full_attention_is_served() -> None:
     check_supported(settings(sleep_mode_backend="cumem"), groups(FULL))
     check_supported(settings(use_mla=True), groups(MLA))
     check_supported(
-        settings(), groups(SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32))
+        settings(),
+        groups(
+            SinkFullAttentionSpec(
+                block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32
+            )
+        ),
     )
     check_supported(settings(), groups(per_layer(FULL, MLA)))
 
@@ -86,7 +103,11 @@ def test_one_group_of_full_attention_is_served() -> None:
     [
         ({"is_encoder_decoder": True}, (FULL,), "encoder-decoder"),
         ({"is_diffusion": True}, (FULL,), "diffusion"),
-        ({"sleep_mode_backend": "cuda-checkpoint"}, (FULL,), "sleep_mode_backend='cuda-checkpoint'"),
+        (
+            {"sleep_mode_backend": "cuda-checkpoint"},
+            (FULL,),
+            "sleep_mode_backend='cuda-checkpoint'",
+        ),
         ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
         ({}, (per_layer(FULL, WINDOW),), "SlidingWindowSpec"),
         ({}, (per_layer(FULL, replace(FULL, non_causal=True)),), "prefix LM"),
@@ -103,15 +124,28 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"nnodes": 2}, (FULL,), "nnodes"),
         ({"calculate_kv_scales": True}, (FULL,), "calculate_kv_scales"),
         ({"speculative_config": SimpleNamespace(method="medusa")}, (FULL,), "medusa"),
-        ({"speculative_config": SimpleNamespace(method="mtp"), "num_prefill_lookahead_tokens": 2}, (FULL,), "several MTP layers"),
         (
-            {"speculative_config": SimpleNamespace(method="eagle", num_speculative_tokens_per_batch_size=[(1, 8, 3)])},
+            {
+                "speculative_config": SimpleNamespace(method="mtp"),
+                "num_prefill_lookahead_tokens": 2,
+            },
+            (FULL,),
+            "several MTP layers",
+        ),
+        (
+            {
+                "speculative_config": SimpleNamespace(
+                    method="eagle", num_speculative_tokens_per_batch_size=[(1, 8, 3)]
+                )
+            },
             (FULL,),
             "num_speculative_tokens_per_batch_size",
         ),
     ],
 )
-def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
+def test_what_would_be_served_wrongly_is_refused_by_name(
+    changes: dict[str, Any], specs: tuple[Any, ...], named: str
+) -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_supported(settings(**changes), groups(*specs))
     assert named in str(caught.value)
@@ -119,16 +153,21 @@ def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "dflash"])
-def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
-    monkeypatch.setattr(support, "KVConnectorModelRunnerMixin", SimpleNamespace(finalize_kv_connector=None))
+    monkeypatch.setattr(
+        support, "KVConnectorModelRunnerMixin", SimpleNamespace(finalize_kv_connector=None)
+    )
     check_supported(config, groups(FULL))
     monkeypatch.setattr(support, "KVConnectorModelRunnerMixin", SimpleNamespace())
     with pytest.raises(UnsupportedError, match=method):
         check_supported(config, groups(FULL))
 
 
-# -- what vLLM makes of a model's layers for a connector of one block table ---------------------------------------
+# -- what vLLM makes of a model's layers for a connector of one block table
+# ---------------------------------------
 
 
 SIZES: Any = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -139,21 +178,34 @@ WIDE = FullAttentionSpec(**SIZES | {"head_size": 64})
 
 def merged(*layers: Any) -> KVCacheConfig:
     """The groups of a model with these layers, by vLLM's own rules without its hybrid manager."""
-    engine: Any = SimpleNamespace(scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True))
+    engine: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+    )
     groups = get_kv_cache_groups(engine, {f"layer{i}": spec for i, spec in enumerate(layers)})
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-@pytest.mark.parametrize("layers", [(WINDOW, WINDOW, FULL), (FULL, WINDOW), (CHUNKED, FULL, CHUNKED), (WINDOW, WIDE)])
-def test_windows_and_local_chunks_beside_full_attention_are_served_as_full_attention(layers: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    "layers", [(WINDOW, WINDOW, FULL), (FULL, WINDOW), (CHUNKED, FULL, CHUNKED), (WINDOW, WIDE)]
+)
+def test_windows_and_local_chunks_beside_full_attention_are_served_as_full_attention(
+    layers: tuple[Any, ...],
+) -> None:
     config = merged(*layers)
     check_supported(settings(), config)
     (group,) = config.kv_cache_groups
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
     managers = {KVCacheSpecRegistry.get_manager_class(spec) for spec in specs}
-    assert managers == {FullAttentionManager}, "the manager that frees nothing before its request ends"
-    assert FullAttentionManager.get_num_skipped_tokens is SingleTypeKVCacheManager.get_num_skipped_tokens
-    assert FullAttentionManager.remove_skipped_blocks is SingleTypeKVCacheManager.remove_skipped_blocks
+    assert managers == {FullAttentionManager}, (
+        "the manager that frees nothing before its request ends"
+    )
+    assert (
+        FullAttentionManager.get_num_skipped_tokens
+        is SingleTypeKVCacheManager.get_num_skipped_tokens
+    )
+    assert (
+        FullAttentionManager.remove_skipped_blocks is SingleTypeKVCacheManager.remove_skipped_blocks
+    )
 
 
 def test_local_chunks_in_every_layer_are_refused() -> None:
@@ -166,7 +218,9 @@ def test_local_chunks_in_every_layer_are_refused() -> None:
 def test_windows_in_every_layer_are_served_where_failed_loads_can_be_told(
     layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM leaves such a model as it is, and gives away what is out of the window: it cannot go on from the first bad block."""
+    """vLLM leaves such a model as it is, and gives away what is out of the window: it cannot go on
+    from the first bad block.
+    """
     config = merged(*layers)
     assert len(config.kv_cache_groups) == 1
     monkeypatch.setattr(support, "HAS_GROUPS", True)
@@ -180,15 +234,24 @@ def test_windows_in_every_layer_are_served_where_failed_loads_can_be_told(
 
 
 @pytest.mark.parametrize(
-    "specs", [(WINDOW, replace(WINDOW, sliding_window=96)), (CHUNKED, WINDOW), (replace(WINDOW, sliding_window=2),)]
+    "specs",
+    [
+        (WINDOW, replace(WINDOW, sliding_window=96)),
+        (CHUNKED, WINDOW),
+        (replace(WINDOW, sliding_window=2),),
+    ],
 )
-def test_several_groups_need_none_of_full_attention(specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_need_none_of_full_attention(
+    specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     check_supported(settings(), groups(*specs))
 
 
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW, FULL), (FULL, FULL, WINDOW)])
-def test_several_groups_are_served_unless_one_is_asked_for(specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_are_served_unless_one_is_asked_for(
+    specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     for kv_groups in ("auto", "all"):
         check_supported(settings(), groups(*specs), kv_groups)
@@ -199,8 +262,13 @@ def test_several_groups_are_served_unless_one_is_asked_for(specs: tuple[Any, ...
         check_supported(settings(), groups(*specs))
 
 
-@pytest.mark.parametrize(("other", "helps"), [(replace(CHUNKED, block_size=64), True), (replace(MAMBA, block_size=64), False)])
-def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("other", "helps"),
+    [(replace(CHUNKED, block_size=64), True), (replace(MAMBA, block_size=64), False)],
+)
+def test_where_one_group_would_do_that_is_said(
+    other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(settings(), groups(FULL, other))
@@ -211,7 +279,9 @@ def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypa
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where hits end with whole blocks of all of them; vLLM says so, or says nothing where it has no prefix cache."""
+    """Where hits end with whole blocks of all of them; vLLM says so, or says nothing where it has
+    no prefix cache.
+    """
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment
@@ -221,10 +291,17 @@ def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
         check_supported(settings(), several)
 
 
-def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
-    with pytest.raises(UnsupportedError, match="32 and 64 tokens yet: a draft model with its own KV is untested"):
-        check_supported(settings(speculative_config=SimpleNamespace(method="mtp")), groups(replace(FULL, block_size=64), WINDOW))
+    with pytest.raises(
+        UnsupportedError, match="32 and 64 tokens yet: a draft model with its own KV is untested"
+    ):
+        check_supported(
+            settings(speculative_config=SimpleNamespace(method="mtp")),
+            groups(replace(FULL, block_size=64), WINDOW),
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +313,9 @@ def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_size
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
     ],
 )
-def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
+def test_several_groups_without_a_rule_are_refused(
+    changes: dict[str, Any], specs: tuple[Any, ...], named: str
+) -> None:
     with pytest.raises(UnsupportedError, match=named):
         check_supported(settings(**changes), groups(*specs), "all")
 
@@ -246,9 +325,13 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's end."""
+    """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's
+    end.
+    """
     for unit in (8, 16):
-        with pytest.raises(UnsupportedError, match=f"at multiples of {unit}, where.*--prefix-match-unit"):
+        with pytest.raises(
+            UnsupportedError, match=f"at multiples of {unit}, where.*--prefix-match-unit"
+        ):
             check_supported(settings(), with_hits_at(unit, FULL, ALIGNED), "all")
     check_supported(settings(), with_hits_at(32, FULL, ALIGNED), "all")
     check_supported(settings(), with_hits_at(16, FULL, WINDOW), "all")
@@ -260,25 +343,35 @@ def with_hits_at(unit: int, *specs: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle", "eagle3", "dflash", "draft_model"])
+@pytest.mark.parametrize(
+    "method", ["ngram", "suffix", "mtp", "eagle", "eagle3", "dflash", "draft_model"]
+)
 def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
     check_supported(config, groups(FULL, GDN), "all")
-    with pytest.raises(UnsupportedError, match=r"gated delta nets only.*remove --speculative-config"):
+    with pytest.raises(
+        UnsupportedError, match=r"gated delta nets only.*remove --speculative-config"
+    ):
         check_supported(config, groups(FULL, ALIGNED), "all")
 
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
-def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may_make_them_is_named(method: str | None) -> None:
+def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may_make_them_is_named(
+    method: str | None,
+) -> None:
     """A drafter whose KV heads are not like the model's."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
     with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")
-    assert ("remove --speculative-config, or use a draft model" in str(caught.value)) == (method is not None)
+    assert ("remove --speculative-config, or use a draft model" in str(caught.value)) == (
+        method is not None
+    )
 
 
 @pytest.mark.parametrize("method", ["ngram_gpu", "mtp", "eagle3", "draft_model"])
-def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requests(method: str) -> None:
+def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requests(
+    method: str,
+) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method), async_scheduling=True)
     with pytest.raises(UnsupportedError, match="--no-async-scheduling"):
         check_supported(config, groups(FULL, GDN), "all")
@@ -287,7 +380,9 @@ def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requ
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(
+    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     check_supported(settings(), groups(FULL, ALIGNED), "all")
     with pytest.raises(UnsupportedError, match="mamba-cache-mode align"):
@@ -295,7 +390,9 @@ def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, mo
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(
+    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     stages = settings(pipeline_parallel_size=2)
@@ -303,7 +400,10 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     check_supported(stages, groups(per_layer(FULL, replace(FULL, head_size=64))))
     check_supported(stages, groups(FULL, WINDOW, CHUNKED), "all")
     check_supported(settings(), groups(FULL, GDN), "all")
-    refused = pytest.raises(UnsupportedError, match="pipeline_parallel_size=2 for models with states on CPUs only; set it to 1")
+    refused = pytest.raises(
+        UnsupportedError,
+        match="pipeline_parallel_size=2 for models with states on CPUs only; set it to 1",
+    )
     with nullcontext() if is_cpu else refused:
         check_supported(stages, groups(FULL, GDN), "all")
     elsewhere = groups(FULL, GDN)
@@ -311,7 +411,9 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     with nullcontext() if is_cpu else refused:  # another stage has them
         check_supported(stages, elsewhere, "all")
     monkeypatch.setattr(support, "HAS_GROUPS", False)
-    with pytest.raises(UnsupportedError, match=r"pipeline_parallel_size=2 with vLLM 0\.32 and newer"):
+    with pytest.raises(
+        UnsupportedError, match=r"pipeline_parallel_size=2 with vLLM 0\.32 and newer"
+    ):
         check_supported(stages, groups(FULL))
 
 
@@ -334,7 +436,15 @@ def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:
         ("kv_consumer", "fail", ["never saves", "recompute"]),
     ],
 )
-def test_half_a_cache_and_requests_that_may_fail_are_told(role: Any, policy: Any, said: list[str]) -> None:
-    found = transfer_warnings(KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role, kv_load_failure_policy=policy))
-    assert len(found) == len(said) and all(words in text for words, text in zip(said, found, strict=True))
+def test_half_a_cache_and_requests_that_may_fail_are_told(
+    role: Any, policy: Any, said: list[str]
+) -> None:
+    found = transfer_warnings(
+        KVTransferConfig(
+            kv_connector="KVLoftConnector", kv_role=role, kv_load_failure_policy=policy
+        )
+    )
+    assert len(found) == len(said) and all(
+        words in text for words, text in zip(said, found, strict=True)
+    )
     assert transfer_warnings(None) == []

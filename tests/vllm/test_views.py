@@ -1,4 +1,6 @@
-"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, KV from elsewhere."""
+"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed
+prompts, KV from elsewhere.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,9 +23,11 @@ from kvloft.vllm.views import VllmRequest, tables_of, view_step
 
 def request(**changes: Any) -> Request:
     fields: dict[str, Any] = {
-        "request_id": "r", "prompt_token_ids": list(range(10)), "sampling_params": SamplingParams(max_tokens=4),
+        "request_id": "r",
+        "prompt_token_ids": list(range(10)),
+        "sampling_params": SamplingParams(max_tokens=4),
         "pooling_params": None,
-    }  # fmt: skip
+    }
     return Request(**(fields | changes))
 
 
@@ -54,7 +58,9 @@ def test_token_ids_are_vllms_own_growing_list() -> None:
 )
 def test_a_request_may_say_what_to_save(params: Any, wish: str | None) -> None:
     extra = {"kv_transfer_params": params} if params is not None else None
-    live = VllmRequest(request(sampling_params=SamplingParams(max_tokens=4, extra_args=extra)), AdapterNames())
+    live = VllmRequest(
+        request(sampling_params=SamplingParams(max_tokens=4, extra_args=extra)), AdapterNames()
+    )
     assert live.saves == wish
 
 
@@ -69,7 +75,9 @@ def test_embeds_only_prompt_is_one_run_of_raw_rows() -> None:
 def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
     rows = torch.randn(6, 3)
     mask = [True, False, False, True, True, False]
-    mixed = request(prompt_token_ids=[1, 2, 3, 4, 5, 6], prompt_embeds=rows, prompt_is_token_ids=mask)
+    mixed = request(
+        prompt_token_ids=[1, 2, 3, 4, 5, 6], prompt_embeds=rows, prompt_is_token_ids=mask
+    )
     runs = VllmRequest(mixed, AdapterNames()).view().embeds
     assert [(run.start, run.num_rows) for run in runs] == [(1, 2), (5, 1)]
     assert raw(runs[0]) == rows[1:3].numpy().tobytes()
@@ -78,28 +86,49 @@ def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
 
 @pytest.mark.parametrize(
     ("params", "skips"),
-    [(None, False), ({"do_remote_prefill": False}, False), ({"do_remote_prefill": True}, True), ("text", False),
-     ({"do_remote_decode": True}, False)],
-)  # fmt: skip
-def test_a_request_whose_kv_comes_from_a_prefill_server_is_not_offered_any(params: Any, skips: bool) -> None:
-    live = request(sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params}))
+    [
+        (None, False),
+        ({"do_remote_prefill": False}, False),
+        ({"do_remote_prefill": True}, True),
+        ("text", False),
+        ({"do_remote_decode": True}, False),
+    ],
+)
+def test_a_request_whose_kv_comes_from_a_prefill_server_is_not_offered_any(
+    params: Any, skips: bool
+) -> None:
+    live = request(
+        sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    )
     assert VllmRequest(live, AdapterNames()).skip_load == skips
 
 
 def test_media_named_by_a_count_are_this_engines_own() -> None:
-    feature = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=1, length=3))
+    feature = SimpleNamespace(
+        identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=1, length=3)
+    )
     live = request()
     live.mm_features = [feature]
-    first, second = (VllmRequest(live, AdapterNames(media_prefix=name)).view().items for name in ("x|", "y|"))
-    assert [item.identifier for item in (*first, *second)] == [f"{name}|{feature.identifier}" for name in "xy"]
+    first, second = (
+        VllmRequest(live, AdapterNames(media_prefix=name)).view().items for name in ("x|", "y|")
+    )
+    assert [item.identifier for item in (*first, *second)] == [
+        f"{name}|{feature.identifier}" for name in "xy"
+    ]
     assert VllmRequest(live, AdapterNames()).view().items[0].identifier == feature.identifier
-    numbered, hashed = (VllmRequest(live, AdapterNames(media_prefix=name)).view() for name in ("x|", ""))
+    numbered, hashed = (
+        VllmRequest(live, AdapterNames(media_prefix=name)).view() for name in ("x|", "")
+    )
     assert (numbered.savable_tokens, hashed.savable_tokens) == (feature.mm_position.offset, None)
 
 
 def test_hit_sources_never_exceed_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own labels where it has them (0.32 and newer), stand-ins where it has not; and none of them without labels."""
-    labels = views.CacheHitSource or SimpleNamespace(HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other")
+    """vLLM's own labels where it has them (0.32 and newer), stand-ins where it has not; and none of
+    them without labels.
+    """
+    labels = views.CacheHitSource or SimpleNamespace(
+        HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other"
+    )
     monkeypatch.setattr(views, "CacheHitSource", labels)
     assert views.hit_sources({"host": 32, "disk": 16}, 16) == {labels.EXTERNAL_UNSPECIFIED: 16}
     expected = {labels.HOST: 32, labels.DISK: 16, labels.EXTERNAL_UNSPECIFIED: 16}
@@ -110,21 +139,32 @@ def test_hit_sources_never_exceed_what_was_taken(monkeypatch: pytest.MonkeyPatch
 
 def _step(resumed: set[str]) -> Any:
     cached = CachedRequestData(
-        req_ids=["a", "b"], resumed_req_ids=resumed, new_token_ids=[], all_token_ids={},
-        new_block_ids=[None, ([7, 8],)], num_computed_tokens=[40, 32], num_output_tokens=[1, 2],
-    )  # fmt: skip
+        req_ids=["a", "b"],
+        resumed_req_ids=resumed,
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None, ([7, 8],)],
+        num_computed_tokens=[40, 32],
+        num_output_tokens=[1, 2],
+    )
     new = SimpleNamespace(req_id="n", num_computed_tokens=16, block_ids=([1, 2, 3],))
     return SimpleNamespace(
-        scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1, "b": 9, "n": 20},
-        total_num_scheduled_tokens=30, scheduled_spec_decode_tokens={"a": [5, 6]}, preempted_req_ids={"z"},
-    )  # fmt: skip
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"a": 1, "b": 9, "n": 20},
+        total_num_scheduled_tokens=30,
+        scheduled_spec_decode_tokens={"a": [5, 6]},
+        preempted_req_ids={"z"},
+    )
 
 
 def test_running_requests_extend_their_table() -> None:
     view = view_step(_step(set()))
     assert (list(view.running), list(view.num_computed_tokens)) == (["a", "b"], [40, 32])
     assert view.grown == [("b", [7, 8])]
-    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3])]
+    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [
+        ("n", 16, [1, 2, 3])
+    ]
     assert (view.num_draft_tokens, view.total_scheduled_tokens) == ({"a": 2}, 30)
     assert view.preempted == {"z"}
 
@@ -132,7 +172,10 @@ def test_running_requests_extend_their_table() -> None:
 def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
     view = view_step(_step({"b"}))
     assert (list(view.running), list(view.num_computed_tokens), view.grown) == (["a"], [40], [])
-    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3]), ("b", 32, [7, 8])]
+    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [
+        ("n", 16, [1, 2, 3]),
+        ("b", 32, [7, 8]),
+    ]
 
 
 def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> None:
@@ -144,7 +187,11 @@ def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> N
         resolve_block_ids=tables.get, boundary_state_offloads={"a": [(1, 6, 48)], "z": [(1, 9, 16)]}
     )
     view = view_step(step, partial(Tables, main=1))
-    assert {req_id: list(blocks) for req_id, blocks in view.grown} == {"a": [4, 5, 6], "n": [1, 2, 3], "b": [7, 8]}
+    assert {req_id: list(blocks) for req_id, blocks in view.grown} == {
+        "a": [4, 5, 6],
+        "n": [1, 2, 3],
+        "b": [7, 8],
+    }
     assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
     assert view.states == [("a", 1, 6, 48)], "a preempted request's blocks are another's by now"
     found: Any = view.tables
@@ -153,10 +200,17 @@ def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> N
 
 
 def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
-    """Where blocks differ in size, a chunk has several of a group: tables end in the midst of one while a request grows."""
-    shape = CacheShape((GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32)))
+    """Where blocks differ in size, a chunk has several of a group: tables end in the midst of one
+    while a request grows.
+    """
+    shape = CacheShape(
+        (GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32))
+    )
     tables = tables_of(shape)([[0, 4, 5], [11, 12, 13, 14, 15], [7, 8]])
     assert (len(tables), tables[:1], tables[1:], tables[0:0]) == (1, [11, 12, 13, 14], [15], [])
     assert [tables.of(group, slice(0, 1)) for group in range(3)] == [[0, 4], [11, 12, 13, 14], [7]]
     assert [tables.size_of(group) for group in range(3)] == [2, 4, 1]
-    assert tables_of(CacheShape((GroupShape(16), GroupShape(16, kind="state"))))([[1], [2]]).per_unit is None
+    assert (
+        tables_of(CacheShape((GroupShape(16), GroupShape(16, kind="state"))))([[1], [2]]).per_unit
+        is None
+    )

@@ -1,4 +1,6 @@
-"""What shows which weights were loaded: files, links and commits; when they show nothing, or too late, a run is alone."""
+"""What shows which weights were loaded: files, links and commits; when they show nothing, or too
+late, a run is alone.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,13 @@ from typing import Any
 import pytest
 
 from kvloft.vllm.identity import weights
-from kvloft.vllm.identity.weights import FILE_FORMATS, engine_start_s, hub_commit, look, model_fields
+from kvloft.vllm.identity.weights import (
+    FILE_FORMATS,
+    engine_start_s,
+    hub_commit,
+    look,
+    model_fields,
+)
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 
@@ -22,7 +30,13 @@ def folder(tmp_path: Path) -> Path:
     """A model's, in a folder of its own and older than the engine."""
     model = tmp_path / "model"
     (model / "whisper").mkdir(parents=True)
-    for name in ("config.json", "modeling_x.py", "model.safetensors", "model.safetensors.index.json", "whisper/a.safetensors"):
+    for name in (
+        "config.json",
+        "modeling_x.py",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "whisper/a.safetensors",
+    ):
         (model / name).write_bytes(name.encode() * 30_000)
     return model
 
@@ -33,11 +47,20 @@ def _the_engine_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "engine_start_s", lambda: start)
 
 
-def fields(model: str, *, commit: str | None = None, load_format: str = "auto", config: Any = None, **more: Any) -> dict[str, Any]:
+def fields(
+    model: str,
+    *,
+    commit: str | None = None,
+    load_format: str = "auto",
+    config: Any = None,
+    **more: Any,
+) -> dict[str, Any]:
     settings = config or {}
     hf_config = SimpleNamespace(_commit_hash=commit, to_dict=lambda: settings)
     config = SimpleNamespace(**{"model": model, "revision": None, "hf_config": hf_config} | more)
-    return model_fields(config, SimpleNamespace(load_format=load_format, download_dir=more.get("download_dir")))
+    return model_fields(
+        config, SimpleNamespace(load_format=load_format, download_dir=more.get("download_dir"))
+    )
 
 
 def is_shared(model: str, **more: Any) -> bool:
@@ -66,7 +89,9 @@ def rewrite(path: Path, at: int, byte: bytes = b"\1") -> None:
         lambda model: (model / "config.json").unlink(),
     ],
 )
-def test_any_file_that_changed_is_another_model(folder: Path, change: Callable[[Path], object]) -> None:
+def test_any_file_that_changed_is_another_model(
+    folder: Path, change: Callable[[Path], object]
+) -> None:
     first = fields(str(folder))
     assert first == fields(str(folder)) and first["unknown_weights"] is None
     change(folder)
@@ -103,9 +128,15 @@ def relink(link: Path, to: Path) -> None:
         lambda model: (model / "model.safetensors").rename(model / "other"),
         lambda model: (model.rename(model.parent / "was"), (model.parent / "was").rename(model)),
         lambda model: relink(model.parent / "current", model),
-        lambda model: (model.parent / "other" / "sub").mkdir(parents=True) or relink(model / "linked", model.parent / "other"),
+        lambda model: (
+            (model.parent / "other" / "sub").mkdir(parents=True)
+            or relink(model / "linked", model.parent / "other")
+        ),
         lambda model: relink(model.parent / "step", model.parent),
-        lambda model: (model.parent.rename(model.parent.parent / "was"), (model.parent.parent / "was").rename(model.parent)),
+        lambda model: (
+            model.parent.rename(model.parent.parent / "was"),
+            (model.parent.parent / "was").rename(model.parent),
+        ),
     ],
 )
 def test_what_changed_since_the_engines_start_serves_this_run_only(
@@ -124,12 +155,17 @@ def test_what_changed_since_the_engines_start_serves_this_run_only(
     assert "changed after the engine's start" in logged()[0].getMessage()
 
 
-@pytest.mark.parametrize("name", ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"])
+@pytest.mark.parametrize(
+    "name",
+    ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
+)
 def test_weights_of_which_nothing_is_known_serve_this_run_only(name: str) -> None:
     """Another hub's, say: the name alone does not show that they were trained further."""
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
-    assert not is_shared(name, commit="abc", hf_config_path="hub/other"), "the commit is of the configuration"
+    assert not is_shared(name, commit="abc", hf_config_path="hub/other"), (
+        "the commit is of the configuration"
+    )
     assert is_shared(name, load_format="dummy")
 
 
@@ -166,7 +202,9 @@ def test_odd_files_are_neither_an_error_nor_waited_for(folder: Path) -> None:
     assert is_shared(str(folder))
 
 
-def test_a_folder_below_that_cannot_be_listed_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_that_cannot_be_listed_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as lost+found at the root of a volume."""
     listed = os.listdir
 
@@ -194,15 +232,21 @@ def test_too_many_files_are_not_looked_at(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("file", "revision"), [("config.json", None), ("params.json", "v2")])
-def test_a_configuration_without_a_commit_has_that_of_the_hubs_cache(hub_cache: Any, file: str, revision: str | None) -> None:
+def test_a_configuration_without_a_commit_has_that_of_the_hubs_cache(
+    hub_cache: Any, file: str, revision: str | None
+) -> None:
     """Mistral's format: its configurations are not transformers' own."""
     hub_cache("hub/name", file, "c0ffee", revision or "main")
-    assert fields("hub/name", revision=revision) == fields("hub/name", commit="c0ffee", revision=revision)
+    assert fields("hub/name", revision=revision) == fields(
+        "hub/name", commit="c0ffee", revision=revision
+    )
     hub_cache("hub/name", file, "decade", revision or "main")
     assert fields("hub/name", revision=revision)["commit"] == "decade"
 
 
-def test_another_hub_is_not_in_this_hubs_cache(hub_cache: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_hub_is_not_in_this_hubs_cache(
+    hub_cache: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub_cache("hub/name", "config.json", "c0ffee")
     assert hub_commit("hub/name") == "c0ffee"
     assert hub_commit("hub/name", cache_dir=str(tmp_path / "elsewhere")) is None
@@ -217,16 +261,28 @@ def test_a_damaged_cache_is_no_error(hub_cache: Any, tmp_path: Path) -> None:
 
 
 def test_the_engines_start_is_known_to_a_tick() -> None:
-    code = "import time; t = time.time(); from kvloft.vllm.identity.weights import engine_start_s, note_start; "
-    code += "s = engine_start_s(); note_start(); r = engine_start_s(); note_start(); print(t, s, r, engine_start_s())"
+    code = (
+        "import time; t = time.time(); from kvloft.vllm.identity.weights import engine_start_s, "
+        "note_start; "
+    )
+    code += (
+        "s = engine_start_s(); note_start(); r = engine_start_s(); note_start(); print(t, s, r, "
+        "engine_start_s())"
+    )
     before = time.time()
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     begun, start, registered, again = map(float, out.split()[-4:])
     assert before - 0.02 <= start <= begun
-    assert start < registered == again, "only the first time counts: later ones may come after a load"
+    assert start < registered == again, (
+        "only the first time counts: later ones may come after a load"
+    )
 
 
-def test_without_proc_every_file_may_be_newer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_every_file_may_be_newer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreadable(*_: object) -> str:
         raise FileNotFoundError
 

@@ -1,4 +1,6 @@
-"""The worker half in its engine: copies end before memory is unmapped, gathers go before zeroes, other weights stop it."""
+"""The worker half in its engine: copies end before memory is unmapped, gathers go before zeroes,
+other weights stop it.
+"""
 
 import gc
 from contextlib import nullcontext
@@ -57,7 +59,13 @@ def test_copies_end_before_memory_is_unmapped() -> None:
     allocator.sleep(offload_tags=("weights",))
     allocator.wake_up()
     allocator.discard(("kv_cache",))
-    assert log == ["a drained", ("sleep", ("weights",)), "wake_up", "a drained", ("discard", ("kv_cache",))]
+    assert log == [
+        "a drained",
+        ("sleep", ("weights",)),
+        "wake_up",
+        "a drained",
+        ("discard", ("kv_cache",)),
+    ]
 
 
 def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
@@ -74,7 +82,9 @@ def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
     assert log == ["b drained", ("sleep", None)]
 
 
-def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log: list[Any] = []
     allocator, cores = Allocator(log), [Core("a", log), Core(None, log), Core("c", log)]  # type: ignore[arg-type]
     for core in cores:
@@ -87,7 +97,9 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: py
 def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
     """What a worker half listens to from now on."""
     heard: dict[Patch, Any] = {}
-    monkeypatch.setattr(worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener}))
+    monkeypatch.setattr(
+        worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener})
+    )
     return heard
 
 
@@ -104,7 +116,9 @@ def half_of(
 ) -> worker_half.WorkerHalf:
     settings: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, worker_extension_cls=extension),
-        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=can_sleep, model="hub/name", revision=None),
+        model_config=SimpleNamespace(
+            dtype="float32", enable_sleep_mode=can_sleep, model="hub/name", revision=None
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=drafter and SimpleNamespace(method=drafter),
@@ -114,7 +128,10 @@ def half_of(
     return worker_half.WorkerHalf(settings, kv, CacheShape(groups), Config())
 
 
-@pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
+@pytest.mark.parametrize(
+    ("is_on", "has_hook", "drains"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
 def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +152,9 @@ def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
 def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
     log: list[str] = []
     connector = object.__new__(KVLoftConnector)
-    core: Any = SimpleNamespace(suspend=lambda: log.append("suspend"), resume=lambda: log.append("resume"))
+    core: Any = SimpleNamespace(
+        suspend=lambda: log.append("suspend"), resume=lambda: log.append("resume")
+    )
     connector._worker = SimpleNamespace(core=core)  # type: ignore[assignment]
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
@@ -143,18 +162,28 @@ def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(
+    zeroes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From vLLM's own answer to the GPU mover; the engine zeroes before any hook of the step."""
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(mover, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132, encodes=False))
-    monkeypatch.setattr(mover, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
+    monkeypatch.setattr(
+        mover,
+        "Kernels",
+        lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132, encodes=False),
+    )
+    monkeypatch.setattr(
+        mover, "CudaMover", lambda *_, **options: given.append(options["gathers_first"])
+    )
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(
-        planes=[SimpleNamespace(storage=storage, base=0, block_stride=1, page_bytes=1)], block_bytes=4096, digest=b""
+        planes=[SimpleNamespace(storage=storage, base=0, block_stride=1, page_bytes=1)],
+        block_bytes=4096,
+        digest=b"",
     )
     window: Any = SimpleNamespace(memory=None)
     choose_mover([layout], [1], settings)(window)
@@ -162,9 +191,13 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
 
 
 def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
-    """`preprocess_mamba` copies a state into the block that its request got in this step; saves of another may read it still."""
+    """`preprocess_mamba` copies a state into the block that its request got in this step; saves of
+    another may read it still.
+    """
     assert half_of(groups=WITH_STATES).core._settings.gathers_first
-    assert not half_of(groups=(GroupShape(16), GroupShape(16, kind="window", reach=31))).core._settings.gathers_first
+    assert not half_of(
+        groups=(GroupShape(16), GroupShape(16, kind="window", reach=31))
+    ).core._settings.gathers_first
 
 
 @pytest.mark.parametrize(
@@ -180,8 +213,8 @@ def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
 def test_saves_wait_for_what_comes_behind_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
-    """vLLM takes results before a drafter runs, and before it settles the states that accepted drafts passed; it calls
-    `wait_for_save` behind both."""
+    """vLLM takes results before a drafter runs, and before it settles the states that accepted
+    drafts passed; it calls `wait_for_save` behind both."""
     half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
     log: list[str] = []
@@ -190,7 +223,9 @@ def test_saves_wait_for_what_comes_behind_the_results(
 
 
 @pytest.mark.parametrize(("extension", "stops"), [("", True), ("trainer.Extension", False)])
-def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_stops_at_other_weights_but_for_a_trainers(
+    extension: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard = listeners(monkeypatch)
     half = half_of(extension=extension)
     assert heard.keys() == ({WORKER_RELOAD} if stops else set())

@@ -1,1 +1,3 @@
-"""Benches that a user can run on their own machine: `kvloft bench`. They verify what they moved before they print a number."""
+"""Benches that a user can run on their own machine: `kvloft bench`. They verify what they moved
+before they print a number.
+"""

@@ -23,9 +23,10 @@ STATUS = "Exit status: 0 success; 1 a copy failed or was wrong; 2 the bench cann
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "bench", help="measure copies on this machine's GPU",
-        description="Measure copies on this machine's GPU. Prints medians, each with its ceiling from the same run.",
-    )  # fmt: skip
+        "bench",
+        help="measure copies on this machine's GPU",
+        description="Measure copies on this machine's GPU. Prints medians, each with its ceiling from the same run.",  # noqa: E501
+    )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     _add_copy(kinds)
 
@@ -42,29 +43,46 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """An argparse type: a writable file, checked first so that a wrong path does not lose results."""
+    """An argparse type: a writable file, checked first so that a wrong path does not lose
+    results.
+    """
     path = Path(text).absolute()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if (
+        path.is_dir()
+        or not path.parent.is_dir()
+        or not os.access(path if path.exists() else path.parent, os.W_OK)
+    ):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
 
 
 def _add_copy(kinds: Any) -> None:
     copy = kinds.add_parser(
-        "copy", help="GB/s of saves and loads by page size, compared with the ceiling, and their cost to computation",
-        description=f"GB/s of saves and loads by page size, in turns with one large copy, and their cost to computation. {STATUS}",
-    )  # fmt: skip
-    copy.add_argument(
-        "--mib", type=whole(64, 1024), default=1024, help="payload of one measurement, MiB, 64 to 1024 (default 1024)"
+        "copy",
+        help="GB/s of saves and loads by page size, compared with the ceiling, and their cost to computation",  # noqa: E501
+        description=f"GB/s of saves and loads by page size, in turns with one large copy, and their cost to computation. {STATUS}",  # noqa: E501
     )
-    copy.add_argument("--plot", metavar="PNG", type=writable, help="also draw GB/s against page size (needs matplotlib)")
+    copy.add_argument(
+        "--mib",
+        type=whole(64, 1024),
+        default=1024,
+        help="payload of one measurement, MiB, 64 to 1024 (default 1024)",
+    )
+    copy.add_argument(
+        "--plot",
+        metavar="PNG",
+        type=writable,
+        help="also draw GB/s against page size (needs matplotlib)",
+    )
     add_json(copy)
     copy.set_defaults(run=run_copy)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
-    parser.add_argument("--json", metavar="FILE", type=writable, help="also write all measurements to FILE as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", type=writable, help="also write all measurements to FILE as JSON"
+    )
 
 
 def console() -> Console:
@@ -73,10 +91,14 @@ def console() -> Console:
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Return the memory of the GPU. Raises UnsupportedError without a GPU or without a ``needed`` module."""
+    """Return the memory of the GPU. Raises UnsupportedError without a GPU or without a ``needed``
+    module.
+    """
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM for CUDA")
+        raise UnsupportedError(
+            f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM for CUDA"  # noqa: E501
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -95,8 +117,11 @@ def run_copy(args: argparse.Namespace) -> int:
 
         with screen.status("starting") as status:
             result = copy.run(
-                payload_bytes=args.mib << 20, tuning=Tuning(), cache_dir=default_cache_dir(), progress=status.update
-            )  # fmt: skip
+                payload_bytes=args.mib << 20,
+                tuning=Tuning(),
+                cache_dir=default_cache_dir(),
+                progress=status.update,
+            )
     except (ImportError, UnsupportedError) as error:
         print(f"kvloft: the copy bench cannot run here: {error}", file=sys.stderr)
         return 2
@@ -116,36 +141,59 @@ def run_copy(args: argparse.Namespace) -> int:
 def _copy_tables(result: dict[str, Any]) -> list[Table]:
     ceiling, machine = result["ceiling"], result["machine"]
     columns = [
-        text for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU") for text in (what, "of ceiling", "compressed")
+        text
+        for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU")
+        for text in (what, "of ceiling", "compressed")
     ]
     pages = Table(
-        "page", *columns,
-        title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "
+        "page",
+        *columns,
+        title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "  # noqa: E501
         f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each both ways",
-    )  # fmt: skip
+    )
     for row in result["pages"]:
         pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *_rates(row))
     for row in result.get("frames", ()):
         pages.add_row(f"64 KiB, frames {row['order']}", *_rates(row))
-    work = Table("copy by", "direction", "computation", "slowdown", "copy GB/s", title="Cost of a running copy to computation")
+    work = Table(
+        "copy by",
+        "direction",
+        "computation",
+        "slowdown",
+        "copy GB/s",
+        title="Cost of a running copy to computation",
+    )
     for row in result["beside"]:
-        work.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
-    waits = Table("copies by", "direction", "median ms", "longest ms", title="Delay of other 128 KiB copies")
+        work.add_row(
+            row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}"
+        )
+    waits = Table(
+        "copies by", "direction", "median ms", "longest ms", title="Delay of other 128 KiB copies"
+    )
     for row in result.get("waits", ()):
         waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
     tag = Table("", "without tag GB/s", "with tag GB/s", title="Cost of the tag")
     for what in ("save", "load"):
-        tag.add_row(what, f"{result['tag'][what + '_without']:.2f}", f"{result['tag'][what + '_with']:.2f}")
+        tag.add_row(
+            what, f"{result['tag'][what + '_without']:.2f}", f"{result['tag'][what + '_with']:.2f}"
+        )
     return [pages, work, waits, tag]
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """GB/s in each direction, the median share of the ceiling measured right before, and GB/s of pages with compressed frames."""
+    """GB/s in each direction, the median share of the ceiling measured right before, and GB/s of
+    pages with compressed frames.
+    """
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
     return [
-        text for what in whats
-        for text in (f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}", f"{compressed[what]:.2f}" if compressed else "-")
-    ]  # fmt: skip
+        text
+        for what in whats
+        for text in (
+            f"{row[what]:.2f}",
+            f"{row[f'{what}_share']:.1%}",
+            f"{compressed[what]:.2f}" if compressed else "-",
+        )
+    ]
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:

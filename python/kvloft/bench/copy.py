@@ -1,8 +1,11 @@
-"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one large copy, the ceiling.
+"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one
+large copy, the ceiling.
 
-Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal distribution; bytes of pages count.
+Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal
+distribution; bytes of pages count.
 
-Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
+Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is
+verified bit for bit first.
 """
 
 from __future__ import annotations
@@ -48,7 +51,11 @@ def machine() -> dict[str, Any]:
 
 def _driver_release() -> str:
     try:
-        return next(word for word in Path("/proc/driver/nvidia/version").read_text().split() if word[:1].isdigit() and "." in word)
+        return next(
+            word
+            for word in Path("/proc/driver/nvidia/version").read_text().split()
+            if word[:1].isdigit() and "." in word
+        )
     except (OSError, StopIteration):
         return "unknown"
 
@@ -65,8 +72,13 @@ def run(
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
-    result["pages"] = list(_by_page(pages, host, payload_bytes, tuning, cache_dir, ceiling, progress))
-    result["ceiling"] = {what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"]) for what in DIRECTIONS}
+    result["pages"] = list(
+        _by_page(pages, host, payload_bytes, tuning, cache_dir, ceiling, progress)
+    )
+    result["ceiling"] = {
+        what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"])
+        for what in DIRECTIONS
+    }
     progress("frames out of order")
     result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir, ceiling))
     progress("copies during computation")
@@ -99,9 +111,17 @@ def _by_page(
 
 
 def _rows_of(
-    case: Case, host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling, **options: Any
+    case: Case,
+    host: HostFrames,
+    payload_bytes: int,
+    tuning: Tuning,
+    cache_dir: Path,
+    ceiling: Ceiling,
+    **options: Any,
 ) -> dict[str, Any]:
-    """As `_row_of` of raw frames, and under "compressed" of compressed ones, in GB/s of payload. Each is verified first."""
+    """As `_row_of` of raw frames, and under "compressed" of compressed ones, in GB/s of payload.
+    Each is verified first.
+    """
     rows: list[dict[str, Any]] = []
     for encodes in (False, True):
         rig = Rig(case, host, payload_bytes, tuning, cache_dir, encodes=encodes, **options)
@@ -113,7 +133,9 @@ def _rows_of(
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """GB/s of each direction and of one large copy, in turns: what else the host's memory has to do changes within seconds."""
+    """GB/s of each direction and of one large copy, in turns: what else the host's memory has to do
+    changes within seconds.
+    """
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
         rate = rig.median(what, ceiling)
@@ -128,11 +150,16 @@ def _by_frame_order(
     """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         case = Case.of(64 * KIB)
-        yield {"order": order, **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling, frame_order=order)}
+        yield {
+            "order": order,
+            **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling, frame_order=order),
+        }
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return computations to run during copies, compute-bound and HBM-bound, of about a millisecond each."""
+    """Return computations to run during copies, compute-bound and HBM-bound, of about a millisecond
+    each.
+    """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -140,7 +167,9 @@ def workloads() -> dict[str, Callable[[], object]]:
     return {"matmul": lambda: torch.mm(a, b, out=c), "add": lambda: torch.add(x, y, out=z)}
 
 
-def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling) -> Iterator[dict[str, Any]]:
+def _beside(
+    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
+) -> Iterator[dict[str, Any]]:
     works = workloads()
     for name, work in works.items():
         for what in ("save", "load"):
@@ -149,7 +178,9 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
                 for _ in range(NUM_ROUNDS):
                     ceiling.start(what)
 
-            found = [beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)]
+            found = [
+                beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)
+            ]
             yield _row("copy engine", name, what, NUM_ROUNDS * payload_bytes, found)
     for by, encodes in (("kvloft", False), ("kvloft, compressed", True)):
         rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, encodes=encodes)
@@ -163,7 +194,9 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
 
 
 def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """`beside` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover dropped some."""
+    """`beside` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover dropped
+    some.
+    """
     start = rig.start_save if what == "save" else rig.start_load
     streams = rig.mover.saves.copy_streams if what == "save" else (rig.mover.loads.kernel_stream,)
     rig.mover.begin_step((), has_loads=what == "load")
@@ -177,8 +210,12 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     return found
 
 
-def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling) -> Iterator[dict[str, Any]]:
-    """Measure the delay of a 128 KiB copy in the same direction: behind one large queue, and with kvloft."""
+def _waits(
+    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
+) -> Iterator[dict[str, Any]]:
+    """Measure the delay of a 128 KiB copy in the same direction: behind one large queue, and with
+    kvloft.
+    """
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
         driver.synchronize()
@@ -193,7 +230,11 @@ def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path
     rig.verify()
     for what in DIRECTIONS[:2]:
         rig.mover.begin_step(())
-        found = waits(rig.start_save if what == "save" else rig.start_load, lambda: not rig.mover.is_behind, what)
+        found = waits(
+            rig.start_save if what == "save" else rig.start_load,
+            lambda: not rig.mover.is_behind,
+            what,
+        )
         rig.mover.drain()
         yield _wait_row("kvloft", what, found)
     rig.close()
@@ -201,20 +242,33 @@ def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path
 
 def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
     ordered = sorted(found)
-    return {"by": by, "copy": what, "median_ms": ordered[len(ordered) // 2] * 1e3, "max_ms": ordered[-1] * 1e3}
+    return {
+        "by": by,
+        "copy": what,
+        "median_ms": ordered[len(ordered) // 2] * 1e3,
+        "max_ms": ordered[-1] * 1e3,
+    }
 
 
-def _row(by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]) -> dict[str, Any]:
+def _row(
+    by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]
+) -> dict[str, Any]:
     """Medians over the runs of `beside`."""
     slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
-        "by": by, "work": work, "copy": what, "slowdown": statistics.median(slowdowns), "slowdowns": slowdowns,
+        "by": by,
+        "work": work,
+        "copy": what,
+        "slowdown": statistics.median(slowdowns),
+        "slowdowns": slowdowns,
         "alone_ms": statistics.median(alone for alone, _, _ in found) * 1e3,
         "gbps": statistics.median(num_bytes / copy / 1e9 for _, _, copy in found),
-    }  # fmt: skip
+    }
 
 
-def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> dict[str, float]:
+def _tag_price(
+    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path
+) -> dict[str, float]:
     price: dict[str, float] = {}
     for with_tag in (False, True):
         macros = () if with_tag else (("KVLOFT_BENCH_WITHOUT_TAG", "1"),)

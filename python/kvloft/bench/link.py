@@ -1,4 +1,5 @@
-"""The link that copies share: host memory, one large copy as the ceiling, and computation during copies.
+"""The link that copies share: host memory, one large copy as the ceiling, and computation during
+copies.
 
 Times are GPU events. It must not know movers or pages.
 """
@@ -18,7 +19,9 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import FrameMemory
 
 FORWARD_CYCLES = 4_000_000
-"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that writes their blocks runs."""
+"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that
+writes their blocks runs.
+"""
 
 
 class HostFrames:
@@ -31,7 +34,9 @@ class HostFrames:
 
     def memory(self, frame_bytes: int, num_frames: int) -> FrameMemory:
         assert frame_bytes * num_frames <= self.size_bytes
-        return FrameMemory(self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map)
+        return FrameMemory(
+            self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map
+        )
 
 
 def current_stream() -> driver.Stream:
@@ -41,21 +46,26 @@ def current_stream() -> driver.Stream:
 
 def occupy(then: driver.Event, cycles: int) -> None:
     """Keep the compute stream busy for ``cycles``, then record ``then``."""
-    torch.cuda._sleep(cycles)  # noqa: SLF001 (torch's own way to keep a stream busy)
+    torch.cuda._sleep(cycles)  # noqa: SLF001
     then.record(current_stream())
 
 
 class Ceiling:
-    """One large copy-engine transfer in each direction, of host memory of its own, pinned in one piece as a program would.
+    """One large copy-engine transfer in each direction, of host memory of its own, pinned in one
+    piece as a program would.
 
     Timed as the rig's are: behind a kernel, but for 'load' and 'save_idle'.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._frames = host  # kept: memory that goes while it is registered gives its address to the next, which cannot be then
+        # kept: memory that goes while it is registered gives its address to the next, which cannot
+        # be then
+        self._frames = host
         self._host = host.bytes.ctypes.data
-        self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")  # first: it makes the context
+        self._device = torch.empty(
+            2 * num_bytes, dtype=torch.uint8, device="cuda"
+        )  # first: it makes the context
         self._device.random_(0, 256)
         driver.host_register(self._host, 2 * num_bytes)
         self._up, self._down = driver.Stream.create(), driver.Stream.create()
@@ -67,7 +77,9 @@ class Ceiling:
         if what != "load":
             self._down.copy_to_host(self._host, at, self._num_bytes)
         if what in ("load", "both"):
-            self._up.copy_to_device(at + self._num_bytes, self._host + self._num_bytes, self._num_bytes)
+            self._up.copy_to_device(
+                at + self._num_bytes, self._host + self._num_bytes, self._num_bytes
+            )
 
     def seconds(self, what: str) -> float:
         begin, ends = driver.Event(timing=True), []
@@ -95,12 +107,16 @@ class Ceiling:
 
 
 def beside(
-    work: Callable[[], object], start_copy: Callable[[], None], wait_sent: Callable[[], None], streams: list[driver.Stream],
+    work: Callable[[], object],
+    start_copy: Callable[[], None],
+    wait_sent: Callable[[], None],
+    streams: list[driver.Stream],
     num_reps: int,
-) -> tuple[float, float, float]:  # fmt: skip
+) -> tuple[float, float, float]:
     """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
 
-    ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly within the copy count.
+    ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly
+    within the copy count.
     """
     compute = current_stream()
 
@@ -133,8 +149,11 @@ def beside(
     return alone, statistics.mean(inside[1:]) if len(inside) > 3 else float("nan"), stop
 
 
-def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10) -> list[float]:
-    """Seconds that copies of ``num_bytes``, one after the other on the compute stream, take while what ``start`` began runs.
+def waits(
+    start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10
+) -> list[float]:
+    """Seconds that copies of ``num_bytes``, one after the other on the compute stream, take while
+    what ``start`` began runs.
 
     They go the same way ('save': to the host). An engine makes such copies in its steps.
     """

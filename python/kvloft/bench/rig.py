@@ -1,4 +1,5 @@
-"""A GPU with paged KV of one page size, pinned frames and a mover: what the copy bench measures, and proof that it copies.
+"""A GPU with paged KV of one page size, pinned frames and a mover: what the copy bench measures,
+and proof that it copies.
 
 Times are GPU events on the mover's own streams. It must not know how results are shown.
 """
@@ -45,7 +46,9 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 class Rate(NamedTuple):
-    """Medians of some runs: GB/s in each direction that moves, host microseconds a MiB, GB/s of the ceiling, share of it."""
+    """Medians of some runs: GB/s in each direction that moves, host microseconds a MiB, GB/s of the
+    ceiling, share of it.
+    """
 
     gbps: float
     host_us_per_mib: float
@@ -85,13 +88,15 @@ class Rig:
         frame_order: str = "ascending",
         encodes: bool = False,
     ) -> None:
-        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks. ``encodes``: pages are bf16, normally
-        distributed as KV nearly is, and frames are compressed.
+        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks. ``encodes``:
+        pages are bf16, normally distributed as KV nearly is, and frames are compressed.
         """
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
         num_blocks = 2 * self.num_chunks + 1
-        self.buffer = torch.empty(case.num_planes * num_blocks * case.page_bytes, dtype=torch.uint8, device="cuda")
+        self.buffer = torch.empty(
+            case.num_planes * num_blocks * case.page_bytes, dtype=torch.uint8, device="cuda"
+        )
         if encodes:
             self.buffer.view(torch.bfloat16).normal_()
         else:
@@ -100,27 +105,41 @@ class Rig:
         storage = self.buffer.untyped_storage()
         step = num_blocks * case.page_bytes
         planes = tuple(
-            Plane(storage, i * step, case.page_bytes, case.page_bytes, num_blocks, encodes) for i in range(case.num_planes)
+            Plane(storage, i * step, case.page_bytes, case.page_bytes, num_blocks, encodes)
+            for i in range(case.num_planes)
         )
         layout = PagedLayout(planes, num_blocks, bytes(32))
         kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros, encodes=encodes)
-        part = part_bytes_for(case.block_bytes, kernels.block_tiles.tiles_per_block if encodes else 0)
+        part = part_bytes_for(
+            case.block_bytes, kernels.block_tiles.tiles_per_block if encodes else 0
+        )
         memory = host.memory(part, 2 * self.num_chunks)
         self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
         self.mover.wait_registered()
-        order = list(map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)))
+        order = list(
+            map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks))
+        )
         self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]
         self._frames = sorted(range(self.num_chunks), key=FRAME_ORDERS[frame_order])
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        gc.freeze()  # as vLLM does with what it has when it starts: the collector looks at what a step makes, not at all of it
+        # as vLLM does with what it has when it starts: the collector looks at what a step makes,
+        # not at all of it
+        gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """New chunks, as the scheduler half has them from a store in each step; ``elsewhere``: to frames that loads do not read."""
+        """New chunks, as the scheduler half has them from a store in each step; ``elsewhere``: to
+        frames that loads do not read.
+        """
         first = self.num_chunks if elsewhere else 0
         return SavePlan(
-            ReqId("bench"), _batch([first + frame for frame in self._frames], self._from, tickets=range(self.num_chunks))
+            ReqId("bench"),
+            _batch(
+                [first + frame for frame in self._frames],
+                self._from,
+                tickets=range(self.num_chunks),
+            ),
         )
 
     def load_plan(self) -> LoadPlan:
@@ -150,16 +169,20 @@ class Rig:
         self.check(done, saves=True, loads=False)
         self.check(loaded, saves=False, loads=True)
         for begin in range(0, self.num_chunks, 64):
-            source, target = (torch.tensor(ids[begin : begin + 64], device="cuda") for ids in (self._from, self._to))
+            source, target = (
+                torch.tensor(ids[begin : begin + 64], device="cuda")
+                for ids in (self._from, self._to)
+            )
             if not torch.equal(self.pages[:, source], self.pages[:, target]):
                 raise RuntimeError("loaded pages differ from the saved pages")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last command; host seconds to submit it.
+        """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last
+        command; host seconds to submit it.
 
-        'save' is from the end of a kernel that was running when it was submitted, as a forward is; 'save_idle' and 'load' are from
-        their submission, with nothing else on the GPU. 'both' starts when both are submitted, since one thread submits them one
-        after the other.
+        'save' is from the end of a kernel that was running when it was submitted, as a forward is;
+        'save_idle' and 'load' are from their submission, with nothing else on the GPU. 'both'
+        starts when both are submitted, since one thread submits them one after the other.
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
@@ -189,16 +212,22 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raises RuntimeError unless ``done`` reports every chunk of ``num_rounds`` rounds as copied."""
+        """Raises RuntimeError unless ``done`` reports every chunk of ``num_rounds`` rounds as
+        copied.
+        """
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
-                f"{len(done.saved)} chunks of {expected[0]} were saved and {len(done.failed)} dropped, {len(done.loads)} loads of "
-                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks, so the figures for {self.num_bytes} bytes are invalid"
+                f"{len(done.saved)} chunks of {expected[0]} were saved and {len(done.failed)} "
+                f"dropped, {len(done.loads)} loads of "
+                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks, so the figures for "
+                f"{self.num_bytes} bytes are invalid"
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
-        """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has to do hits both of a pair."""
+        """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has
+        to do hits both of a pair.
+        """
         self.seconds(what)
         runs: list[Rate] = []
         for _ in range(NUM_RUNS):
@@ -213,7 +242,9 @@ class Rig:
         self.mover.close()
 
 
-def _batch(frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()) -> _core.ChunkBatch:
+def _batch(
+    frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()
+) -> _core.ChunkBatch:
     """Chunks of one block each."""
     keys = b"".join(frame.to_bytes(32, "little") for frame in frames)
     part = (0, np.array(frames, "<u4").tobytes(), keys, np.array(blocks, "<i4").tobytes())

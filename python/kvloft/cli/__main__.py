@@ -1,6 +1,8 @@
-"""Entry point of the `kvloft` command. Handles Ctrl-C while modules load, and closed standard streams.
+"""Entry point of the `kvloft` command. Handles Ctrl-C while modules load, and closed standard
+streams.
 
-It must import nothing slow before `main`; the commands are in `kvloft.cli.commands` and its sibling modules.
+It must import nothing slow before `main`; the commands are in `kvloft.cli.commands` and its sibling
+modules.
 """
 
 import os
@@ -13,7 +15,10 @@ def main(argv: list[str] | None = None) -> int:
         if not _has_streams():
             from kvloft.errors import NOT_WRITTEN
 
-            print("kvloft: stdout is closed; redirect it to /dev/null to discard the output", file=sys.stderr)
+            print(
+                "kvloft: stdout is closed; redirect it to /dev/null to discard the output",
+                file=sys.stderr,
+            )
             return NOT_WRITTEN
         import signal
 
@@ -31,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_streams() -> bool:
-    """Return True if stdout is open. Closed stdin and stderr become /dev/null, so that no file gets their descriptors."""
+    """Return True if stdout is open. Closed stdin and stderr become /dev/null, so that no file gets
+    their descriptors.
+    """
     if sys.__stdout__ is None:  # print would discard its text without an error
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):

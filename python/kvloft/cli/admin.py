@@ -1,4 +1,5 @@
-"""`kvloft clear` and `kvloft evict`: remove chunks from a server; and the arguments and texts about its tenants.
+"""`kvloft clear` and `kvloft evict`: remove chunks from a server; and the arguments and texts about
+its tenants.
 
 `kvloft serve` imports this module, so it must not load the extension or anything slow.
 """
@@ -53,9 +54,13 @@ or something remains, for example on a failing disk; 2 for a wrong argument.
 
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the argparse subparsers."""
-    parser = subparsers.add_parser("clear", help="empty a server's memory and disk", description=CLEAR_DESCRIPTION)
+    parser = subparsers.add_parser(
+        "clear", help="empty a server's memory and disk", description=CLEAR_DESCRIPTION
+    )
     add_socket(parser)
-    _add_namespace(parser, "the namespace, as printed by `kvloft status`; required if there are several")
+    _add_namespace(
+        parser, "the namespace, as printed by `kvloft status`; required if there are several"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.set_defaults(run=clear)
     parser = subparsers.add_parser(
@@ -68,7 +73,11 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     _add_namespace(parser, "only this namespace, as printed by `kvloft status`")
     add_salt(parser)
-    parser.add_argument("--host-only", action="store_true", help="evict from host memory only; chunks on disk are still found")
+    parser.add_argument(
+        "--host-only",
+        action="store_true",
+        help="evict from host memory only; chunks on disk are still found",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes)")
     parser.set_defaults(run=evict)
 
@@ -85,7 +94,10 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # ask only if a server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            print("kvloft: nothing was cleared; use --yes to clear without confirmation", file=sys.stderr)
+            print(
+                "kvloft: nothing was cleared; use --yes to clear without confirmation",
+                file=sys.stderr,
+            )
             return 1
     num_chunks = server_forget(socket, namespace=args.namespace.lower())
     print(f"{_count(num_chunks, 'chunk')} removed")
@@ -101,9 +113,16 @@ def evict(args: argparse.Namespace) -> int:
 
     socket, salt = socket_of(args), read_salt_argument(args)
     if salt is None and not args.host_only:
-        raise ConfigError("use --salt-file or --salt to select a tenant, or --host-only; `kvloft clear` empties a namespace.")
-    report = server_evict(socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only)
-    has_nothing = salt is not None and report["complete"] and not report["chunks"] and not report["in_use"]
+        raise ConfigError(
+            "use --salt-file or --salt to select a tenant, or --host-only; `kvloft clear` empties "
+            "a namespace."
+        )
+    report = server_evict(
+        socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only
+    )
+    has_nothing = (
+        salt is not None and report["complete"] and not report["chunks"] and not report["in_use"]
+    )
     if args.json:
         print(json.dumps(report))
     elif has_nothing:
@@ -113,7 +132,8 @@ def evict(args: argparse.Namespace) -> int:
     if report["complete"]:
         return 0
     print(
-        "kvloft: some chunks remain: the disk does not respond, or a namespace is being opened; run the command again",
+        "kvloft: some chunks remain: the disk does not respond, or a namespace is being opened; "
+        "run the command again",
         file=sys.stderr,
     )
     return 1
@@ -128,7 +148,9 @@ def add_salt(parser: argparse.ArgumentParser) -> None:
     salt = parser.add_mutually_exclusive_group()
     salt.add_argument("--salt", type=_utf8, help="the cache_salt of the tenant's requests")
     salt.add_argument(
-        "--salt-file", metavar="FILE", help="a file that contains the salt; - for stdin. One newline at its end is ignored"
+        "--salt-file",
+        metavar="FILE",
+        help="a file that contains the salt; - for stdin. One newline at its end is ignored",
     )
 
 
@@ -146,9 +168,15 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
         salt: str | None = args.salt
     else:
         try:
-            raw = sys.stdin.buffer.read() if args.salt_file == "-" else Path(args.salt_file).read_bytes()
+            raw = (
+                sys.stdin.buffer.read()
+                if args.salt_file == "-"
+                else Path(args.salt_file).read_bytes()
+            )
         except OSError as e:
-            raise ConfigError(f"--salt-file {args.salt_file}: cannot be read ({e.strerror}).") from None
+            raise ConfigError(
+                f"--salt-file {args.salt_file}: cannot be read ({e.strerror})."
+            ) from None
         salt = read_salt(raw, f"--salt-file {args.salt_file}")
     if salt == "":
         raise ConfigError("the salt is empty; no request has an empty cache_salt.")
@@ -156,14 +184,18 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
 
 
 def salt_tag(salt: str) -> str:
-    """Return the tag that identifies a salt in a server's output: 16 hex digits, equal in each namespace."""
+    """Return the tag that identifies a salt in a server's output: 16 hex digits, equal in each
+    namespace.
+    """
     from kvloft._core import root_key
 
     return root_key(bytes(32), None, salt)[-8:].hex()
 
 
 def _confirm(question: str) -> bool:
-    """Return True if the user of the terminal agrees; False without a terminal or at the end of input."""
+    """Return True if the user of the terminal agrees; False without a terminal or at the end of
+    input.
+    """
     if not sys.stdin.isatty():
         return False
     try:
@@ -176,9 +208,15 @@ def _confirm(question: str) -> bool:
 def _evicted(report: dict[str, Any], host_only: bool) -> str:
     freed = f"{size_text(report['host_bytes'])} of host memory"
     freed += "" if host_only else f" and {size_text(report['disk_bytes'])} on disk"
-    text = f"{_count(report['chunks'], 'chunk')} evicted in {_count(report['namespaces'], 'namespace')}: {freed}"
+    text = (
+        f"{_count(report['chunks'], 'chunk')} evicted in "
+        f"{_count(report['namespaces'], 'namespace')}: {freed}"
+    )
     if report["in_use"]:
-        text += f"; {report['in_use']:,} in use, {'which stay' if host_only else 'freed when their loads end'}"
+        text += (
+            f"; {report['in_use']:,} in use, "
+            f"{'which stay' if host_only else 'freed when their loads end'}"
+        )
     return text
 
 
@@ -192,8 +230,14 @@ def limits_text(settings: Mapping[str, str]) -> str:
 
 
 def _limits(given: Mapping[str, str]) -> Iterator[str]:
-    of_host = "of its namespace's host memory" if "%" in given.get("salt_quota", "") else "of host memory"
-    words = {"salt_quota": f"at most {{}} {of_host}", "salt_disk_quota": "at most {} of the disk", "salt_ttl": "expires after {}"}
+    of_host = (
+        "of its namespace's host memory" if "%" in given.get("salt_quota", "") else "of host memory"
+    )
+    words = {
+        "salt_quota": f"at most {{}} {of_host}",
+        "salt_disk_quota": "at most {} of the disk",
+        "salt_ttl": "expires after {}",
+    }
     bounds = [text.format(given[name]) for name, text in words.items() if name in given]
     if bounds:
         yield f"each salt: {', '.join(bounds)}"

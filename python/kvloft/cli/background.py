@@ -14,11 +14,13 @@ MAX_LOG_BYTES: Final = 1 << 20
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
-    """Run ``work`` in a child process. Its output goes to ``log`` once it calls the function that it receives.
+    """Run ``work`` in a child process. Its output goes to ``log`` once it calls the function that
+    it receives.
 
-    Returns twice. The parent returns 0 after that call and prints a line with the process id and ``what``; if the child ends
-    before the call, the parent returns the child's exit status. The child returns the result of ``work``. Must be called before
-    any thread is started. Raises ConfigError if ``log`` is not this user's file; exits with 1 if it cannot be opened now.
+    Returns twice. The parent returns 0 after that call and prints a line with the process id and
+    ``what``; if the child ends before the call, the parent returns the child's exit status. The
+    child returns the result of ``work``. Must be called before any thread is started. Raises
+    ConfigError if ``log`` is not this user's file; exits with 1 if it cannot be opened now.
     """
     to = _open(log)
     ready, told = os.pipe()
@@ -52,7 +54,9 @@ def _open(log: Path) -> int:
         to = os.open(log, flags, 0o600)
         found = os.fstat(to)
         if found.st_uid != os.geteuid():
-            raise ConfigError(f"--background {log}: the file belongs to another user; use another file.")
+            raise ConfigError(
+                f"--background {log}: the file belongs to another user; use another file."
+            )
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:

@@ -1,7 +1,7 @@
 """`kvloft check MODEL`: tests whether kvloft supports a model with the given flags, by running it.
 
-Contains the arguments, the order of engines and the exit status. It must import neither vLLM nor torch; the processes that
-`check_engine` starts do.
+Contains the arguments, the order of engines and the exit status. It must import neither vLLM nor
+torch; the processes that `check_engine` starts do.
 """
 
 import argparse
@@ -28,7 +28,11 @@ from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"
 LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
-ENGINES = (("alone", ["own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
+ENGINES = (
+    ("alone", ["own"]),
+    ("with kvloft", ["cold", "host", "fork"]),
+    ("with kvloft again", ["disk", "reset"]),
+)
 HELP = """\
 Start vLLM with MODEL and the flags after --, run prompts, and compare the
 answers token by token:
@@ -62,13 +66,18 @@ not tested: wrong arguments, no vLLM, or vLLM does not start without kvloft.
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "check", help="run a model with vLLM's flags and test whether kvloft supports it", description=HELP, epilog=EXAMPLES,
+        "check",
+        help="run a model with vLLM's flags and test whether kvloft supports it",
+        description=HELP,
+        epilog=EXAMPLES,
         usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("model", metavar="MODEL", help="a model name or folder, as for vLLM")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM")
+    parser.add_argument(
+        "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"
+    )
     parser.add_argument(
         "--time-limit",
         metavar="SECONDS",
@@ -81,23 +90,37 @@ def add_parser(subparsers: Any) -> None:
 
 def _seconds(text: str) -> int:
     if not text.isdecimal() or not LEAST_LIMIT_S <= int(text) <= MOST_LIMIT_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from {LEAST_LIMIT_S} to {MOST_LIMIT_S}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from {LEAST_LIMIT_S} to {MOST_LIMIT_S}"
+        )
     return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and print the report. Returns 0 (supported), 1 (not supported) or 2 (not tested). Raises ConfigError."""
+    """Run the engines and print the report. Returns 0 (supported), 1 (not supported) or 2 (not
+    tested). Raises ConfigError.
+    """
     extra = parse_extra(args.extra)
-    load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})  # as in the engines
+    load_config(
+        extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE}
+    )  # as in the engines
     if importlib.util.find_spec("vllm") is None:
-        print("kvloft: vllm cannot be imported; run this command in vLLM's environment", file=sys.stderr)
+        print(
+            "kvloft: vllm cannot be imported; run this command in vLLM's environment",
+            file=sys.stderr,
+        )
         return 2
     about = {
         "model": args.model,
         "flags": args.flags,
         "extra": extra,
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"kvloft": __version__, "vllm": vllm_version(), "python": python_version(), "machine": machine()},
+        "versions": {
+            "kvloft": __version__,
+            "vllm": vllm_version(),
+            "python": python_version(),
+            "machine": machine(),
+        },
     }
     before = signal.signal(signal.SIGTERM, _stop)
     try:
@@ -109,7 +132,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"--- end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
-        print(f"kvloft: vLLM does not run with this model and these flags, even without kvloft: {ran.error}", file=sys.stderr)
+        print(
+            "kvloft: vLLM does not run with this model and these flags, even without kvloft: "
+            f"{ran.error}",
+            file=sys.stderr,
+        )
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})
@@ -131,7 +158,13 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
     with tempfile.TemporaryDirectory(prefix="kvloft-check-", ignore_cleanup_errors=True) as folder:
         for name, passes in ENGINES:
             disk = None if name == "alone" else str(Path(folder) / "disk")
-            job = {"model": args.model, "flags": args.flags, "extra": extra, "disk_path": disk, "disk_size": DISK_SIZE}
+            job = {
+                "model": args.model,
+                "flags": args.flags,
+                "extra": extra,
+                "disk_path": disk,
+                "disk_size": DISK_SIZE,
+            }
             title = f"vLLM {name}"
 
             def progress(text: str, title: str = title) -> None:
@@ -140,9 +173,12 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
             progress("starting")
             with screen.status(f"{title}, since {time.strftime('%H:%M:%S')}"):
                 ran[name] = run_engine(
-                    name.replace(" ", "-"), job | {"passes": passes, "prompts": prompts},
-                    folder=Path(folder), limit_s=args.time_limit, progress=progress,
-                )  # fmt: skip
+                    name.replace(" ", "-"),
+                    job | {"passes": passes, "prompts": prompts},
+                    folder=Path(folder),
+                    limit_s=args.time_limit,
+                    progress=progress,
+                )
             if ran[name].error is not None:
                 break
             prompts = prompts or ran[name].get("prompts")["prompts"]

@@ -26,14 +26,18 @@ MAX_ERROR = 600
 """Characters."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 """The engine core runs in the child process, where its scheduler can be inspected."""
-OURS = re.compile(r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)")
+OURS = re.compile(
+    r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)"
+)
 THEIRS = re.compile(r"\b([A-Z]\w*(?:Error|Exception): .+)")
 CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization failed")
 
 
 @dataclass(slots=True)
 class Ran:
-    """The events of one engine. If it failed, ``error`` is the reason in one sentence and ``tail`` the end of its log."""
+    """The events of one engine. If it failed, ``error`` is the reason in one sentence and ``tail``
+    the end of its log.
+    """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
@@ -44,16 +48,24 @@ class Ran:
         return next((one for one in self.events if one["event"] == event), {})
 
 
-def run_engine(name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]) -> Ran:
-    """Run ``job`` in a new process for at most ``limit_s``. All of its processes have exited when this returns or raises."""
+def run_engine(
+    name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]
+) -> Ran:
+    """Run ``job`` in a new process for at most ``limit_s``. All of its processes have exited when
+    this returns or raises.
+    """
     events, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     events.touch()
     (folder / f"{name}.json").write_text(json.dumps(job | {"events": str(events)}))
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(folder / f"{name}.json")],
-            stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=child_environment(ENVIRONMENT),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=child_environment(ENVIRONMENT),
+        )
     try:
         ran = _watch(process, events, limit_s, progress)
     finally:
@@ -64,12 +76,16 @@ def run_engine(name: str, job: dict[str, Any], *, folder: Path, limit_s: float, 
     return ran
 
 
-def _watch(process: subprocess.Popen[bytes], path: Path, limit_s: float, progress: Callable[[str], None]) -> Ran:
+def _watch(
+    process: subprocess.Popen[bytes], path: Path, limit_s: float, progress: Callable[[str], None]
+) -> Ran:
     """Read events until the engine finishes, exits or exceeds its time limit."""
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            is_gone = process.poll() is not None  # checked first: events before the exit are read below
+            is_gone = (
+                process.poll() is not None
+            )  # checked first: events before the exit are read below
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
                 ran.events.append(json.loads(line))
@@ -80,7 +96,10 @@ def _watch(process: subprocess.Popen[bytes], path: Path, limit_s: float, progres
             elif is_gone and last["event"] != "done":
                 ran.error = f"{GONE} with status {process.returncode}"
             elif time.monotonic() - begin > limit_s:
-                ran.error = f"{LATE} within {limit_s:g} s (--time-limit); its last event was {_told(last)!r}"
+                ran.error = (
+                    f"{LATE} within {limit_s:g} s (--time-limit); its last event was "
+                    f"{_told(last)!r}"
+                )
             elif last["event"] != "done":
                 time.sleep(POLL_S)
                 continue
@@ -101,13 +120,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cause(log: str, error: str) -> str:
-    """Return the cause of a failure: a message of kvloft or of vLLM's parser in the log, else ``error``, or the first error in
-    the log if ``error`` is only a consequence.
+    """Return the cause of a failure: a message of kvloft or of vLLM's parser in the log, else
+    ``error``, or the first error in the log if ``error`` is only a consequence.
     """
     if error.startswith(LATE):
         return error
     if ours := OURS.search(log):
         return ours[1].strip()
-    theirs = [text for text in THEIRS.findall(log) if not any(word in text for word in CONSEQUENCES)]
+    theirs = [
+        text for text in THEIRS.findall(log) if not any(word in text for word in CONSEQUENCES)
+    ]
     is_cause = not error.startswith(GONE) and not any(word in error for word in CONSEQUENCES)
     return " ".join((error if is_cause or not theirs else theirs[0]).split())[:MAX_ERROR]

@@ -15,13 +15,20 @@ NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
 """Distance in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""Allowed difference of log probabilities, as a multiple of the difference caused by vLLM's own prefix cache."""
+"""Allowed difference of log probabilities, as a multiple of the difference caused by vLLM's own
+prefix cache.
+"""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
 MORE_MEMORY = 1.02
 TITLES = {
-    "plain": "vLLM alone, computed", "own": "vLLM alone, its prefix cache", "cold": "kvloft, cold", "host": "kvloft, host memory",
-    "fork": "kvloft, other endings", "disk": "kvloft, disk, new engine", "reset": "kvloft, after a reset",
-}  # fmt: skip
+    "plain": "vLLM alone, computed",
+    "own": "vLLM alone, its prefix cache",
+    "cold": "kvloft, cold",
+    "host": "kvloft, host memory",
+    "fork": "kvloft, other endings",
+    "disk": "kvloft, disk, new engine",
+    "reset": "kvloft, after a reset",
+}
 
 FAILED = {
     "alone": "vLLM did not run",
@@ -32,10 +39,12 @@ FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the prompts, compared with plain vLLM. Counts are tokens, except ``blocks`` (loaded, by group).
+    """One pass over the prompts, compared with plain vLLM. Counts are tokens, except ``blocks``
+    (loaded, by group).
 
-    ``near``: answers that first differ at a token whose two best candidates were nearly equal; ``wrong``: other differences.
-    ``difference``: the largest difference of log probabilities over equal tokens.
+    ``near``: answers that first differ at a token whose two best candidates were nearly equal;
+    ``wrong``: other differences. ``difference``: the largest difference of log probabilities over
+    equal tokens.
     """
 
     name: str
@@ -62,27 +71,54 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
         pairs = list(zip(answer["tokens"], true["tokens"], strict=False))
         same = next((nth for nth, (one, other) in enumerate(pairs) if one != other), len(pairs))
         ours, theirs = answer["clear"][:same], true["clear"][:same]
-        difference = max([difference, *(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=False))])
+        difference = max(
+            [
+                difference,
+                *(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=False)),
+            ]
+        )
         if answer["tokens"] == true["tokens"]:
             kinds.append("equal")
         else:
-            _, distance, second = true["clear"][same] if same < len(true["clear"]) else (0.0, near, None)
-            kinds.append("near" if distance < near and answer["tokens"][same] == second else "wrong")
+            _, distance, second = (
+                true["clear"][same] if same < len(true["clear"]) else (0.0, near, None)
+            )
+            kinds.append(
+                "near" if distance < near and answer["tokens"][same] == second else "wrong"
+            )
     rows = list(answers.values())
-    sums = {what: sum(row[what] for row in rows) for what in ("prompt", "cached", "host", "disk", "drafted", "accepted")}
+    sums = {
+        what: sum(row[what] for row in rows)
+        for what in ("prompt", "cached", "host", "disk", "drafted", "accepted")
+    }
     blocks = [sum(column) for column in zip(*(row["blocks"] for row in rows), strict=True)]
     counts = {kind: kinds.count(kind) for kind in ("equal", "near", "wrong")}
     errors = sum(row["errors"] + row["damaged"] for row in rows)
-    return Pass(name, len(rows), difference=difference, blocks=blocks, errors=errors, **counts, **sums)
+    return Pass(
+        name, len(rows), difference=difference, blocks=blocks, errors=errors, **counts, **sums
+    )
 
 
-def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the report as JSON. ``engines``: (name, events, error) of each engine that was started, plain vLLM first."""
-    facts = {name: event["facts"] for name, events, _ in engines for event in events if event["event"] == "started"}
+def make_report(
+    engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the report as JSON. ``engines``: (name, events, error) of each engine that was
+    started, plain vLLM first.
+    """
+    facts = {
+        name: event["facts"]
+        for name, events, _ in engines
+        for event in events
+        if event["event"] == "started"
+    }
     told = [event for _, events, _ in engines for event in events if event["event"] == "pass"]
-    truth: dict[str, Any] = next((event["answers"] for event in told if event["name"] == "plain"), {})
+    truth: dict[str, Any] = next(
+        (event["answers"] for event in told if event["name"] == "plain"), {}
+    )
     near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
-    passes = {event["name"]: compare(event["name"], event["answers"], truth, near) for event in told}
+    passes = {
+        event["name"]: compare(event["name"], event["answers"], truth, near) for event in told
+    }
     errors = [f"{FAILED[name]}: {error}" for name, _, error in engines if error]
     missing = errors or list(_missing(passes, near))
     return about | {
@@ -102,13 +138,22 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
         if one.wrong:
             yield f"{title}: {one.wrong} of {one.answers} answers differ from those of plain vLLM"
         elif one.difference > max(near, MANY_TIMES * own.difference):
-            yield f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix cache: {own.difference:.2g})"
+            yield (
+                f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix "
+                f"cache: {own.difference:.2g})"
+            )
         if one.errors:
             yield f"{title}: {one.errors} errors inside kvloft or chunks that failed verification"
         if name in ("cold", "reset") and one.host + one.disk:
-            yield f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be empty"
+            yield (
+                f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be "
+                "empty"
+            )
         if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
-            yield f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the same answers without a hit"
+            yield (
+                f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the "
+                "same answers without a hit"
+            )
     if not passes["host"].host:
         yield "nothing was loaded from host memory"
     if not passes["disk"].disk:
@@ -117,19 +162,41 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
         yield "rounding decides every answer, so the comparison is meaningless; try --dtype float32"
 
 
-def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool) -> Iterator[str]:
+def _remarks(
+    passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool
+) -> Iterator[str]:
     alone, ours = facts.get("alone", {}), facts.get("with kvloft", {})
-    is_more = bool(ours and alone["request_bytes"] and ours["request_bytes"] > MORE_MEMORY * alone["request_bytes"])
+    is_more = bool(
+        ours
+        and alone["request_bytes"]
+        and ours["request_bytes"] > MORE_MEMORY * alone["request_bytes"]
+    )
     if is_more:
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
-        yield f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with kvloft, {without} without"
-    if len(alone.get("groups", ())) > 1 and (is_more or not is_served) and about["extra"].get("kv_groups") == "one":
-        yield f"without kvloft, vLLM uses {len(alone['groups'])} KV cache groups; set kv_groups to auto"
+        yield (
+            f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with "
+            f"kvloft, {without} without"
+        )
+    if (
+        len(alone.get("groups", ())) > 1
+        and (is_more or not is_served)
+        and about["extra"].get("kv_groups") == "one"
+    ):
+        yield (
+            f"without kvloft, vLLM uses {len(alone['groups'])} KV cache groups; set kv_groups to "
+            "auto"
+        )
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
-        yield f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in vLLM's own prefix cache"
+        yield (
+            f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in "
+            "vLLM's own prefix cache"
+        )
     near = sum(one.near for one in passes.values() if one.name != "own")
     if near:
-        yield f"{near} answers differ by rounding, where two tokens were nearly equal; --dtype float32 is exact"
+        yield (
+            f"{near} answers differ by rounding, where two tokens were nearly equal; --dtype "
+            "float32 is exact"
+        )
     if about["ignored"]:
         yield f"ignored flags of the API server: {' '.join(about['ignored'])}"
 
@@ -142,16 +209,27 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     """Yield the tables and lines of the printed report."""
     passes = [Pass(**one) for one in report["passes"]]
     has_drafts = any(one.drafted for one in passes)
-    table = Table(*("pass", "answers equal", "prompt tokens", "from host", "from disk", "blocks by group"), title=report["model"])
+    table = Table(
+        *("pass", "answers equal", "prompt tokens", "from host", "from disk", "blocks by group"),
+        title=report["model"],
+    )
     if has_drafts:
         table.add_column("draft tokens accepted")
     for one in passes:
         equal = f"{one.equal} of {one.answers}" + (f", {one.near} near ties" if one.near else "")
         equal += f", {one.wrong} DIFFER" if one.wrong else ""
         loaded = (
-            [str(one.host), str(one.disk), " ".join(map(str, one.blocks))] if one.name not in ("plain", "own") else ["", "", ""]
+            [str(one.host), str(one.disk), " ".join(map(str, one.blocks))]
+            if one.name not in ("plain", "own")
+            else ["", "", ""]
         )
-        table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *([_accepted(one)] if has_drafts else []))
+        table.add_row(
+            TITLES[one.name],
+            equal,
+            str(one.prompt),
+            *loaded,
+            *([_accepted(one)] if has_drafts else []),
+        )
     if passes:
         yield table
     for name, facts in report["engines"].items():
@@ -160,8 +238,14 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
         fits = ""
         if facts["full_requests"]:
             each = size_text(facts["request_bytes"])
-            fits = f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens ({each} each)"
-        yield f"vLLM {name}: {facts['blocks']} GPU KV blocks{fits}; groups: {groups_text(facts['groups'])}"
+            fits = (
+                f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens ({each} "
+                "each)"
+            )
+        yield (
+            f"vLLM {name}: {facts['blocks']} GPU KV blocks{fits}; groups: "
+            f"{groups_text(facts['groups'])}"
+        )
     yield from (f"note: {remark}" for remark in report["remarks"])
     yield verdict(report)
 
@@ -175,9 +259,16 @@ def groups_text(groups: list[dict[str, Any]]) -> str:
 def verdict(report: dict[str, Any]) -> str:
     """Return one line: whether kvloft supports the model."""
     if report["served"]:
-        host, disk = (next(one for one in report["passes"] if one["name"] == name) for name in ("host", "disk"))
+        host, disk = (
+            next(one for one in report["passes"] if one["name"] == name)
+            for name in ("host", "disk")
+        )
         return (
-            f"kvloft supports {report['model']} with these flags: equal answers, {host['host']} of {host['prompt']} prompt tokens "
+            f"kvloft supports {report['model']} with these flags: equal answers, {host['host']} of "
+            f"{host['prompt']} prompt tokens "
             f"from host memory, {disk['disk']} of {disk['prompt']} from disk."
         )
-    return f"kvloft does NOT support {report['model']} with these flags: {'; '.join(report['missing'])}."
+    return (
+        f"kvloft does NOT support {report['model']} with these flags: "
+        f"{'; '.join(report['missing'])}."
+    )

@@ -1,4 +1,5 @@
-"""The command line of `kvloft`. A module of commands has `add_parser(subparsers)`, which sets the function to run.
+"""The command line of `kvloft`. A module of commands has `add_parser(subparsers)`, which sets the
+function to run.
 
 That function takes the arguments and returns the exit status.
 """
@@ -18,7 +19,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse ``argv`` or the process's arguments. Exits with 2 if an argument is unknown."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
-        args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
+        args, rest = build_parser(own[0] if own else None).parse_known_args(
+            own, argparse.Namespace(flags=flags)
+        )
     except SystemExit as e:
         if e.code:
             raise
@@ -45,7 +48,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print version and revision. Loads the extension, which carries them, only when they are printed."""
+    """Print version and revision. Loads the extension, which carries them, only when they are
+    printed.
+    """
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
@@ -53,19 +58,22 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD
 
-        parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001 - as argparse prints its help
+        parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001
         parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an argument)."""
+    """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an
+    argument).
+    """
     return _written(args.run, args)
 
 
 def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run ``do`` and flush its output; returns the exit status.
 
-    A command with long output sets ``args.status`` first: a reader that closes the pipe early must not change it to 0.
+    A command with long output sets ``args.status`` first: a reader that closes the pipe early must
+    not change it to 0.
     """
     try:
         args.status = do(args)
@@ -120,8 +128,14 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,
-        description="Run a shared KV cache for vLLM engines; inspect settings, models, the disk tier and GPU speed.",
-        epilog="Exit status: 2 for a wrong argument or setting, 4 if the output cannot be written; see COMMAND --help.",
+        description=(
+            "Run a shared KV cache for vLLM engines; inspect settings, models, the disk tier and "
+            "GPU speed."
+        ),
+        epilog=(
+            "Exit status: 2 for a wrong argument or setting, 4 if the output cannot be written; "
+            "see COMMAND --help."
+        ),
     )
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,5 @@
-"""`kvloft config`: prints the effective settings and their sources, and checks them without a model.
+"""`kvloft config`: prints the effective settings and their sources, and checks them without a
+model.
 
 Reads settings only; it opens no store and creates no directory.
 """
@@ -17,7 +18,10 @@ from kvloft.machine import refuse_here, warnings
 
 MAX_SHOWN: Final = 200
 """Characters of a wrong --extra in an error."""
-NOT_CHECKED: Final = "Not checked here, only at engine start: whether disk_path is in use, and whether kvloft supports the model."
+NOT_CHECKED: Final = (
+    "Not checked here, only at engine start: whether disk_path is in use, and whether kvloft "
+    "supports the model."
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,13 +30,18 @@ def add_parser(subparsers: Any) -> None:
         "config",
         help="print the effective settings and their sources",
         description=(
-            "Print the effective settings and the source of each value: vLLM's extra config (--extra), the environment "
-            "(such as KVLOFT_HOST_SIZE), the YAML file in KVLOFT_CONFIG, or the default. Checks everything that needs no model. "
-            "Exit status: 0 for valid settings (warnings go to stderr), 2 if an engine would not start."
+            "Print the effective settings and the source of each value: vLLM's extra config "
+            "(--extra), the environment "
+            "(such as KVLOFT_HOST_SIZE), the YAML file in KVLOFT_CONFIG, or the default. Checks "
+            "everything that needs no model. "
+            "Exit status: 0 for valid settings (warnings go to stderr), 2 if an engine would not "
+            "start."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM")
+    parser.add_argument(
+        "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"
+    )
     parser.set_defaults(run=run)
 
 
@@ -44,8 +53,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     if args.json:
         void = not_ours(config)
-        values = {key: None if key in void else getattr(config, key) for key, _, _ in describe(config)}
-        print(json.dumps({key: {"value": values[key], "from": origin} for key, _, origin in rows(config)}, indent=2))
+        values = {
+            key: None if key in void else getattr(config, key) for key, _, _ in describe(config)
+        }
+        print(
+            json.dumps(
+                {key: {"value": values[key], "from": origin} for key, _, origin in rows(config)},
+                indent=2,
+            )
+        )
         return 0
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in rows(config):
@@ -64,7 +80,10 @@ def not_ours(config: Config) -> tuple[str, ...]:
 def rows(config: Config) -> list[tuple[str, str, str]]:
     """Return the rows of `describe`, with "(the server's)" for settings of the server."""
     void = not_ours(config)
-    return [(key, *(("(the server's)", "kvloft serve") if key in void else rest)) for key, *rest in describe(config)]
+    return [
+        (key, *(("(the server's)", "kvloft serve") if key in void else rest))
+        for key, *rest in describe(config)
+    ]
 
 
 def parse_extra(text: str) -> dict[str, object]:
@@ -75,9 +94,13 @@ def parse_extra(text: str) -> dict[str, object]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"--extra {shown} is not JSON ({e}); it must be an object of settings.") from e
+        raise ConfigError(
+            f"--extra {shown} is not JSON ({e}); it must be an object of settings."
+        ) from e
     if not isinstance(extra, dict):
-        raise ConfigError(f"--extra {shown} is a {type(extra).__name__}; it must be an object of settings.")
+        raise ConfigError(
+            f"--extra {shown} is a {type(extra).__name__}; it must be an object of settings."
+        )
     return extra
 
 

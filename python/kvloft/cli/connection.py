@@ -1,4 +1,5 @@
-"""The connection of a command to a server: `--socket`, the settings that it needs, and the message if no server answers.
+"""The connection of a command to a server: `--socket`, the settings that it needs, and the message
+if no server answers.
 
 `kvloft serve` imports this module, so it must not load the extension or anything slow.
 """
@@ -18,19 +19,30 @@ MAX_SHOWN: Final = 80
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
     """Add --socket."""
-    parser.add_argument("--socket", metavar="PATH", help="the server's socket (default: the setting server, KVLOFT_SERVER)")
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the server's socket (default: the setting server, KVLOFT_SERVER)",
+    )
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server``. Raises ConfigError."""
+    """Return the settings from the command line and all other sources, with a ``server``. Raises
+    ConfigError.
+    """
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
     if args.socket == "auto":
-        raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
+        raise ConfigError(
+            "--socket auto: expected a path; for the socket of server = auto, set "
+            "KVLOFT_SERVER=auto."
+        )
     if args.socket is not None:
         given["server"] = f"unix:{_path(args.socket)}"
     config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
-        raise ConfigError("the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
+        raise ConfigError(
+            "the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
+        )
     return config
 
 
@@ -46,14 +58,18 @@ def _path(text: str) -> str:
         return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
     except ValueError:
         shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-        raise ConfigError(f"--socket {shown}: expected a path of 1 to {MAX_SOCKET_BYTES} bytes.") from None
+        raise ConfigError(
+            f"--socket {shown}: expected a path of 1 to {MAX_SOCKET_BYTES} bytes."
+        ) from None
 
 
 def report_no_answer(error: StoreError) -> int:
     """Print the reason why a server did not answer, and the fix; returns the exit status."""
     is_late = isinstance(error, LateError)
     fix = (
-        "the server's process is stopped or busy, and may still execute the command" if is_late else "start one with `kvloft serve`"
+        "the server's process is stopped or busy, and may still execute the command"
+        if is_late
+        else "start one with `kvloft serve`"
     )
     print(f"kvloft: {error}; {fix}", file=sys.stderr)
     return 1

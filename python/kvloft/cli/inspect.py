@@ -1,4 +1,6 @@
-"""`kvloft inspect DIR`: lists the contents of a disk directory. Reads it without its lock and changes nothing."""
+"""`kvloft inspect DIR`: lists the contents of a disk directory. Reads it without its lock and
+changes nothing.
+"""
 
 import argparse
 import contextlib
@@ -25,20 +27,29 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "inspect",
         help="list the contents of a disk directory",
-        description="List the namespaces in a disk directory. Read-only, and works while an engine uses the directory.",
+        description=(
+            "List the namespaces in a disk directory. Read-only, and works while an engine uses "
+            "the directory."
+        ),
     )
-    add_arguments(parser, json_help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
+    add_arguments(
+        parser, json_help="print JSON instead of a table (sizes in bytes, times in Unix seconds)"
+    )
     parser.set_defaults(run=run)
 
 
-def add_arguments(parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table") -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table"
+) -> None:
     """Add the arguments of commands on a disk directory."""
     parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or a server")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
-    """Return ``read(folder)``; prints a message and returns None if ``folder`` is not a disk directory, or is in use."""
+    """Return ``read(folder)``; prints a message and returns None if ``folder`` is not a disk
+    directory, or is in use.
+    """
     found = None
     try:
         found = read(folder)
@@ -54,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     if namespaces is None:
         return 2
     if args.json:
-        print(json.dumps([{**n, "fields": _fields(n["description"])} for n in namespaces], indent=2))
+        print(
+            json.dumps([{**n, "fields": _fields(n["description"])} for n in namespaces], indent=2)
+        )
         return 0
     console = Console()
     if not namespaces:
@@ -62,17 +75,32 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
-        for text, style in ((printable(n["problem"] or ""), "red"), (describe(n["description"]), None)):
+        for text, style in (
+            (printable(n["problem"] or ""), "red"),
+            (describe(n["description"]), None),
+        ):
             if text:
-                console.print(f"{n['namespace']}: {text}", highlight=False, markup=False, style=style)
+                console.print(
+                    f"{n['namespace']}: {text}", highlight=False, markup=False, style=style
+                )
     total = sum(n["bytes"] for n in namespaces)
-    free = "; slots without a chunk are free and preallocated" if any(n["slots"] > n["chunks"] for n in namespaces) else ""
-    console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}{free}", highlight=False)
+    free = (
+        "; slots without a chunk are free and preallocated"
+        if any(n["slots"] > n["chunks"] for n in namespaces)
+        else ""
+    )
+    console.print(
+        f"{size_text(total)} in {len(namespaces)} "
+        f"namespace{'s' if len(namespaces) != 1 else ''}{free}",
+        highlight=False,
+    )
     return 0
 
 
 def _look(folder: str) -> list[dict[str, Any]]:
-    """Return the namespaces. A problem counts if it persists for a moment: an engine can be resizing its files."""
+    """Return the namespaces. A problem counts if it persists for a moment: an engine can be
+    resizing its files.
+    """
     from kvloft._core import disk_inspect
 
     namespaces = disk_inspect(folder)
@@ -88,19 +116,37 @@ def _tell_of_other_engines(folder: str) -> None:
     """Print the folders of other data-parallel engines in ``folder``, which were not read."""
     names: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # already reported
-        names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
+        names = sorted(
+            path.name
+            for path in Path(folder).glob("dp[1-9]*")
+            if path.is_dir() and path.name[2:].isdecimal()
+        )
     if names:
         print(
-            f"kvloft: {folder} also contains {', '.join(names)} of other data-parallel engines; pass one of these paths to list it",
+            f"kvloft: {folder} also contains {', '.join(names)} of other data-parallel engines; "
+            "pass one of these paths to list it",
             file=sys.stderr,
         )
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     """A table of `disk_inspect`'s rows, narrow enough for a terminal of 80 columns."""
-    numbers = (Column(name, justify="right", no_wrap=True) for name in ("chunks", "slots", "chunk size", "on disk"))
-    namespace, oldest, newest = (Column(name, no_wrap=True) for name in ("namespace", "oldest", "newest"))
-    table = Table(namespace, *numbers, oldest, newest, row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
+    numbers = (
+        Column(name, justify="right", no_wrap=True)
+        for name in ("chunks", "slots", "chunk size", "on disk")
+    )
+    namespace, oldest, newest = (
+        Column(name, no_wrap=True) for name in ("namespace", "oldest", "newest")
+    )
+    table = Table(
+        namespace,
+        *numbers,
+        oldest,
+        newest,
+        row_styles=["", "dim"],
+        padding=(0, 0),
+        collapse_padding=True,
+    )
     for n in namespaces:
         row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", size_text(n["frame_bytes"])]
         row += [size_text(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
@@ -109,7 +155,9 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 
 def describe(description: str) -> str:
-    """Return a namespace's fields as ``name=value, ...`` without empty ones; any other text unchanged."""
+    """Return a namespace's fields as ``name=value, ...`` without empty ones; any other text
+    unchanged.
+    """
     fields = fields_of(description)
     return fields if isinstance(fields, str) else ", ".join(f"{k}={v}" for k, v in fields.items())
 
@@ -119,12 +167,18 @@ def fields_of(description: str) -> dict[str, str] | str:
     fields = _fields(description)
     if not fields:
         return printable(description)
-    return {printable(k): printable(str(v)) for k, v in fields.items() if v not in ("", "''", "None")}
+    return {
+        printable(k): printable(str(v)) for k, v in fields.items() if v not in ("", "''", "None")
+    }
 
 
 def printable(text: str) -> str:
-    """Escape control characters: text of a file or another process must not control the terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """Escape control characters: text of a file or another process must not control the
+    terminal.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def _fields(description: str) -> dict[str, str] | None:
@@ -137,11 +191,15 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Return the local date, with the time if it is in this year; a dash for None or an impossible date."""
+    """Return the local date, with the time if it is in this year; a dash for None or an impossible
+    date.
+    """
     if unix_s is None:
         return "-"
     try:
         then = datetime.fromtimestamp(unix_s).astimezone()
-        return then.strftime("%d %b %H:%M" if then.year == datetime.now().astimezone().year else "%Y-%m-%d")
+        return then.strftime(
+            "%d %b %H:%M" if then.year == datetime.now().astimezone().year else "%Y-%m-%d"
+        )
     except (OverflowError, ValueError, OSError):
         return "-"

@@ -1,6 +1,7 @@
 """Output of `kvloft serve`: the log on stdout, one line per event, and warnings on stderr.
 
-A failed write never ends the server: a full disk is reported once on stderr. It must not depend on the events.
+A failed write never ends the server: a full disk is reported once on stderr. It must not depend on
+the events.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush both streams; discard text that Python would fail to write at exit, because that changes the exit status."""
+        """Flush both streams; discard text that Python would fail to write at exit, because that
+        changes the exit status.
+        """
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -44,7 +47,10 @@ class Log:
     def _lose(self, error: OSError) -> None:
         if not self._was_lost:
             self._was_lost = True
-            warn(f"warning: the log cannot be written ({error.strerror}); the server continues without it")
+            warn(
+                f"warning: the log cannot be written ({error.strerror}); the server continues "
+                "without it"
+            )
 
 
 def _discard(stream: IO[str]) -> None:

@@ -20,12 +20,19 @@ def address(text: str) -> tuple[str, int]:
     """Parse ``PORT`` or ``HOST:PORT``; without a host, 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ConfigError(f"--metrics {text!r} has no port; use --metrics 9180, or 0.0.0.0:9180 for access from other machines.")
+        raise ConfigError(
+            f"--metrics {text!r} has no port; use --metrics 9180, or 0.0.0.0:9180 for access from "
+            "other machines."
+        )
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple[str, Callable[[], None]]:
-    """Export ``status`` at ``where``; returns the URL and a function that stops it. Raises ConfigError if it cannot listen."""
+def serve(
+    where: tuple[str, int], status: Callable[[], dict[str, Any]]
+) -> tuple[str, Callable[[], None]]:
+    """Export ``status`` at ``where``; returns the URL and a function that stops it. Raises
+    ConfigError if it cannot listen.
+    """
     # No other command needs this import.
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -35,7 +42,10 @@ def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple
         server, thread = start_http_server(where[1], where[0], registry)
     except (OSError, UnicodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "invalid host name"
-        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); use another host or port.") from e
+        raise ConfigError(
+            f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); use another host or "
+            "port."
+        ) from e
 
     def end() -> None:
         server.shutdown()
@@ -58,7 +68,10 @@ class _Collector:
         status = self._status()
         spaces = [
             # stats is empty until the store is open
-            (space["namespace"].hex()[:16], space["stats"] | {name: space[name] for name in ("frame_bytes", "slabs")})
+            (
+                space["namespace"].hex()[:16],
+                space["stats"] | {name: space[name] for name in ("frame_bytes", "slabs")},
+            )
             for space in status["namespaces"]
         ]
         for metric in exported(Scope.NAMESPACE):
@@ -68,7 +81,11 @@ class _Collector:
                     family.add_metric([label], stats[metric.name])
             yield family
         num_engines = sum(len(space["engines"]) for space in status["namespaces"])
-        stats = status["stats"] | {name: status[name] for name in ("host_bytes", "slab_bytes")} | {"engines": num_engines}
+        stats = (
+            status["stats"]
+            | {name: status[name] for name in ("host_bytes", "slab_bytes")}
+            | {"engines": num_engines}
+        )
         for metric in exported(Scope.SERVER):
             if metric.name in stats:  # disk figures appear after the first measurement
                 yield _family(metric, value=stats[metric.name])

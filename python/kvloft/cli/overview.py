@@ -1,7 +1,7 @@
 """The first lines of `kvloft status`: health, use of host memory and disk, engines and hit rate.
 
-All figures come from one `_core.server_status`; the server measures the free space of the file system every few seconds.
-It must not depend on the tables of namespaces.
+All figures come from one `_core.server_status`; the server measures the free space of the file
+system every few seconds. It must not depend on the tables of namespaces.
 """
 
 from typing import Any, Final
@@ -16,15 +16,23 @@ GROWTH_BYTES: Final = 64 << 20
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """Return the figures for --json: bytes of chunks in host memory and of files on disk, the limits of both, the disk's path,
-    free bytes of its file system (None if unknown, or without a disk), engines, the total hit rate, and a sentence per problem.
+    """Return the figures for --json: bytes of chunks in host memory and of files on disk, the
+    limits of both, the disk's path, free bytes of its file system (None if unknown, or without a
+    disk), engines, the total hit rate, and a sentence per problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
-    counts = {name: sum(space["stats"][name] for space in spaces) for name in ("lookup_chunks", "lookup_chunks_found")}
-    on_disk = sum(space["stats"]["disk_bytes"] for space in spaces) + stats.get("server_disk_closed_bytes", 0)
+    counts = {
+        name: sum(space["stats"][name] for space in spaces)
+        for name in ("lookup_chunks", "lookup_chunks_found")
+    }
+    on_disk = sum(space["stats"]["disk_bytes"] for space in spaces) + stats.get(
+        "server_disk_closed_bytes", 0
+    )
     found = {
-        "host_used_bytes": sum(space["stats"]["frames_visible"] * space["frame_bytes"] for space in spaces),
+        "host_used_bytes": sum(
+            space["stats"]["frames_visible"] * space["frame_bytes"] for space in spaces
+        ),
         "host_size_bytes": stats["server_host_bytes"],
         "disk_path": path if path != NONE else None,
         "disk_files_bytes": on_disk,
@@ -37,18 +45,34 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return what --json prints: the status, `figures`, a hit rate per namespace, and the tag of a salt that was named."""
+    """Return what --json prints: the status, `figures`, a hit rate per namespace, and the tag of a
+    salt that was named.
+    """
     spaces = [
-        space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])} for space in status["namespaces"]
+        space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
+        for space in status["namespaces"]
     ]
-    return {**status, **figures(status), "namespaces": spaces, **({"salt_tag": tag} if tag is not None else {})}
+    return {
+        **status,
+        **figures(status),
+        "namespaces": spaces,
+        **({"salt_tag": tag} if tag is not None else {}),
+    }
 
 
 def lines(status: Status, socket: str) -> list[str]:
     """Return one line per figure; the first line states the server's health."""
     found = figures(status)
-    problems, num_engines, num_spaces = found["problems"], found["engines"], len(status["namespaces"])
-    well = "is healthy" if not problems else f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    problems, num_engines, num_spaces = (
+        found["problems"],
+        found["engines"],
+        len(status["namespaces"]),
+    )
+    well = (
+        "is healthy"
+        if not problems
+        else f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    )
     in_spaces = f", in {num_spaces} namespace{'s' if num_spaces > 1 else ''}" if num_spaces else ""
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
@@ -86,7 +110,11 @@ def _disk(status: Status, found: dict[str, Any]) -> str:
         return "none"
     if disk_unused(status):
         return f"not in use; limit {size_text(found['disk_size_bytes'])}"
-    free = f"; its file system has {size_text(found['disk_free_bytes'])} free" if found["disk_free_bytes"] is not None else ""
+    free = (
+        f"; its file system has {size_text(found['disk_free_bytes'])} free"
+        if found["disk_free_bytes"] is not None
+        else ""
+    )
     return f"{_part(found['disk_files_bytes'], found['disk_size_bytes'])} in files{free}"
 
 

@@ -96,20 +96,38 @@ def add_parser(subparsers: Any) -> None:
     for name, text in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
     parser.add_argument(
-        "--linger", metavar="TIME", help="exit after this time without an engine (30s, 5min); the first engine has an extra minute"
+        "--linger",
+        metavar="TIME",
+        help=(
+            "exit after this time without an engine (30s, 5min); the first engine has an extra "
+            "minute"
+        ),
     )
     parser.add_argument(
-        "--background", metavar="LOG", help="run in the background with this log; the command returns once the server listens"
+        "--background",
+        metavar="LOG",
+        help="run in the background with this log; the command returns once the server listens",
     )
     parser.add_argument(
         "--share",
         action="append",
         default=[],
         metavar="NAMESPACE=PERCENT",
-        help="a fixed share of host memory for the namespace whose id begins with NAMESPACE; repeatable",
+        help=(
+            "a fixed share of host memory for the namespace whose id begins with NAMESPACE; "
+            "repeatable"
+        ),
     )
-    parser.add_argument("--numa", metavar="NODES", help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory")
-    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="export Prometheus metrics; without HOST, to this machine only")
+    parser.add_argument(
+        "--numa",
+        metavar="NODES",
+        help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory",
+    )
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="export Prometheus metrics; without HOST, to this machine only",
+    )
     parser.set_defaults(run=run)
 
 
@@ -125,11 +143,16 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def nodes(text: str | None) -> list[int]:
-    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also if this machine lacks a node."""
+    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also if this machine lacks a
+    node.
+    """
     if text is None:
         return []
     if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
-        raise ConfigError(f"--numa {text!r}: expected a node for each rank of an engine, such as 0,0,1,1, or one node for all.")
+        raise ConfigError(
+            f"--numa {text!r}: expected a node for each rank of an engine, such as 0,0,1,1, or one "
+            "node for all."
+        )
     found = [int(each) for each in text.split(",")]
     refuse_nodes(found)
     return found
@@ -140,7 +163,10 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 0; 1 if another server uses the socket or a system call fails; 2 for a wrong setting.
     """
-    config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
+    config, metrics_at = (
+        settings(args),
+        metrics.address(args.metrics) if args.metrics is not None else None,
+    )
     linger_s = _linger(args.linger)
     own_shares, numa = shares(args.share), nodes(args.numa)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
@@ -151,11 +177,14 @@ def run(args: argparse.Namespace) -> int:
     _make_folder(config)
     if args.background is None:
         return serve(lambda: None)
-    return in_background(serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}")
+    return in_background(
+        serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}"
+    )
 
 
 def _make_folder(config: Config) -> None:
-    """Create the socket's folder with access restricted to this user. The server reports problems with an existing folder.
+    """Create the socket's folder with access restricted to this user. The server reports problems
+    with an existing folder.
 
     Raises ConfigError if the parent folder is missing: probably a typing error, or not mounted yet.
     """
@@ -163,7 +192,9 @@ def _make_folder(config: Config) -> None:
     try:
         folder.mkdir(mode=0o700)
     except FileNotFoundError:
-        raise ConfigError(f"{_given(config)}: {folder.parent} does not exist; create it, or use another path.") from None
+        raise ConfigError(
+            f"{_given(config)}: {folder.parent} does not exist; create it, or use another path."
+        ) from None
     except OSError:
         return
     warn(f"created {folder} for the socket, accessible to this user only")
@@ -172,14 +203,20 @@ def _make_folder(config: Config) -> None:
 def _given(config: Config) -> str:
     """Return the socket as the user set it."""
     origin = config.origin("server")
-    return f"--socket {config.socket}" if origin == COMMAND_LINE else f"server = unix:{config.socket} ({origin})"
+    return (
+        f"--socket {config.socket}"
+        if origin == COMMAND_LINE
+        else f"server = unix:{config.socket} ({origin})"
+    )
 
 
 def _linger(text: str | None) -> float | None:
     try:
         return parse_seconds(text) if text is not None else None
     except (ValueError, ArithmeticError):
-        raise ConfigError(f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min.") from None
+        raise ConfigError(
+            f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min."
+        ) from None
 
 
 def _serve(
@@ -227,12 +264,18 @@ def _serve(
     told_at = _place(sys.stderr)
     begun()
     bounds = f"; {text}" if (text := limits_text(told)) else ""
-    host, disk = size_text(config.host_size), _disk(config, trouble, is_told=told_at == _place(sys.stdout))
+    host, disk = (
+        size_text(config.host_size),
+        _disk(config, trouble, is_told=told_at == _place(sys.stdout)),
+    )
     log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
     if end_metrics is not None:
         log.tell(f"metrics at {url}")
     _wait(is_over, server, linger_s, log)
-    log.tell(f"stopping; remaining chunks are written to disk for up to {CLOSE_TIMEOUT_S:g} s (a second signal stops at once)")
+    log.tell(
+        f"stopping; remaining chunks are written to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
+        "signal stops at once)"
+    )
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
         end_metrics()
@@ -253,7 +296,9 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the state of the disk at start, with the reason if it is not in use and stderr did not report it."""
+    """Return the state of the disk at start, with the reason if it is not in use and stderr did not
+    report it.
+    """
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -261,8 +306,12 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
     return f"disk {config.disk_path} not in use, retrying{'' if is_told else f' ({trouble})'}"
 
 
-def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]) -> dict[str, str]:
-    """Return the server's settings as text. `kvloft status` prints them, and engines compare them with their own."""
+def _told(
+    config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]
+) -> dict[str, str]:
+    """Return the server's settings as text. `kvloft status` prints them, and engines compare them
+    with their own.
+    """
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in own_shares) or NONE
     nodes = ",".join(map(str, numa)) or NONE
@@ -280,7 +329,10 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
         if linger_s is None:
             continue
         status = server.status()
-        came, num_joined = status["stats"]["server_joined"] > num_joined, status["stats"]["server_joined"]
+        came, num_joined = (
+            status["stats"]["server_joined"] > num_joined,
+            status["stats"]["server_joined"],
+        )
         if came or _has_engines(status):  # an engine can connect and leave between two checks
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
@@ -293,7 +345,9 @@ def _has_engines(status: dict[str, Any]) -> bool:
 
 
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """A second signal exits at once. Senders such as timeout(1) send each signal twice, which counts as one."""
+    """A second signal exits at once. Senders such as timeout(1) send each signal twice, which
+    counts as one.
+    """
     if not begun_s:
         begun_s.append(time.monotonic())
         is_over.set()

@@ -1,6 +1,8 @@
-"""`kvloft size MODEL`: KV bytes per token, how many tokens fit, and when reading from disk is faster than computing.
+"""`kvloft size MODEL`: KV bytes per token, how many tokens fit, and when reading from disk is
+faster than computing.
 
-Reads only a model's config.json, from a folder or the Hugging Face hub. It must not import vLLM or torch.
+Reads only a model's config.json, from a folder or the Hugging Face hub. It must not import vLLM or
+torch.
 """
 
 import argparse
@@ -42,18 +44,46 @@ def add_parser(subparsers: Any) -> None:
         "size",
         help="compute KV bytes per token and how many tokens fit",
         description=(
-            "Compute the KV bytes per token of a model from its config.json, and how many tokens fit into host memory and on disk. "
+            "Compute the KV bytes per token of a model from its config.json, and how many tokens "
+            "fit into host memory and on disk. "
             "With --prefill and --disk-read, also compare reading from disk with computing."
         ),
-        epilog="example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 --disk-read 6GB",
+        epilog=(
+            "example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 "
+            "--disk-read 6GB"
+        ),
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a model's name on the Hugging Face hub")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=DTYPE_BYTES, help="as vLLM's flag (auto: 2 bytes per value)")
-    parser.add_argument("--host-size", type=_size, default=32 << 30, metavar="SIZE", help="host memory (default: 32GiB)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, or a model's name on the Hugging Face hub",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=DTYPE_BYTES,
+        help="as vLLM's flag (auto: 2 bytes per value)",
+    )
+    parser.add_argument(
+        "--host-size",
+        type=_size,
+        default=32 << 30,
+        metavar="SIZE",
+        help="host memory (default: 32GiB)",
+    )
     parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
-    parser.add_argument("--prefill", type=int, metavar="TOKENS", help="tokens that the engine computes per second")
-    parser.add_argument("--disk-read", type=_size, metavar="SIZE", help='bytes that the disk reads per second, for example "6GB"')
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table (bytes, tokens)")
+    parser.add_argument(
+        "--prefill", type=int, metavar="TOKENS", help="tokens that the engine computes per second"
+    )
+    parser.add_argument(
+        "--disk-read",
+        type=_size,
+        metavar="SIZE",
+        help='bytes that the disk reads per second, for example "6GB"',
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table (bytes, tokens)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,11 +91,15 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'{text} is not a size; use a number with a unit, for example "500GiB"') from None
+        raise argparse.ArgumentTypeError(
+            f'{text} is not a size; use a number with a unit, for example "500GiB"'
+        ) from None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes; 0, or raises ConfigError if the model's config.json cannot be read or understood."""
+    """Print the sizes; 0, or raises ConfigError if the model's config.json cannot be read or
+    understood.
+    """
     size = kv_size(read_model_config(args.model), DTYPE_BYTES[args.kv_cache_dtype])
     figures = _figures(size, args)
     if args.json:
@@ -79,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Return the parsed config.json of a folder or hub name. Raises ConfigError, naming the model, if there is none."""
+    """Return the parsed config.json of a folder or hub name. Raises ConfigError, naming the model,
+    if there is none.
+    """
     path = Path(model) / "config.json"
     if not path.is_file():
         path = _from_hub(model)
@@ -98,12 +134,18 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as e:  # the hub's client has a dozen error types, and this command does nothing else
-        raise ConfigError(f"{model} has no config.json here and could not be fetched from the hub: {e}") from e
+    except (
+        Exception
+    ) as e:  # the hub's client has a dozen error types, and this command does nothing else
+        raise ConfigError(
+            f"{model} has no config.json here and could not be fetched from the hub: {e}"
+        ) from e
 
 
 def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
-    """Return the KV size of a model with this Hugging Face config. Raises ConfigError if a needed field is missing."""
+    """Return the KV size of a model with this Hugging Face config. Raises ConfigError if a needed
+    field is missing.
+    """
     layer_bytes = _layer_bytes(config, value_bytes)
     kinds = _layer_kinds(config)
     return KvSize(
@@ -122,21 +164,31 @@ def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer as Hugging Face names it. Without a list, every layer is full attention or has the window."""
+    """Return the kind of each layer as Hugging Face names it. Without a list, every layer is full
+    attention or has the window.
+    """
     num_layers = _count(config, "num_hidden_layers")
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is None:
         return _interleaved(config, num_layers)
     if unknown := sorted(set(kinds) - FULL - REACHING - STATES - {"mlp", "moe"}):
-        raise ConfigError(f"config.json has layers of the kind {unknown[0]}, which this command does not support.")
+        raise ConfigError(
+            f"config.json has layers of the kind {unknown[0]}, which this command does not support."
+        )
     return list(kinds)
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
     if interval := config.get("full_attention_interval"):
-        return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
+        return [
+            "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+            for layer in range(num_layers)
+        ]
     if pattern := config.get("sliding_window_pattern"):
-        return ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(num_layers)]
+        return [
+            "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
+            for layer in range(num_layers)
+        ]
     has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
     return ["sliding_attention" if has_window else "full_attention"] * num_layers
 
@@ -144,7 +196,9 @@ def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
 def _count(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"config.json has no usable {key} ({value!r}), so the KV size is unknown.")
+        raise ConfigError(
+            f"config.json has no usable {key} ({value!r}), so the KV size is unknown."
+        )
     return value
 
 
@@ -177,17 +231,35 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("of that in sliding-window layers", size_text(figures["window_bytes"])))
     if figures["num_state_layers"]:
         rows.append(
-            ("layers with a state", f"{figures['num_state_layers']} (one state for each saved boundary, not in these figures)")
+            (
+                "layers with a state",
+                (
+                    f"{figures['num_state_layers']} (one state for each saved boundary, not in these "  # noqa: E501
+                    "figures)"
+                ),
+            )
         )
     if "disk_tokens" in figures:
-        rows.append((f"tokens in {size_text(figures['disk_bytes'])} on disk", f"{figures['disk_tokens']:,}"))
+        rows.append(
+            (f"tokens in {size_text(figures['disk_bytes'])} on disk", f"{figures['disk_tokens']:,}")
+        )
     if "break_even_bytes_per_second" in figures:
-        rows.append(("disk speed at which reading equals computing", f"{size_text(figures['break_even_bytes_per_second'])}/s"))
+        rows.append(
+            (
+                "disk speed at which reading equals computing",
+                f"{size_text(figures['break_even_bytes_per_second'])}/s",
+            )
+        )
     if "disk_tokens_per_second" in figures:
         rows.append(("tokens read from disk", f"{figures['disk_tokens_per_second']:,} per second"))
     if "disk_is_faster" in figures:
         faster = figures["disk_is_faster"]
         rows.append(
-            ("verdict", "reading is faster" if faster else "computing is faster: a disk hit helps only while the GPU is busy")
+            (
+                "verdict",
+                "reading is faster"
+                if faster
+                else "computing is faster: a disk hit helps only while the GPU is busy",
+            )
         )
     return rows

@@ -23,7 +23,7 @@ from kvloft.cli.tables import (
     title,
     unwritten,
     whose,
-)  # fmt: skip
+)
 from kvloft.cli.watch import count, interval, watch
 from kvloft.errors import ConfigError
 
@@ -36,9 +36,12 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show the state of a server",
         description=(
-            "Show the state of a server: problems, use of host memory and disk, engines and hit rate; then the tiers, engines, "
-            "lookups and hits of each namespace; finally the fields of each namespace. Tenants are listed by tags, which do not "
-            "reveal their salts; with --salt-file, the tag of that salt is marked. With --watch, refresh until Ctrl-C, with "
+            "Show the state of a server: problems, use of host memory and disk, engines and hit "
+            "rate; then the tiers, engines, "
+            "lookups and hits of each namespace; finally the fields of each namespace. Tenants are "
+            "listed by tags, which do not "
+            "reveal their salts; with --salt-file, the tag of that salt is marked. With --watch, "
+            "refresh until Ctrl-C, with "
             "chunks and GB per second and hit rates since the previous refresh. "
             "Exit status: 0; 1 if no server answers; 2 for a wrong argument."
         ),
@@ -46,14 +49,27 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     add_salt(parser)
     parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C, with rates")
-    parser.add_argument("--interval", type=interval, metavar="TIME", help="with --watch: time between refreshes (default: 1s)")
-    parser.add_argument("--count", type=count, metavar="N", help="with --watch: exit after N refreshes")
-    parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes); with --watch, one object per line")
+    parser.add_argument(
+        "--interval",
+        type=interval,
+        metavar="TIME",
+        help="with --watch: time between refreshes (default: 1s)",
+    )
+    parser.add_argument(
+        "--count", type=count, metavar="N", help="with --watch: exit after N refreshes"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON (sizes in bytes); with --watch, one object per line",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of the server; returns 0, or 1 if it refuses. Raises ConfigError, and StoreError if no server answers."""
+    """Print the state of the server; returns 0, or 1 if it refuses. Raises ConfigError, and
+    StoreError if no server answers.
+    """
     from kvloft._core import server_status
 
     if not args.watch and (args.interval is not None or args.count is not None):
@@ -77,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
 def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
     spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
     bounds = limits_text(status["settings"])
-    more = [*([f"Limits: {bounds}"] if bounds else []), *([whose(tag, spaces)] if tag is not None else [])]
+    more = [
+        *([f"Limits: {bounds}"] if bounds else []),
+        *([whose(tag, spaces)] if tag is not None else []),
+    ]
     for line in (*lines(status, socket), *more, *([] if spaces else [NO_ENGINE])):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for space in spaces:
@@ -85,15 +104,23 @@ def _print(status: dict[str, Any], socket: str, console: Console, tag: str | Non
         _print_namespace(space, status, console, tag)
     kept = status["stats"]["quarantined_reservations"]
     if kept:
-        console.print(f"{kept} frames of lost engines stay reserved until no process can write to them.")
+        console.print(
+            f"{kept} frames of lost engines stay reserved until no process can write to them."
+        )
     for space in spaces:
         console.print()
-        console.print(f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:", highlight=False, markup=False)
+        console.print(
+            f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:",
+            highlight=False,
+            markup=False,
+        )
         console.print(field_table(fields_of(space["description"])))
         console.print(f"full id: {space['namespace']}", highlight=False, markup=False)
 
 
-def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Console, tag: str | None) -> None:
+def _print_namespace(
+    space: dict[str, Any], status: dict[str, Any], console: Console, tag: str | None
+) -> None:
     console.print(title(space["namespace"], space, status), highlight=False, markup=False)
     fields = fields_of(space["description"])
     if isinstance(fields, dict) and "model" in fields:
@@ -103,7 +130,9 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
         return
     reports = (*given_up(space), *unwritten(space), *late_lines(space))
     above = (tier_table(space, status), *reports, hit_table(space))
-    for nth, part in enumerate((*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))):
+    for nth, part in enumerate(
+        (*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
+    ):
         if nth:
             console.print()
         console.print(part)

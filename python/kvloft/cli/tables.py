@@ -1,4 +1,6 @@
-"""Tables that `kvloft status` prints with and without --watch: tiers, tenants, engines. All fit 80 columns."""
+"""Tables that `kvloft status` prints with and without --watch: tiers, tenants, engines. All fit 80
+columns.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,12 +35,22 @@ def count_text(number: int) -> str:
 def new_table(first: str, *names: str) -> Table:
     """Return a table with the column ``first`` for row names; the other columns are numbers."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
-    return Table(Column(first, no_wrap=True), *numbers, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    return Table(
+        Column(first, no_wrap=True),
+        *numbers,
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def title(namespace: str, space: Status, status: Status) -> str:
     """Return a namespace's id, its slabs of the server's memory, and its share."""
-    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    has, everything = (
+        size_text(space["slabs"] * status["slab_bytes"]),
+        size_text(status["host_bytes"]),
+    )
     percent = space["stats"].get("share_percent")
     share = f", share {percent}%" if percent is not None else ""
     return f"namespace {namespace[:ID_DIGITS]}: assigned {has} of {everything} host memory{share}"
@@ -48,7 +60,9 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
     """Return a namespace's fields, two per row; any other text unchanged."""
     if isinstance(fields, str):
         return Text(fields)
-    table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, show_header=False, pad_edge=False)
+    table = Table(
+        *(Column(overflow="fold") for _ in range(4)), box=None, show_header=False, pad_edge=False
+    )
     cells = [Text(str(part)) for field in fields.items() for part in field]
     for at in range(0, len(cells), 4):
         table.add_row(*cells[at : at + 4])
@@ -58,17 +72,31 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 def disk_unused(status: Status) -> list[str]:
     """Return a line if the server cannot use its disk directory."""
     disk = status["settings"].get("disk_path", "")
-    return [f"The disk {disk} is not in use; the server's log gives the reason."] if status["stats"]["server_disk_unused"] else []
+    return (
+        [f"The disk {disk} is not in use; the server's log gives the reason."]
+        if status["stats"]["server_disk_unused"]
+        else []
+    )
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return the chunks in host memory and on disk, their share of `host_size` and `disk_size`, and queued I/O."""
+    """Return the chunks in host memory and on disk, their share of `host_size` and `disk_size`, and
+    queued I/O.
+    """
     stats, frame_bytes = space["stats"], space["frame_bytes"]
-    table = new_table("tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted")
+    table = new_table(
+        "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
+    )
     on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
     host = (stats["frames_visible"], "server_host_bytes", "", *map(count_text, on_host))
     on_disk = [stats[name] for name in ("reads_pending", "disk_pending")]
-    disk = (stats["disk_used"], "server_disk_bytes", *map(count_text, on_disk), "", count_text(stats["disk_evictions"]))
+    disk = (
+        stats["disk_used"],
+        "server_disk_bytes",
+        *map(count_text, on_disk),
+        "",
+        count_text(stats["disk_evictions"]),
+    )
     for name, (num, of, *rest) in {"host": host, "disk": disk}.items():
         used, size = num * frame_bytes, status["stats"][of]
         part = f"{used / size:.1%}" if size else ""
@@ -90,7 +118,14 @@ def unwritten(space: Status) -> list[str]:
     """A line if chunks were evicted from host memory before they were written to disk."""
     num = space["stats"].get("disk_unwritten", 0)
     return (
-        [f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the disk is slower than saves"] if num else []
+        [
+            (
+                f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the disk is "  # noqa: E501
+                "slower than saves"
+            )
+        ]
+        if num
+        else []
     )
 
 
@@ -105,19 +140,29 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
     if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
-    are_all = all(space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True))
-    return f"The salt's tag is {tag}; it {'has no chunks in open namespaces' if are_all else 'is not among the largest tenants'}."
+    are_all = all(
+        space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True)
+    )
+    return (
+        f"The salt's tag is {tag}; it "
+        f"{'has no chunks in open namespaces' if are_all else 'is not among the largest tenants'}."
+    )
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
     """Return a table of the largest tenants by tag; empty without salts and limits."""
     tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
     limits = ("max_host", "max_disk", "ttl_s")
-    if not any(tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants):
+    if not any(
+        tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants
+    ):
         return []
     table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "expires after")
     for tenant in tenants:
-        most = [size_text(most * frame_bytes) if most is not None else "" for most in (tenant["max_host"], tenant["max_disk"])]
+        most = [
+            size_text(most * frame_bytes) if most is not None else ""
+            for most in (tenant["max_host"], tenant["max_disk"])
+        ]
         held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
         ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
         tag = tenant["tag"] or "(no salt)"

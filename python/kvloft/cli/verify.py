@@ -1,4 +1,6 @@
-"""`kvloft verify DIR`: reads every chunk of a disk directory and checks its key and checksum. Changes nothing."""
+"""`kvloft verify DIR`: reads every chunk of a disk directory and checks its key and checksum.
+Changes nothing.
+"""
 
 import argparse
 import json
@@ -20,9 +22,12 @@ def add_parser(subparsers: Any) -> None:
         "verify",
         help="check every chunk of a disk directory for damage",
         description=(
-            "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
-            "Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine or a server uses it); "
-            "3 no damage, but some namespaces are of another version of kvloft and cannot be checked: "
+            "Read every chunk of a disk directory and compare its key and checksum. Changes "
+            "nothing. "
+            "Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine or a "
+            "server uses it); "
+            "3 no damage, but some namespaces are of another version of kvloft and cannot be "
+            "checked: "
             "an engine of this version replaces them; 4 the output cannot be written."
         ),
     )
@@ -31,7 +36,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the directory. Returns 0 (no damage), 1 (damage), 2 (not checked) or 3 (other versions found).
+    """Check the directory. Returns 0 (no damage), 1 (damage), 2 (not checked) or 3 (other versions
+    found).
 
     Sets ``args.status`` before it prints.
     """
@@ -43,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     damage = [row for row in found if row not in others]
     args.status = 1 if damage else 3 if others else 0
     if args.json:
-        print(json.dumps({"chunks": num_chunks, "damage": damage, "other_format": others}, indent=2))
+        print(
+            json.dumps({"chunks": num_chunks, "damage": damage, "other_format": others}, indent=2)
+        )
     else:
         _print(num_chunks, damage)
         for other in others:
@@ -57,8 +65,15 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
 
     verify = DiskVerify(folder)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=quiet or not console.is_terminal, transient=True
+    ) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
         # The first step also returns damage found at opening, so it runs even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
@@ -80,9 +95,14 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
-        console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False)
+        console.print(
+            f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False
+        )
     if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
     else:  # damage of a whole file: its number of chunks is unknown
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
-    console.print(f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.", highlight=False)
+    console.print(
+        f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.",
+        highlight=False,
+    )

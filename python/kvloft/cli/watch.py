@@ -1,4 +1,6 @@
-"""`kvloft status --watch`: tables with rates since the previous refresh, or one line of JSON per refresh."""
+"""`kvloft status --watch`: tables with rates since the previous refresh, or one line of JSON per
+refresh.
+"""
 
 import argparse
 import contextlib
@@ -27,7 +29,7 @@ from kvloft.cli.tables import (
     tier_table,
     title,
     unwritten,
-)  # fmt: skip
+)
 from kvloft.config import parse_seconds
 from kvloft.errors import LateError
 
@@ -53,7 +55,8 @@ RATES: Final = {
 
 
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
-    """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or Ctrl-C.
+    """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or
+    Ctrl-C.
 
     A refresh without an answer in time prints that, and the next one tries again.
     Raises ConfigError if the server refuses, and StoreError if there is no server.
@@ -70,7 +73,10 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
                 output.print_late(time.monotonic() - answered_s)
             else:
                 rates = rates_of(status, now - answered_s, before) if before is not None else {}
-                output.print_state(look_json(status, rates, before, tag), picture(status, rates, before, socket, tag))
+                output.print_state(
+                    look_json(status, rates, before, tag),
+                    picture(status, rates, before, socket, tag),
+                )
                 before, answered_s = status, now
             if nth == args.count:
                 break
@@ -79,11 +85,15 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
 
 
 class _Output:
-    """Prints one refresh after the other; on a terminal that can move its cursor, each replaces the previous one."""
+    """Prints one refresh after the other; on a terminal that can move its cursor, each replaces the
+    previous one.
+    """
 
     def __init__(self, *, is_json: bool) -> None:
         self._console, self._is_json, self._last = Console(), is_json, Group()
-        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal and not is_json
+        can_redraw = (
+            self._console.is_terminal and not self._console.is_dumb_terminal and not is_json
+        )
         self.live = Live(console=self._console, auto_refresh=False) if can_redraw else None
 
     def print_state(self, row: dict[str, Any], drawn: Group) -> None:
@@ -93,8 +103,13 @@ class _Output:
 
     def print_late(self, seconds: float) -> None:
         """Print the time since the last answer, and on a terminal the last state below it."""
-        problem = f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
-        self._print({"problems": [problem]}, Group(problem, self._last) if self.live is not None else Group(problem))
+        problem = (
+            f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
+        )
+        self._print(
+            {"problems": [problem]},
+            Group(problem, self._last) if self.live is not None else Group(problem),
+        )
 
     def _print(self, row: dict[str, Any], drawn: Group) -> None:
         if self._is_json:
@@ -105,15 +120,21 @@ class _Output:
             self._console.print(drawn)
 
 
-def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
-    """Return chunks per second by the names of ``RATES`` per namespace; a store opened since ``before`` has none."""
+def rates_of(
+    status: dict[str, Any], seconds: float, before: dict[str, Any]
+) -> dict[bytes, dict[str, float]]:
+    """Return chunks per second by the names of ``RATES`` per namespace; a store opened since
+    ``before`` has none.
+    """
     olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
     rates = {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
         if old is not None and all(new.get(name, 0) >= old.get(name, 0) for name in RATES.values()):
             grown = {shown: new.get(name, 0) - old.get(name, 0) for shown, name in RATES.items()}
-            rates[space["namespace"]] = {shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()}
+            rates[space["namespace"]] = {
+                shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()
+            }
     return rates
 
 
@@ -123,9 +144,14 @@ def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
 
 
 def look_json(
-    status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None, tag: str | None = None
+    status: dict[str, Any],
+    rates: dict[bytes, dict[str, float]],
+    before: dict[str, Any] | None,
+    tag: str | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `kvloft status --json`, with each namespace's rates and hit rate since ``before``."""
+    """Return the fields of `kvloft status --json`, with each namespace's rates and hit rate since
+    ``before``.
+    """
     olds, shown = _by_name(before), as_json(status, tag)
     for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
         own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
@@ -135,7 +161,9 @@ def look_json(
 
 
 def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
-    return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
+    return (
+        {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
+    )
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
@@ -146,7 +174,11 @@ def fitted(drawn: RenderableType, console: Console) -> RenderableType:
     num_more = len(lines) - console.height
     if num_more <= 0:
         return SegmentLines(lines, new_lines=True)
-    more = Text(f"{num_more + 1} more rows: make the window taller, or use --json", no_wrap=True, overflow="ellipsis")
+    more = Text(
+        f"{num_more + 1} more rows: make the window taller, or use --json",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
     return Group(SegmentLines(lines[: console.height - 1], new_lines=True), more)
 
 
@@ -157,14 +189,22 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables of one refresh, below a row of limits that is cut at the edge of the screen."""
+    """Return the tables of one refresh, below a row of limits that is cut at the edge of the
+    screen.
+    """
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
     limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
-    return Group(*limits, *(_picture_of(space, status, rates.get(space["namespace"], {}), olds, tag) for space in spaces))
+    return Group(
+        *limits,
+        *(
+            _picture_of(space, status, rates.get(space["namespace"], {}), olds, tag)
+            for space in spaces
+        ),
+    )
 
 
 def _picture_of(
@@ -174,12 +214,23 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Tables of one namespace, the most important first, because a short screen hides the last ones."""
+    """Tables of one namespace, the most important first, because a short screen hides the last
+    ones.
+    """
     notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
     flow = [_flow(rates, space["frame_bytes"])] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
-    tables = (tier_table(space, status), *notes, *flow, hit_table(space, olds.get(space["namespace"])), *below)
-    return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
+    tables = (
+        tier_table(space, status),
+        *notes,
+        *flow,
+        hit_table(space, olds.get(space["namespace"])),
+        *below,
+    )
+    return Group(
+        title(space["namespace"].hex(), space, status),
+        *(part for table in tables for part in (table, "")),
+    )
 
 
 def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
@@ -188,7 +239,9 @@ def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):
         table.add_column(name, justify="right", no_wrap=True)
-    cells = [(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}") for shown, rate in rates.items()]
+    cells = [
+        (shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}") for shown, rate in rates.items()
+    ]
     half = (len(cells) + 1) // 2
     for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue=()):
         table.add_row(*left, *right)
@@ -200,7 +253,9 @@ def interval(text: str) -> float:
     with contextlib.suppress(ValueError):
         if (seconds := parse_seconds(text)) >= MIN_INTERVAL_S:
             return seconds
-    raise argparse.ArgumentTypeError(f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}"
+    )
 
 
 def count(text: str) -> int:

@@ -1,4 +1,6 @@
-"""The only file that reads environment variables: kvloft's settings, those of the engine, and paths for sockets."""
+"""The only file that reads environment variables: kvloft's settings, those of the engine, and paths
+for sockets.
+"""
 
 import os
 import re
@@ -10,8 +12,12 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 """Names the YAML file with settings."""
 MAX_SOCKET_BYTES: Final = 107
 """Length limit of a Unix socket's path."""
-_KUBERNETES: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
-"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft"; they are not settings."""
+_KUBERNETES: Final = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
+)
+"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft";
+they are not settings.
+"""
 
 
 def environment() -> Mapping[str, str]:
@@ -20,15 +26,24 @@ def environment() -> Mapping[str, str]:
 
 
 def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (variable, key, value) of each variable that should be a setting, in the order of names."""
+    """Yield (variable, key, value) of each variable that should be a setting, in the order of
+    names.
+    """
     for name, value in sorted(environ.items()):
-        if name.startswith(ENV_PREFIX) and name != ENV_FILE and value and not _KUBERNETES.search(name):
+        if (
+            name.startswith(ENV_PREFIX)
+            and name != ENV_FILE
+            and value
+            and not _KUBERNETES.search(name)
+        ):
             suffix = name.removeprefix(ENV_PREFIX)
             yield name, suffix.lower() if suffix.isupper() else suffix, value
 
 
 def engine_environment(names: Iterable[str]) -> list[str]:
-    """Return ``NAME=value`` of each variable that is set. These are the engine's variables, not settings of kvloft."""
+    """Return ``NAME=value`` of each variable that is set. These are the engine's variables, not
+    settings of kvloft.
+    """
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
@@ -38,13 +53,17 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment of a server that this process starts: without settings, which are on its command line."""
+    """Return the environment of a server that this process starts: without settings, which are on
+    its command line.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 def auto_socket() -> str:
-    """Return the socket of ``server = auto``: in the user's runtime directory, or below /tmp without one."""
+    """Return the socket of ``server = auto``: in the user's runtime directory, or below /tmp
+    without one.
+    """
     run = os.environ.get("XDG_RUNTIME_DIR", "")
-    places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117 (plain strings)
+    places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117
     places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")
     return next((place for place in places if len(place.encode()) <= MAX_SOCKET_BYTES), places[-1])

@@ -1,7 +1,8 @@
-"""Sources of settings, from strong to weak: vLLM's ``kv_connector_extra_config`` (or a command line), environment variables
-``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
+"""Sources of settings, from strong to weak: vLLM's ``kv_connector_extra_config`` (or a command
+line), environment variables ``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
 
-It must know neither vLLM nor the store: checks that need the model are made where the model is known.
+It must know neither vLLM nor the store: checks that need the model are made where the model is
+known.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,15 @@ _Layer = dict[str, tuple[object, str]]
 
 
 def load_config(
-    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, extra_origin: str = FROM_EXTRA
+    extra: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    extra_origin: str = FROM_EXTRA,
 ) -> Config:
     """Merge all sources into a Config.
 
-    ``extra`` is vLLM's kv_connector_extra_config, or the source that ``extra_origin`` names; ``environ`` defaults to the
-    environment of the process. Raises ConfigError.
+    ``extra`` is vLLM's kv_connector_extra_config, or the source that ``extra_origin`` names;
+    ``environ`` defaults to the environment of the process. Raises ConfigError.
     """
     environ = environment() if environ is None else environ
     layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
@@ -33,7 +37,9 @@ def load_config(
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, int] = {}
-    for layer, may_be_null in zip(layers, has_null, strict=True):  # weakest first; each value is checked, also if it is replaced
+    for layer, may_be_null in zip(
+        layers, has_null, strict=True
+    ):  # weakest first; each value is checked, also if it is replaced
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -48,15 +54,26 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:
             size = KEYS[key].show(values[key])
-            raise ConfigError(f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, or remove {key}.')
-    misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment can be the server's
+            raise ConfigError(
+                f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, '
+                f"or remove {key}."
+            )
+    misplaced = [
+        key for key in OF_STORE if origins.get(key) == FROM_EXTRA
+    ]  # a file or an environment can be the server's
     if misplaced and values.get("server") not in (None, AUTO):
-        raise ConfigError(f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server; pass it to `kvloft serve`, or remove server.")
+        raise ConfigError(
+            f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server; pass it to `kvloft serve`, "
+            "or remove server."
+        )
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
     """Return (key, value as text, origin) of every setting, in the order of the documentation."""
-    return [(key, setting.show(getattr(config, key)), config.origin(key)) for key, setting in KEYS.items()]
+    return [
+        (key, setting.show(getattr(config, key)), config.origin(key))
+        for key, setting in KEYS.items()
+    ]
 
 
 def _from_mapping(given: Mapping[str, object], origin: str) -> _Layer:
@@ -79,15 +96,20 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         return {}
     import yaml  # a fifth of a server's start, and few users have such a file
 
-    blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must contain lines such as: host_size: 8GiB"
+    blame, wanted = (
+        f"{ENV_FILE} = {path!r} (environment)",
+        "it must contain lines such as: host_size: 8GiB",
+    )
     try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
             text = file.read()
         document = yaml.safe_load(text)
     except RecursionError as e:
         raise ConfigError(f"{blame} is nested too deeply; {wanted}") from e
     except OSError as e:
-        raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from e
+        raise ConfigError(
+            f"{blame} cannot be read ({e.strerror}); it must name a YAML file."
+        ) from e
     except (yaml.YAMLError, ValueError) as e:
         mark = getattr(e, "problem_mark", None)
         where = f" (see line {mark.line + 1})" if mark is not None else ""
@@ -108,14 +130,23 @@ def first_twice(keys: Sequence[str]) -> str | None:
     return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
-def _known(key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None) -> str:
+def _known(
+    key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None
+) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
     import difflib  # slow, and needed for an error only
 
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
-    hint = f"did you mean {spell(near[0])}?" if near else f"known keys are {', '.join(map(spell, KEYS))}."
-    raise ConfigError(f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; {hint}")
+    hint = (
+        f"did you mean {spell(near[0])}?"
+        if near
+        else f"known keys are {', '.join(map(spell, KEYS))}."
+    )
+    raise ConfigError(
+        f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; "
+        f"{hint}"
+    )
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
@@ -124,11 +155,17 @@ def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
         return setting.parse(raw)
     except (ValueError, TypeError, ArithmeticError):
         null = f", or null for {setting.null}" if setting.null and may_be_null else ""
-        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) is not allowed; it must be {setting.allowed}{null}.") from None
+        raise ConfigError(
+            f"{key} = {_shown(raw)} ({origin}) is not allowed; it must be {setting.allowed}{null}."
+        ) from None
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "null"
-    text = f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else repr(value)
+    text = (
+        f'"{value}"'
+        if isinstance(value, str) and value.isprintable() and '"' not in value
+        else repr(value)
+    )
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

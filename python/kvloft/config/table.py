@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket
-from kvloft.config.units import format_quota, format_size, format_ttl, parse_quota, parse_seconds, parse_size, parse_ttl
+from kvloft.config.units import (
+    format_quota,
+    format_size,
+    format_ttl,
+    parse_quota,
+    parse_seconds,
+    parse_size,
+    parse_ttl,
+)
 
 FROM_DEFAULT: Final = "default"
 """The origin of a setting that no source has."""
@@ -32,14 +40,16 @@ def _parse_path(value: object) -> str | None:
         return None
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(value)
-    value = os.path.expanduser(_parse_text(value))  # noqa: PTH111 (as below)
+    value = os.path.expanduser(_parse_text(value))  # noqa: PTH111
     if value.startswith("~"):
         raise ValueError(value)
-    return os.path.abspath(value)  # noqa: PTH100 (plain strings cross into Rust)
+    return os.path.abspath(value)  # noqa: PTH100
 
 
 def parse_socket(value: object) -> str | None:
-    """Return the path in ``"unix:/run/kvloft.sock"`` or an absolute path; None and "auto" unchanged. Raises ValueError."""
+    """Return the path in ``"unix:/run/kvloft.sock"`` or an absolute path; None and "auto"
+    unchanged. Raises ValueError.
+    """
     if value is None or value == AUTO:
         return value
     if not isinstance(value, str) or not value.startswith(("unix:", "/")):
@@ -53,7 +63,9 @@ def parse_socket(value: object) -> str | None:
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
-    value.encode()  # lone surrogates have no UTF-8, and text is hashed and opened as UTF-8 (UnicodeError is a ValueError)
+    # lone surrogates have no UTF-8, and text is hashed and opened as UTF-8 (UnicodeError is a
+    # ValueError)
+    value.encode()
     return value
 
 
@@ -64,7 +76,8 @@ def _parse_choice(value: object, allowed: tuple[str, ...]) -> str:
 
 
 class Setting(NamedTuple):
-    """How to parse a value (ValueError if it is not allowed), the allowed values ("it must be ..."), and how to show a value.
+    """How to parse a value (ValueError if it is not allowed), the allowed values ("it must be
+    ..."), and how to show a value.
 
     ``null``: the meaning of null; empty if null is not allowed.
     """
@@ -84,11 +97,15 @@ def _or_none(setting: Setting) -> Setting:
     def parse(value: object) -> object:
         return None if value is None else setting.parse(value)
 
-    return Setting(parse, setting.allowed, lambda v: "(none)" if v is None else setting.show(v), "no limit")
+    return Setting(
+        parse, setting.allowed, lambda v: "(none)" if v is None else setting.show(v), "no limit"
+    )
 
 
 def _choice(*allowed: str) -> Setting:
-    return Setting(partial(_parse_choice, allowed=allowed), " or ".join(f'"{each}"' for each in allowed))
+    return Setting(
+        partial(_parse_choice, allowed=allowed), " or ".join(f'"{each}"' for each in allowed)
+    )
 
 
 def _set(default: Any, setting: Setting) -> Any:
@@ -97,7 +114,9 @@ def _set(default: Any, setting: Setting) -> Any:
 
 
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
-_PATH: Final = Setting(_parse_path, "the path of a directory", lambda v: v or "(none)", "no disk tier")
+_PATH: Final = Setting(
+    _parse_path, "the path of a directory", lambda v: v or "(none)", "no disk tier"
+)
 _SERVER: Final = Setting(
     parse_socket,
     '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
@@ -107,14 +126,24 @@ _SERVER: Final = Setting(
 _TEXT: Final = Setting(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Setting(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
 _FILE: Final = Setting(_parse_path, "the path of a YAML file", lambda v: v or "(none)", "none")
-_QUOTA: Final = _or_none(Setting(parse_quota, 'a part such as "10%", or a size such as "8GiB"', format_quota))
-_TTL: Final = _or_none(Setting(parse_ttl, 'a time from 1s to 3650d, such as "24h" or "7d"', format_ttl))
-_TIME: Final = Setting(parse_seconds, 'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds', lambda v: f"{v:g}s")
+_QUOTA: Final = _or_none(
+    Setting(parse_quota, 'a part such as "10%", or a size such as "8GiB"', format_quota)
+)
+_TTL: Final = _or_none(
+    Setting(parse_ttl, 'a time from 1s to 3650d, such as "24h" or "7d"', format_ttl)
+)
+_TIME: Final = Setting(
+    parse_seconds,
+    'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds',
+    lambda v: f"{v:g}s",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Effective settings. Sizes are in bytes, times in seconds; ``origins`` has the source of each value."""
+    """Effective settings. Sizes are in bytes, times in seconds; ``origins`` has the source of each
+    value.
+    """
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)
@@ -159,7 +188,9 @@ OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
 """Limits of tenants; see `kvloft.limits`."""
 OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
 """Settings of a store: a server has them, and an engine that uses a server does not."""
-KEYS: Final[Mapping[str, Setting]] = {f.name: f.metadata["setting"] for f in fields(Config) if f.metadata}
+KEYS: Final[Mapping[str, Setting]] = {
+    f.name: f.metadata["setting"] for f in fields(Config) if f.metadata
+}
 
 
 def is_checked_for_unit(key: str) -> bool:

@@ -9,7 +9,9 @@ from decimal import Decimal
 from typing import Final
 
 _UNITS: Final = {"": 1, "b": 1} | {
-    f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
+    f"{prefix}{kind}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for kind, base in (("ib", 1024), ("b", 1000))
 }
 _TTL_SECONDS: Final = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 MAX_TTL_S: Final = 3650 * 86400
@@ -18,7 +20,9 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\
 
 
 def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
-    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError, also if out of range."""
+    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError, also if out
+    of range.
+    """
     amount, unit = _quantity(value)
     if unit not in _UNITS:
         raise ValueError(value)
@@ -29,7 +33,9 @@ def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
 
 
 def parse_seconds(value: object) -> float:
-    """Return the seconds of ``"10s"``, ``"250ms"``, ``"2min"`` or a plain number. Raises ValueError, also above an hour."""
+    """Return the seconds of ``"10s"``, ``"250ms"``, ``"2min"`` or a plain number. Raises
+    ValueError, also above an hour.
+    """
     amount, unit = _quantity(value)
     if unit not in _SECONDS:
         raise ValueError(value)
@@ -44,16 +50,22 @@ Quota = int | float
 
 
 def parse_quota(value: object) -> Quota:
-    """Return bytes for a size such as ``"8GiB"``, or a fraction for ``"10%"`` or 0.1. Raises ValueError.
+    """Return bytes for a size such as ``"8GiB"``, or a fraction for ``"10%"`` or 0.1. Raises
+    ValueError.
 
-    A number with a point up to 1.0 is a fraction, also as text, because YAML has it as a number and a command line
-    as text. The resolution is one millionth: a smaller fraction that is not 0 is refused.
+    A number with a point up to 1.0 is a fraction, also as text, because YAML has it as a number and
+    a command line as text. The resolution is one millionth: a smaller fraction that is not 0 is
+    refused.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)
     if isinstance(value, float) and (value == 0.0 or 1e-6 <= value <= 1.0):
         return round(value, 6)
-    match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value)
+        if isinstance(value, str)
+        else None
+    )
     if match is None:
         return parse_size(value, low=0)
     part = float(Decimal(match[1]) / 100)
@@ -64,11 +76,17 @@ def parse_quota(value: object) -> Quota:
 
 def format_quota(quota: Quota) -> str:
     """Return text that :func:`parse_quota` reads back."""
-    return f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%" if isinstance(quota, float) else format_size(quota)
+    return (
+        f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%"
+        if isinstance(quota, float)
+        else format_size(quota)
+    )
 
 
 def parse_ttl(value: object) -> int:
-    """Return whole seconds of ``"24h"``, ``"7d"``, ``"90min"``, ``"30s"`` or a plain number, up to ten years. Raises ValueError."""
+    """Return whole seconds of ``"24h"``, ``"7d"``, ``"90min"``, ``"30s"`` or a plain number, up to
+    ten years. Raises ValueError.
+    """
     amount, unit = _quantity(value)
     seconds = amount * _TTL_SECONDS[unit] if unit in _TTL_SECONDS else Decimal(0)
     if seconds != int(seconds) or not 1 <= seconds <= MAX_TTL_S:
@@ -78,7 +96,14 @@ def parse_ttl(value: object) -> int:
 
 def format_ttl(seconds: int) -> str:
     """Return text that :func:`parse_ttl` reads back."""
-    return next((f"{seconds // each}{unit}" for unit, each in (("d", 86400), ("h", 3600)) if seconds % each == 0), f"{seconds}s")
+    return next(
+        (
+            f"{seconds // each}{unit}"
+            for unit, each in (("d", 86400), ("h", 3600))
+            if seconds % each == 0
+        ),
+        f"{seconds}s",
+    )
 
 
 def format_size(size_bytes: int) -> str:
@@ -105,7 +130,12 @@ def has_unit(value: object) -> bool:
 
 
 def _quantity(value: object) -> tuple[Decimal, str]:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    ):
         return Decimal(value), ""
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None:

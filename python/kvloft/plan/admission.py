@@ -250,7 +250,9 @@ class Admission:
 
     # -- steps and ends -------------------------------------------------------------------------
 
-    def begin_load(self, request: RequestState, lease: Lease, num_tokens: int, *, is_whole: bool) -> None:
+    def begin_load(
+        self, request: RequestState, lease: Lease, num_tokens: int, *, is_whole: bool
+    ) -> None:
         """Count an offer as a load. Others wait for it if it ``is_whole``."""
         lease.move_to(self.turns.loading)
         if is_whole:

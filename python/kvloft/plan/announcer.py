@@ -1,8 +1,9 @@
 """Announces which blocks the store has, as KV events.
 
-The store reports where keys are now (`Session.changes`). The announcer remembers what it has announced, and the blocks of each
-chunk in the engine's own hashes; an event is the difference. Missed changes are therefore corrected by the next report. Chunks of
-different prefixes can share blocks: a block is stored once, and removed with the last chunk that contains it.
+The store reports where keys are now (`Session.changes`). The announcer remembers what it has
+announced, and the blocks of each chunk in the engine's own hashes; an event is the difference.
+Missed changes are therefore corrected by the next report. Chunks of different prefixes can share
+blocks: a block is stored once, and removed with the last chunk that contains it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 MAX_WAITING = 1 << 16
-"""Changed keys that wait in the store (2 MiB); with more changes, all chunks are looked up again."""
+"""Changed keys that wait in the store (2 MiB); with more changes, all chunks are looked up
+again.
+"""
 MAX_CHUNKS = 1 << 18
-"""Chunks that are remembered: some 0.7 KiB each, 0.5 KiB for each further block, and 4 bytes per token. Older ones are no longer
-announced."""
+"""Chunks that are remembered: some 0.7 KiB each, 0.5 KiB for each further block, and 4 bytes per
+token. Older ones are no longer announced."""
 SLICE = 2048
 """Chunks looked up per step."""
 
 Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
-"""(request, block_tokens, begin, end): blocks [begin, end) of a request; none if their hashes mean nothing to other processes."""
+"""(request, block_tokens, begin, end): blocks [begin, end) of a request; none if their hashes mean
+nothing to other processes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupBlocks:
-    """How the blocks of one KV cache group lie in units. ``number``: the group's number in the keys."""
+    """How the blocks of one KV cache group lie in units. ``number``: the group's number in the
+    keys.
+    """
 
     nth: int
     number: int | None
@@ -46,19 +53,29 @@ class _Chunk:
     blocks: Sequence[Block]
     group: int
     parent: bytes | None
-    """The chunk without which this one is useless: the one before it, or the main group's of the same unit."""
+    """The chunk without which this one is useless: the one before it, or the main group's of the
+    same unit.
+    """
     where: int = 0
     """Tiers that the store reported last, as announced."""
 
 
 class Announcer:
-    """The announced chunks of ``store``, whose changes must be watched. Chunks are announced as blocks of their group's size.
+    """The announced chunks of ``store``, whose changes must be watched. Chunks are announced as
+    blocks of their group's size.
 
-    ``is_shared``: other engines save to the store, or it can be unavailable, so a chunk that left can return without a request.
+    ``is_shared``: other engines save to the store, or it can be unavailable, so a chunk that left
+    can return without a request.
     """
 
     def __init__(
-        self, store: Session, shape: CacheShape, describe: Describe, *, is_shared: bool = False, max_chunks: int = MAX_CHUNKS
+        self,
+        store: Session,
+        shape: CacheShape,
+        describe: Describe,
+        *,
+        is_shared: bool = False,
+        max_chunks: int = MAX_CHUNKS,
     ) -> None:
         self._store, self._describe, self._max_chunks = store, describe, max_chunks
         self._is_shared = is_shared
@@ -68,19 +85,26 @@ class Announcer:
         others = [group for group in groups if shape.groups[group.nth].kind != "state"]
         self._others = sorted(others, key=lambda group: group is not self._main)
         self._known: dict[bytes, _Chunk] = {}
-        """In the order of requests, the beginning of a prefix first: some routers drop blocks without a parent."""
+        """In the order of requests, the beginning of a prefix first: some routers drop blocks
+        without a parent.
+        """
         self._children: dict[bytes, int] = {}
         """By parent: the number of known chunks that need it."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys, least recently requested first: all without children, and others that were requested after theirs."""
+        """Known keys, least recently requested first: all without children, and others that were
+        requested after theirs.
+        """
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys of recent requests, each once, in their order."""
         self._round: list[bytes] = []
-        """Keys to look up because all are, before the recent ones; the next one last. Some may be forgotten by now."""
+        """Keys to look up because all are, before the recent ones; the next one last. Some may be
+        forgotten by now.
+        """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
         """``live`` has the chunks of ``units``: they are in the store, or may come to it."""
@@ -91,8 +115,17 @@ class Announcer:
         if 0 < num_units <= chain.num_blocks:
             self._note(live, chain, self._states, range(num_units - 1, num_units), num_units)
 
-    def _note(self, live: LiveRequest, chain: KeyChain, groups: Sequence[_GroupBlocks], units: range, num_above: int) -> None:
-        """``num_above``: units of the prefix whose last chunk of the main group is the parent of the first chunk."""
+    def _note(
+        self,
+        live: LiveRequest,
+        chain: KeyChain,
+        groups: Sequence[_GroupBlocks],
+        units: range,
+        num_above: int,
+    ) -> None:
+        """``num_above``: units of the prefix whose last chunk of the main group is the parent of
+        the first chunk.
+        """
         if self._is_over:
             return
         found = self._find_chunks(live, chain, groups, units, num_above)
@@ -106,11 +139,18 @@ class Announcer:
         self._note_recent(found)
         while len(self._known) > self._max_chunks:
             key, _ = self._recent.popitem(last=False)
-            if key not in self._children:  # else it returns to the front with the last of its children
+            if (
+                key not in self._children
+            ):  # else it returns to the front with the last of its children
                 self._move(self._forget(key), 0)
 
     def _find_chunks(
-        self, live: LiveRequest, chain: KeyChain, groups: Sequence[_GroupBlocks], units: range, num_above: int
+        self,
+        live: LiveRequest,
+        chain: KeyChain,
+        groups: Sequence[_GroupBlocks],
+        units: range,
+        num_above: int,
     ) -> dict[bytes, _Chunk]:
         """Return the chunks of ``units``, up to the first that others can make nothing of."""
         found: dict[bytes, _Chunk] = {}
@@ -119,7 +159,9 @@ class Announcer:
             key = chain.key(unit, group.number)
             if (chunk := self._known.get(key)) is None:
                 begin = unit * group.per_unit + group.num_dropped
-                blocks = self._describe(live, group.block_tokens, begin, (unit + 1) * group.per_unit)
+                blocks = self._describe(
+                    live, group.block_tokens, begin, (unit + 1) * group.per_unit
+                )
                 if not blocks:
                     break
                 chunk = _Chunk(blocks, group.nth, above)
@@ -129,8 +171,8 @@ class Announcer:
         return found
 
     def _note_recent(self, found: dict[bytes, _Chunk]) -> None:
-        """Make chunks the most recent ones. A prefix loses its end first, however many steps added it, because other prefixes can
-        begin like it.
+        """Make chunks the most recent ones. A prefix loses its end first, however many steps added
+        it, because other prefixes can begin like it.
         """
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
@@ -153,7 +195,8 @@ class Announcer:
                     self._recent.move_to_end(parent, last=False)
         return chunk
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events
+    # -----------------------------------------------------------------------------------------
 
     def take(self) -> list[Event]:
         """Return the events since the last call, in order. Looks up at most `SLICE` chunks."""
@@ -183,7 +226,8 @@ class Announcer:
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce that every block is gone, and nothing afterwards: the cache offers nothing from now on.
+        """Announce that every block is gone, and nothing afterwards: the cache offers nothing from
+        now on.
 
         ``lost``: events that were taken and may not have been published.
         """
@@ -198,7 +242,9 @@ class Announcer:
         self._round.clear()
 
     def _all(self) -> list[bytes]:
-        """Return all known keys for `_round`. A list: building a dict of 2^18 keys would delay a step by 0.1 s."""
+        """Return all known keys for `_round`. A list: building a dict of 2^18 keys would delay a
+        step by 0.1 s.
+        """
         return list(reversed(self._known))
 
     def _move(self, chunk: _Chunk, where: int) -> None:
@@ -213,4 +259,6 @@ class Announcer:
 def _group_blocks(shape: CacheShape, nth: int) -> _GroupBlocks:
     group = shape.groups[nth]
     num_dropped = group.blocks_per_unit - group.kept_blocks
-    return _GroupBlocks(nth, shape.number_of(nth), group.block_tokens, group.blocks_per_unit, num_dropped)
+    return _GroupBlocks(
+        nth, shape.number_of(nth), group.block_tokens, group.blocks_per_unit, num_dropped
+    )

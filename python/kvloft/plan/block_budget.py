@@ -52,9 +52,11 @@ class BlockBudget:
         self._num_taken = 0
         self._prefixes = PinnedFrames(pool.num_blocks)
 
-    def need(self, chain: KeyChain, num_tokens: int, *, local_tokens: int, loaded_tokens: int) -> BlockNeed:
-        """Return the need of a request with ``num_tokens``. vLLM has the first ``local_tokens``, and
-        a load completes the first ``loaded_tokens``.
+    def need(
+        self, chain: KeyChain, num_tokens: int, *, local_tokens: int, loaded_tokens: int
+    ) -> BlockNeed:
+        """Return the need of a request with ``num_tokens``. vLLM has the first ``local_tokens``,
+        and a load completes the first ``loaded_tokens``.
         """
         num_tokens += 1 + 2 * self._pool.num_drafts
         num_ahead = min(self._pool.step_tokens, num_tokens - loaded_tokens)

@@ -116,10 +116,16 @@ class BlockWriters:
             return []
         # A reset outside a step preempts a request whose table is outdated until its admission.
         scheduled = step.num_scheduled_tokens
-        writers = [request for request in requests.values() if request.req_id in scheduled or request.live.num_computed_tokens > 0]
+        writers = [
+            request
+            for request in requests.values()
+            if request.req_id in scheduled or request.live.num_computed_tokens > 0
+        ]
         return self.find_strange(unchecked, writers)
 
-    def find_strange(self, unchecked: Iterable[RequestState], writers: Sequence[RequestState]) -> list[RequestState]:
+    def find_strange(
+        self, unchecked: Iterable[RequestState], writers: Sequence[RequestState]
+    ) -> list[RequestState]:
         """Check the hits of ``unchecked`` requests and return those with a block of another prefix.
 
         ``writers`` may have filled blocks since they were recorded.
@@ -162,7 +168,9 @@ class BlockWriters:
         keys = map(request.chain.key, range(num_units))
         return written == [key for key in keys for _ in repeat(None, size)]
 
-    def find_others(self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]) -> list[SavePlan]:
+    def find_others(
+        self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
+    ) -> list[SavePlan]:
         """Return saves with blocks that vLLM had and that another continuation wrote, and block
         further saves of their requests.
         """
@@ -181,7 +189,9 @@ class BlockWriters:
         wanted = set(blocks)
         for table, size in _tables(request):
             local = enumerate(table[: request.num_local_blocks * size])
-            keys = ((block, request.chain.key(nth // size)) for nth, block in local if block in wanted)
+            keys = (
+                (block, request.chain.key(nth // size)) for nth, block in local if block in wanted
+            )
             if any(self._keys.get(block) != key for block, key in keys):
                 return False
         return True

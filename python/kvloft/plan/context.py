@@ -25,4 +25,6 @@ class PlanContext:
     notes: EventNotes
     requests: dict[ReqId, RequestState] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    """Tokens and events since vLLM last took the statistics, by the names in ``kvloft.vllm.stats``."""
+    """Tokens and events since vLLM last took the statistics, by the names in
+    ``kvloft.vllm.stats``.
+    """

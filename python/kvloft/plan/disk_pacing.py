@@ -1,9 +1,10 @@
-"""Pacing of disk reads: estimates whether waiting for chunks from disk is faster than computing their tokens.
+"""Pacing of disk reads: estimates whether waiting for chunks from disk is faster than computing
+their tokens.
 
-Two rates are measured: how fast chunks arrive from disk, including what writes take, and how fast the engine computes
-prompt tokens. The disk's measurements fade within about a minute. A disk that was not measured counts as fast, so it is
-tried at the start; one that was too slow is measured by reads that no request waits for. Pure: the clock and all numbers
-are passed in.
+Two rates are measured: how fast chunks arrive from disk, including what writes take, and how fast
+the engine computes prompt tokens. The disk's measurements fade within about a minute. A disk that
+was not measured counts as fast, so it is tried at the start; one that was too slow is measured by
+reads that no request waits for. Pure: the clock and all numbers are passed in.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ PRIOR_READS = 4
 PROBE_S = 0.5
 """Longest expected wait while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""A wait may be expected to take this much longer than computing: estimates of short times are no better."""
+"""A wait may be expected to take this much longer than computing: estimates of short times are no
+better.
+"""
 MAX_SIZE_RATIO = 8
-"""Steps with few tokens say little about longer prompts: one this many times longer is computed at an unknown rate."""
+"""Steps with few tokens say little about longer prompts: one this many times longer is computed at
+an unknown rate.
+"""
 SAMPLE_S = 0.01
 """Shortest time between two reads of the store's counters. Over a server each is a round trip."""
 
@@ -71,13 +76,16 @@ class DiskPacing:
     """Steps in flight: when each was planned, and its prompt tokens."""
     _step_ended_s: float = float("-inf")
 
-    # -- measurements ---------------------------------------------------------------------------------------------
+    # -- measurements
+    # ---------------------------------------------------------------------------------------------
 
     def is_sample_due(self, now: float) -> bool:
         return now - self._sampled_s >= SAMPLE_S
 
     def observe_disk(self, now: float, stats: Mapping[str, int]) -> None:
-        """Record the store's counters: chunks read, the time in which any was wanted, and chunks that wait."""
+        """Record the store's counters: chunks read, the time in which any was wanted, and chunks
+        that wait.
+        """
         self._sampled_s = now
         num_done, busy_us = stats.get("disk_reads", 0), stats.get("disk_read_busy_us")
         if busy_us is None:
@@ -85,10 +93,16 @@ class DiskPacing:
         if self._is_measured and num_done >= self.num_done and busy_us >= self._busy_us:
             self._disk.add(now, num_done - self.num_done, (busy_us - self._busy_us) / 1e6)
         self._is_measured = True
-        self.num_done, self._busy_us, self.num_pending = num_done, busy_us, stats.get("reads_pending", 0)
+        self.num_done, self._busy_us, self.num_pending = (
+            num_done,
+            busy_us,
+            stats.get("reads_pending", 0),
+        )
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Count chunks wanted since the last sample; returns the value of `num_done` at which they will have been read."""
+        """Count chunks wanted since the last sample; returns the value of `num_done` at which they
+        will have been read.
+        """
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
@@ -96,7 +110,9 @@ class DiskPacing:
         self._steps.append((now, num_prompt_tokens))
 
     def observe_step_end(self, now: float) -> None:
-        """Record the end of the oldest step in flight. It ran since it was planned, or since the step before it ended."""
+        """Record the end of the oldest step in flight. It ran since it was planned, or since the
+        step before it ended.
+        """
         if not self._steps:
             return
         begin, num_tokens = self._steps.popleft()
@@ -107,39 +123,56 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """True if no chunk waits to be read: then a read for which no request waits delays none, and measures the disk."""
+        """True if no chunk waits to be read: then a read for which no request waits delays none,
+        and measures the disk.
+        """
         return self.num_pending == 0
 
-    # -- estimates ------------------------------------------------------------------------------------------------
+    # -- estimates
+    # -----------------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
         """Return the seconds until the disk has read this many more chunks."""
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that the engine needs for this many prompt tokens; None if its rate is unknown."""
+        """Return the seconds that the engine needs for this many prompt tokens; None if its rate is
+        unknown.
+        """
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
             return None
         return num_tokens * self._engine.seconds / self._engine.amount
 
-    def pays(self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float) -> bool:
-        """Return whether to wait for ``num_chunks``, which hold ``num_tokens``, behind ``num_ahead`` chunks of others.
+    def pays(
+        self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float
+    ) -> bool:
+        """Return whether to wait for ``num_chunks``, which hold ``num_tokens``, behind
+        ``num_ahead`` chunks of others.
 
-        ``backlog_s``: time until the engine would begin to compute them. It pays to wait for all if they arrive before they
-        would be computed, and for the first of them if it arrives before the engine would begin.
+        ``backlog_s``: time until the engine would begin to compute them. It pays to wait for all if
+        they arrive before they would be computed, and for the first of them if it arrives before
+        the engine would begin.
         """
         if not self._is_measured or num_chunks <= 0:
             return True
         self._disk.fade(now)
-        read_s, compute_s = self.expected_read_s(num_ahead + num_chunks), self.expected_compute_s(num_tokens)
+        read_s, compute_s = (
+            self.expected_read_s(num_ahead + num_chunks),
+            self.expected_compute_s(num_tokens),
+        )
         if compute_s is None:
             return read_s < backlog_s + PROBE_S
-        return read_s < backlog_s + compute_s + GRACE_S or self.expected_read_s(num_ahead + 1) < backlog_s
+        return (
+            read_s < backlog_s + compute_s + GRACE_S
+            or self.expected_read_s(num_ahead + 1) < backlog_s
+        )
 
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Prompt tokens of admitted requests that the engine has yet to compute. Requests that generate cost nothing here."""
+    """Prompt tokens of admitted requests that the engine has yet to compute. Requests that generate
+    cost nothing here.
+    """
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)

@@ -34,7 +34,9 @@ class DiskWait:
         self._sample(now)
         return self._pays(request, request.num_on_disk, self.pacing.num_pending, now)
 
-    def pays_for_rest(self, request: RequestState, ready_units: int, pending_units: int, now: float) -> bool:
+    def pays_for_rest(
+        self, request: RequestState, ready_units: int, pending_units: int, now: float
+    ) -> bool:
         """Return True if waiting pays for the units of its lease that are still being read."""
         num_local = request.local_tokens // self.shape.unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
@@ -56,4 +58,10 @@ class DiskWait:
             request.turn_at_s = now + (compute_s or 0.0)
         num_tokens = num_chunks // len(self.shape.groups) * self.shape.unit_tokens
         backlog_s = max(0.0, request.turn_at_s - now)
-        return pacing.pays(now, num_ahead=num_ahead, num_chunks=num_chunks, num_tokens=num_tokens, backlog_s=backlog_s)
+        return pacing.pays(
+            now,
+            num_ahead=num_ahead,
+            num_chunks=num_chunks,
+            num_tokens=num_tokens,
+            backlog_s=backlog_s,
+        )

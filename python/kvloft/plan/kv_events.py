@@ -1,4 +1,5 @@
-"""Events about blocks that enter or leave the store's tiers, so that routers can send a prompt to the engine with its KV.
+"""Events about blocks that enter or leave the store's tiers, so that routers can send a prompt to
+the engine with its KV.
 
 Values only. Must not depend on vLLM: `kvloft.vllm.events` converts them to vLLM's KV events.
 """
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Tiers as `Session.changes` adds them up, plus another number for chunks that are being read into host memory."""
+"""Tiers as `Session.changes` adds them up, plus another number for chunks that are being read into
+host memory.
+"""
 
 
 class Block(NamedTuple):
@@ -28,7 +31,9 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """These blocks, each the parent of the next, of KV cache group ``group`` are in ``tier`` now."""
+    """These blocks, each the parent of the next, of KV cache group ``group`` are in ``tier``
+    now.
+    """
 
     tier: int
     blocks: list[Block]
@@ -48,9 +53,13 @@ Event = Stored | Removed
 
 @dataclass(slots=True, eq=False)
 class EventLog:
-    """Counts the chunks that contain each block, and logs an event when the first one enters a tier or the last one leaves it."""
+    """Counts the chunks that contain each block, and logs an event when the first one enters a tier
+    or the last one leaves it.
+    """
 
-    _holders: dict[int, Counter[tuple[int, bytes]]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
+    _holders: dict[int, Counter[tuple[int, bytes]]] = field(
+        default_factory=lambda: {tier: Counter() for tier in TIERS}
+    )
     """Chunks by tier, group and block."""
     _events: list[Event] = field(default_factory=list)
 
@@ -80,7 +89,11 @@ class EventLog:
 
     def _add_stored(self, tier: int, group: int, block: Block) -> None:
         match self._events[-1:]:
-            case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == (tier, group, block.parent):
+            case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == (
+                tier,
+                group,
+                block.parent,
+            ):
                 run.append(block)
             case _:
                 self._events.append(Stored(tier, [block], group))

@@ -1,4 +1,5 @@
-"""Leases of requests, and how many frames they pin. A prefix that several requests share counts once.
+"""Leases of requests, and how many frames they pin. A prefix that several requests share counts
+once.
 
 Counted in strides of units: the key at the end of a stride identifies the whole prefix. Limits are
 decided elsewhere (`ReadTurns`).
@@ -56,7 +57,14 @@ class Lease:
     ``num_tokens``: length of the request when the lease was taken.
     """
 
-    def __init__(self, req_id: ReqId, lease: ReadLease, pinned: PinnedFrames, strides: list[Stride], num_tokens: int) -> None:
+    def __init__(
+        self,
+        req_id: ReqId,
+        lease: ReadLease,
+        pinned: PinnedFrames,
+        strides: list[Stride],
+        num_tokens: int,
+    ) -> None:
         self.req_id, self.num_tokens, self.strides = req_id, num_tokens, strides
         self.poll = lease.poll
         self.batch = lease.batch

@@ -1,4 +1,5 @@
-"""Reasons why a load must not start now: the same load is in progress, or slots or blocks are short.
+"""Reasons why a load must not start now: the same load is in progress, or slots or blocks are
+short.
 
 Counts loads from a request's admission until vLLM admits the request again with the loaded tokens.
 """
@@ -53,7 +54,9 @@ class LoadGates:
             return None
         for units in self.incoming.values():
             is_inside = units.begin <= unit and last < units.end
-            if is_inside and units.chain.key(last) == chain.key(last):  # then all before it is equal
+            if is_inside and units.chain.key(last) == chain.key(
+                last
+            ):  # then all before it is equal
                 return units
         return None
 
@@ -119,6 +122,10 @@ class LoadGates:
             self._budget_changed_s = self._clock()
 
 
-def _need(budget: BlockBudget, request: RequestState, num_tokens: int, loaded_tokens: int) -> BlockNeed:
+def _need(
+    budget: BlockBudget, request: RequestState, num_tokens: int, loaded_tokens: int
+) -> BlockNeed:
     local_tokens = request.local_tokens
-    return budget.need(request.chain, num_tokens, local_tokens=local_tokens, loaded_tokens=loaded_tokens)
+    return budget.need(
+        request.chain, num_tokens, local_tokens=local_tokens, loaded_tokens=loaded_tokens
+    )

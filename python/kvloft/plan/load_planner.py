@@ -53,7 +53,9 @@ class LoadProgress:
             self.lease.release()
 
 
-def plan_load(request: RequestState, unit_tokens: int, num_tokens: int, load_id: int) -> PlannedLoad:
+def plan_load(
+    request: RequestState, unit_tokens: int, num_tokens: int, load_id: int
+) -> PlannedLoad:
     """Turn the offer into copies to the blocks of tokens [local, local + num_tokens).
 
     Blocks whose chunks the lease does not cover any longer are ``lost``.

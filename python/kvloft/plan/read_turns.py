@@ -1,4 +1,5 @@
-"""Which waiting requests may pin frames and start disk reads: in vLLM's order, up to half of memory.
+"""Which waiting requests may pin frames and start disk reads: in vLLM's order, up to half of
+memory.
 
 vLLM asks in the order of its queue, in every step as far as it gets, and passes over a request that
 waits. The order is therefore that of the calls in one step; nothing else is stored.

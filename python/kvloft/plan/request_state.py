@@ -18,7 +18,9 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""More tokens than any request has. Not larger, because CPython compares larger ints more slowly."""
+"""More tokens than any request has. Not larger, because CPython compares larger ints more
+slowly.
+"""
 
 
 class IncomingUnits(NamedTuple):
@@ -63,7 +65,9 @@ class RequestState:
     is_hit_unchecked: bool = False
     """The writers of those units have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
-    """Leading units whose KV and keys were complete at the end of the last step that examined it."""
+    """Leading units whose KV and keys were complete at the end of the last step that examined
+    it.
+    """
     num_noted: int = 0
     """Leading units that `BlockWriters` has recorded."""
 

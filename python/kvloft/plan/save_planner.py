@@ -125,15 +125,23 @@ class SavePlanner:
         return due
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
-        """Examine the running requests that `SaveSchedule` finds due; in most steps these are few."""
+        """Examine the running requests that `SaveSchedule` finds due; in most steps these are
+        few.
+        """
         due: list[RequestState] = []
-        running, computed, scheduled = step.running, step.num_computed_tokens, step.num_scheduled_tokens
+        running, computed, scheduled = (
+            step.running,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
+        )
         schedule, requests, unit_tokens = self._schedule, self._requests, self._unit_tokens
         if schedule.running != running:
             due = self._examine_left_out(step)
             schedule.line_up(running, self._next_saves(running))
         one_each = step.total_scheduled_tokens == len(scheduled)
-        positions = schedule.due(computed, None if one_each else map(scheduled.__getitem__, running))
+        positions = schedule.due(
+            computed, None if one_each else map(scheduled.__getitem__, running)
+        )
         is_plain = step.tables is None and not self._has_drafter and not self._breaker.has_tripped
         drafts, next_saves = step.num_draft_tokens, []
         for i in positions:
@@ -168,7 +176,9 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Return True if units are to be saved at ``frontier``, and set the frontier of the next examination."""
+        """Return True if units are to be saved at ``frontier``, and set the frontier of the next
+        examination.
+        """
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False
@@ -191,7 +201,14 @@ class SavePlanner:
     def _reserve(self, due: list[RequestState]) -> None:
         """Reserve frames in one call, because the forward pass waits for it."""
         rows = [
-            (each.chain, each.token_ids, each.num_save_tokens, each.save_start, each.saved_units, each.blocks.tables)
+            (
+                each.chain,
+                each.token_ids,
+                each.num_save_tokens,
+                each.save_start,
+                each.saved_units,
+                each.blocks.tables,
+            )
             for each in due
         ]
         reserved, dropped = self._store.reserve(rows)

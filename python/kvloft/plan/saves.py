@@ -1,9 +1,9 @@
 """Which units of one request are complete, and which blocks saves may still be reading.
 
 A chunk is saved in the step that completes its unit, while its request owns the blocks (I2, I6).
-Only confirmed tokens count whose KV this or an earlier step writes: ``min(frontier, known tokens)``.
-The frontier excludes draft tokens (I7), and the tokens that a draft model looks ahead at must be
-known beyond it.
+Only confirmed tokens count whose KV this or an earlier step writes: ``min(frontier, known
+tokens)``. The frontier excludes draft tokens (I7), and the tokens that a draft model looks ahead at
+must be known beyond it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
     return True
 
 
-def num_complete_units(request: RequestState, num_tokens: int, frontier: int, unit_tokens: int) -> int:
+def num_complete_units(
+    request: RequestState, num_tokens: int, frontier: int, unit_tokens: int
+) -> int:
     """Return the leading units whose KV is computed at ``frontier`` and whose keys follow from
     ``num_tokens`` known tokens, saved or not.
     """

@@ -126,7 +126,9 @@ class SchedulerCore:
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the workers' plan for one schedule: queued loads, and saves of what it completes."""
+        """Return the workers' plan for one schedule: queued loads, and saves of what it
+        completes.
+        """
         self._admission.loads.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -214,7 +216,9 @@ class SchedulerCore:
                 self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store, also of chunks being saved. KV that requests already have is not saved."""
+        """Clear the store, also of chunks being saved. KV that requests already have is not
+        saved.
+        """
         for request in self._requests.values():
             request.kv_outdated = bool(request.blocks)
             request.forget_saves()

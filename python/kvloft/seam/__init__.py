@@ -1,1 +1,3 @@
-"""Values and protocols that the scheduler side and the worker side share. Must not import torch, vLLM or the extension."""
+"""Values and protocols that the scheduler side and the worker side share. Must not import torch,
+vLLM or the extension.
+"""

@@ -1,4 +1,5 @@
-"""Chunks to copy, as plans carry them: frames, keys, and blocks of paged KV; and the block tables of a request.
+"""Chunks to copy, as plans carry them: frames, keys, and blocks of paged KV; and the block tables
+of a request.
 
 Must not depend on the reason for a copy.
 """
@@ -19,8 +20,9 @@ else:  # the extension is not loaded for a type
 class ChunkCopy(NamedTuple):
     """One chunk of a batch.
 
-    ``blocks[i]`` is block ``first_block + i`` of the chunk; first_block is 0 for a save. ``num_blocks`` is the
-    number of blocks in the frame, as in its trailer; ``len(blocks)`` is smaller for a load of the chunk's end.
+    ``blocks[i]`` is block ``first_block + i`` of the chunk; first_block is 0 for a save.
+    ``num_blocks`` is the number of blocks in the frame, as in its trailer; ``len(blocks)`` is
+    smaller for a load of the chunk's end.
     """
 
     frame: int
@@ -34,13 +36,18 @@ class ChunkCopy(NamedTuple):
 class Tables:
     """A request's block tables, one per KV cache group.
 
-    Its length is in units; a slice of units returns blocks of group ``main``. ``per_unit`` is the number of
-    blocks per unit of each group; None: one.
+    Its length is in units; a slice of units returns blocks of group ``main``. ``per_unit`` is the
+    number of blocks per unit of each group; None: one.
     """
 
     __slots__ = ("main", "main_size", "main_table", "per_unit", "tables")
 
-    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int = 0, per_unit: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Sequence[BlockId]],
+        main: int = 0,
+        per_unit: Sequence[int] | None = None,
+    ) -> None:
         self.tables, self.main, self.per_unit = tables, main, per_unit
         self.main_table, self.main_size = tables[main], per_unit[main] if per_unit else 1
 

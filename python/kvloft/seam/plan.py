@@ -1,4 +1,6 @@
-"""The messages between the two sides: a StepPlan to the workers and a StepReport back. Immutable values."""
+"""The messages between the two sides: a StepPlan to the workers and a StepReport back. Immutable
+values.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ Chunks = Any
 class LoadPlan:
     """Frames to scatter for one request, which waits until the worker reports the load.
 
-    ``chunks`` is empty if none is available. ``lost`` are blocks that were offered to vLLM but whose frames are
-    gone: the worker reports them as load errors.
+    ``chunks`` is empty if none is available. ``lost`` are blocks that were offered to vLLM but
+    whose frames are gone: the worker reports them as load errors.
     """
 
     req_id: ReqId
@@ -40,7 +42,8 @@ class SavePlan(NamedTuple):
 class StepPlan(NamedTuple):
     """The work of one step.
 
-    ``rewritten`` are blocks that this step's forward may write while a save of an earlier step still reads them.
+    ``rewritten`` are blocks that this step's forward may write while a save of an earlier step
+    still reads them.
     """
 
     step: int
@@ -69,7 +72,8 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per rank.
+    """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per
+    rank.
 
     ``usable_frames`` is (rank, n) if n changed: the rank can copy to the first n frames.
     """

@@ -1,6 +1,7 @@
 """Sizes of the cache, which both sides and the store use: KV cache groups, shards and the arena.
 
-`kvloft.vllm.shape` builds these values once at start from vLLM's configuration. Must not import vLLM.
+`kvloft.vllm.shape` builds these values once at start from vLLM's configuration. Must not import
+vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class GroupShape:
     - "local": those of the attention chunk of ``reach`` tokens that contains position L
     - "state": the one state after L tokens
 
-    Chunks of all groups end at the same tokens, so a group with shorter blocks has more of them per chunk.
+    Chunks of all groups end at the same tokens, so a group with shorter blocks has more of them per
+    chunk.
     """
 
     block_tokens: int
@@ -51,11 +53,12 @@ class GroupShape:
 class CacheShape:
     """KV cache groups and shards.
 
-    ``num_replicas`` neighboring ranks are one shard: they hold the same bytes (MLA, or fewer KV heads than
-    ranks). The first of them writes the shard's part of each frame, of ``part_bytes``, and all of them read it.
-    A frame holds a chunk of any one group. ``lookahead`` is the number of tokens after a block on which a draft
-    model's KV in that block depends. ``encoding`` is the encoding that parts can have, a number of
-    `kvloft.transfer.frames`; 0: all parts are raw. Raises ValueError if the ranks are not whole shards.
+    ``num_replicas`` neighboring ranks are one shard: they hold the same bytes (MLA, or fewer KV
+    heads than ranks). The first of them writes the shard's part of each frame, of ``part_bytes``,
+    and all of them read it. A frame holds a chunk of any one group. ``lookahead`` is the number of
+    tokens after a block on which a draft model's KV in that block depends. ``encoding`` is the
+    encoding that parts can have, a number of `kvloft.transfer.frames`; 0: all parts are raw. Raises
+    ValueError if the ranks are not whole shards.
     """
 
     groups: tuple[GroupShape, ...]
@@ -67,16 +70,22 @@ class CacheShape:
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.num_replicas:
-            raise ValueError(f"{self.num_ranks} ranks cannot hold {self.num_replicas} copies of each shard")
+            raise ValueError(
+                f"{self.num_ranks} ranks cannot hold {self.num_replicas} copies of each shard"
+            )
 
     @property
     def main(self) -> int:
-        """Return the group that represents the request: the first with full attention, or else with a window."""
+        """Return the group that represents the request: the first with full attention, or else with
+        a window.
+        """
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group number in the keys of the group's chunks; None if they have the keys of the prefix."""
+        """Return the group number in the keys of the group's chunks; None if they have the keys of
+        the prefix.
+        """
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
@@ -86,12 +95,16 @@ class CacheShape:
 
     @property
     def is_divisible(self) -> bool:
-        """Return True if any part of a stored prefix is a hit, which is so for one group with full attention."""
+        """Return True if any part of a stored prefix is a hit, which is so for one group with full
+        attention.
+        """
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
     @property
     def is_dense(self) -> bool:
-        """Return True if some group needs every block of a prefix, so that no hit extends beyond a missing chunk."""
+        """Return True if some group needs every block of a prefix, so that no hit extends beyond a
+        missing chunk.
+        """
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -122,7 +135,9 @@ class ArenaSpec:
     id: int = 0
     """Identifies the memory, because paths are reused; 0: unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that a worker holds open while it can write to frames; None without a server."""
+    """Path and inode of the pipe that a worker holds open while it can write to frames; None
+    without a server.
+    """
 
     def is_same_memory(self, other: ArenaSpec | None) -> bool:
         """Return True if ``other`` is the same memory, possibly through another connection."""

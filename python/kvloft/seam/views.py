@@ -13,7 +13,9 @@ from kvloft.seam.ids import BlockId, ReqId
 
 @dataclass(frozen=True, slots=True)
 class EmbedRows:
-    """Prompt embeddings of positions [start, start + num_rows): raw bytes of a C-contiguous array."""
+    """Prompt embeddings of positions [start, start + num_rows): raw bytes of a C-contiguous
+    array.
+    """
 
     start: int
     num_rows: int
@@ -35,8 +37,9 @@ class MediaItem:
 class RequestView:
     """The inputs of a request's keys other than token ids.
 
-    ``embeds`` are the positions whose input is an embedding; the token ids there are ignored. ``savable_tokens``
-    limits saves to that many leading tokens, because no later request can have the keys after them.
+    ``embeds`` are the positions whose input is an embedding; the token ids there are ignored.
+    ``savable_tokens`` limits saves to that many leading tokens, because no later request can have
+    the keys after them.
     """
 
     adapter: tuple[str, str] | None = None
@@ -53,16 +56,22 @@ class LiveRequest(Protocol):
     def req_id(self) -> ReqId: ...
     @property
     def token_ids(self) -> Sequence[int]:
-        """Return vLLM's list of prompt and confirmed output tokens. It can shrink in a streaming session."""
+        """Return vLLM's list of prompt and confirmed output tokens. It can shrink in a streaming
+        session.
+        """
         ...
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the prompt's length. It changes only when a streaming session receives its next input."""
+        """Return the prompt's length. It changes only when a streaming session receives its next
+        input.
+        """
         ...
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return token_ids and num_prompt_tokens in one call, which is cheaper for hundreds of requests per step."""
+        """Return token_ids and num_prompt_tokens in one call, which is cheaper for hundreds of
+        requests per step.
+        """
         ...
 
     @property
@@ -96,7 +105,9 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """``block`` of a state group holds the state after ``num_tokens`` tokens once this step's forward is done."""
+    """``block`` of a state group holds the state after ``num_tokens`` tokens once this step's
+    forward is done.
+    """
 
     req_id: ReqId
     group: int
@@ -107,8 +118,8 @@ class BoundaryState(NamedTuple):
 class StepView(NamedTuple):
     """The decisions of one schedule(), in either of vLLM's two formats.
 
-    Running requests are parallel columns, which are vLLM's lists, because they are read in every step.
-    ``grown`` are the requests whose block table grew, with the added blocks.
+    Running requests are parallel columns, which are vLLM's lists, because they are read in every
+    step. ``grown`` are the requests whose block table grew, with the added blocks.
     """
 
     new: Sequence[NewRequest] = ()
@@ -120,6 +131,6 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Returns a request's current block tables, with null blocks where a group freed its blocks; set if vLLM
-    frees blocks of running requests. None: the tables change by ``grown`` only."""
+    """Returns a request's current block tables, with null blocks where a group freed its blocks;
+    set if vLLM frees blocks of running requests. None: the tables change by ``grown`` only."""
     states: Sequence[BoundaryState] = ()

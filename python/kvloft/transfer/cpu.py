@@ -1,4 +1,5 @@
-"""The CPU mover: torch copies that are done when submitted, and the reference for tests of the CUDA kernels.
+"""The CPU mover: torch copies that are done when submitted, and the reference for tests of the CUDA
+kernels.
 
 A failed copy is a failed ticket or a failed load, never an exception. Must not depend on engines.
 """
@@ -88,10 +89,16 @@ class CpuMover:
         for saved, page in self._pages(group, copy, first=copy.first_block):
             page.copy_(saved)
 
-    def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each page of the copy's blocks in the part and in paged KV; the part is read from block ``first`` on."""
+    def _pages(
+        self, group: int, copy: ChunkCopy, first: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each page of the copy's blocks in the part and in paged KV; the part is read from
+        block ``first`` on.
+        """
         layout, planes = self._groups[group]
-        payload = self._part.bytes[first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes]
+        payload = self._part.bytes[
+            first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes
+        ]
         saved = payload.split(list(layout.page_bytes * len(copy.blocks)))
         return zip(saved, (plane[block] for block in copy.blocks for plane in planes), strict=True)
 
@@ -106,7 +113,10 @@ def _planes_of(layout: PagedLayout) -> list[torch.Tensor]:
     """Return the planes as uint8 [num_blocks, page_bytes] each."""
     return [
         torch.empty(0, dtype=torch.uint8, device=plane.storage.device).set_(
-            plane.storage, plane.offset, (plane.num_blocks, plane.page_bytes), (plane.block_stride, 1)
+            plane.storage,
+            plane.offset,
+            (plane.num_blocks, plane.page_bytes),
+            (plane.block_stride, 1),
         )
         for plane in layout.planes
     ]

@@ -1,8 +1,9 @@
-"""Addresses of the pages of paged KV: planes of equally spaced pages, from the strides of the registered tensors.
+"""Addresses of the pages of paged KV: planes of equally spaced pages, from the strides of the
+registered tensors.
 
-The page of a plane and a block is opaque bytes at ``base + block * block_stride``. Data pointers and strides
-define the geometry, not shapes: the CPU backend packs K and V differently from CUDA, dimension 0 can count kernel
-blocks, and layers can alias. Must not depend on engines or frames.
+The page of a plane and a block is opaque bytes at ``base + block * block_stride``. Data pointers
+and strides define the geometry, not shapes: the CPU backend packs K and V differently from CUDA,
+dimension 0 can count kernel blocks, and layers can alias. Must not depend on engines or frames.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ class LayoutError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Pages of one layer, or of one of its heads: page b is ``page_bytes`` bytes at ``base + b * block_stride``.
+    """Pages of one layer, or of one of its heads: page b is ``page_bytes`` bytes at ``base + b *
+    block_stride``.
 
-    ``storage`` keeps the memory alive; ``offset`` is the byte offset of ``base`` in it. ``is_bf16``: the pages are
-    bfloat16 words, which can be compressed.
+    ``storage`` keeps the memory alive; ``offset`` is the byte offset of ``base`` in it.
+    ``is_bf16``: the pages are bfloat16 words, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -58,17 +60,26 @@ class PagedLayout:
 
 
 def read_layout(
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int, fingerprint: str = ""
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    num_blocks: int,
+    fingerprint: str = "",
 ) -> PagedLayout:
-    """Return the planes of every registered layer in the order of registration, each memory range once.
+    """Return the planes of every registered layer in the order of registration, each memory range
+    once.
 
-    The digest covers ``fingerprint`` (dtype, backend, version) and the geometry inside pages, so that loads refuse
-    a frame with another layout. Raises LayoutError if a tensor is not made of pages.
+    The digest covers ``fingerprint`` (dtype, backend, version) and the geometry inside pages, so
+    that loads refuse a frame with another layout. Raises LayoutError if a tensor is not made of
+    pages.
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
-    listed = {name: [given] if isinstance(given, torch.Tensor) else given for name, given in kv_caches.items()}
-    for name, tensor in [(name, part) for name, parts in listed.items() for part in parts]:  # a Mamba layer has several
+    listed = {
+        name: [given] if isinstance(given, torch.Tensor) else given
+        for name, given in kv_caches.items()
+    }
+    for name, tensor in [
+        (name, part) for name, parts in listed.items() for part in parts
+    ]:  # a Mamba layer has several
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):
@@ -87,7 +98,9 @@ def without_pages(other: PagedLayout) -> PagedLayout:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the inner dimensions in memory order, which differs between NHD and HND pages of one shape."""
+    """Return the inner dimensions in memory order, which differs between NHD and HND pages of one
+    shape.
+    """
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
 
@@ -95,34 +108,45 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     """Split one layer's tensor into planes of dense pages.
 
-    Dimensions with a larger stride than a block (K and V, or heads) become separate planes. The dimensions inside a
-    page must be dense, so that a page is one run of bytes.
+    Dimensions with a larger stride than a block (K and V, or heads) become separate planes. The
+    dimensions inside a page must be dense, so that a page is one run of bytes.
     """
     if tensor.shape[0] % num_blocks:
         raise LayoutError(
-            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is not a multiple of the "
+            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension "
+            "is not a multiple of the "
             f"{num_blocks} blocks; this attention backend's layout is not supported"
         )
     if tensor.shape[0] != num_blocks:
         tensor = tensor.unflatten(0, (num_blocks, -1))
     size = tensor.element_size()
     block_stride = tensor.stride(0)
-    outer = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1 and tensor.stride(d) >= block_stride * num_blocks]
+    outer = [
+        d
+        for d in range(1, tensor.dim())
+        if tensor.shape[d] > 1 and tensor.stride(d) >= block_stride * num_blocks
+    ]
     inner = [d for d in range(1, tensor.dim()) if d not in outer and tensor.shape[d] > 1]
     span = 1
     for dim in sorted(inner, key=tensor.stride):
         if tensor.stride(dim) != span:
             raise LayoutError(
-                f"layer {name!r} has a KV page that is not one run of bytes (shape {tuple(tensor.shape)}, strides "
+                f"layer {name!r} has a KV page that is not one run of bytes (shape "
+                f"{tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}); this attention backend's layout is not supported"
             )
         span *= tensor.shape[dim]
     if num_blocks > 1 and block_stride < span:
-        raise LayoutError(f"layer {name!r} has overlapping KV pages (strides {tensor.stride()}); not supported")
+        raise LayoutError(
+            f"layer {name!r} has overlapping KV pages (strides {tensor.stride()}); not supported"
+        )
     storage = tensor.untyped_storage()
     start = tensor.data_ptr() - storage.data_ptr()
     offsets = [0]
     for dim in outer:
         offsets = [o + i * tensor.stride(dim) for o in offsets for i in range(tensor.shape[dim])]
     is_bf16 = tensor.dtype == torch.bfloat16
-    return [Plane(storage, start + o * size, block_stride * size, span * size, num_blocks, is_bf16) for o in offsets]
+    return [
+        Plane(storage, start + o * size, block_stride * size, span * size, num_blocks, is_bf16)
+        for o in offsets
+    ]

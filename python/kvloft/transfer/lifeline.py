@@ -1,4 +1,5 @@
-"""A worker's end of its engine's lifeline: a pipe whose end shows a server that no process can write to the frames.
+"""A worker's end of its engine's lifeline: a pipe whose end shows a server that no process can
+write to the frames.
 
 The kernel closes it when the process ends for any reason. Open it before mapping the arena.
 """
@@ -12,7 +13,9 @@ class Lifeline:
     """Holds the pipe open until `close`, and never writes to it."""
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe at ``path``. Raises OSError if the engine is gone, or if ``path`` is now another file."""
+        """Open the pipe at ``path``. Raises OSError if the engine is gone, or if ``path`` is now
+        another file.
+        """
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._fd).st_ino != inode:
             self.close()

@@ -1,7 +1,7 @@
 """The interface of movers: submit copies, and poll for results.
 
-`cpu.CpuMover` copies at once; a CUDA mover can take several steps. Must not depend on engines, or on requests
-beyond their id.
+`cpu.CpuMover` copies at once; a CUDA mover can take several steps. Must not depend on engines, or
+on requests beyond their id.
 """
 
 from __future__ import annotations
@@ -29,21 +29,27 @@ class Finished:
 
 
 class Mover(Protocol):
-    """Moves chunks for one worker. `poll` returns every submitted ticket and load exactly once (I10)."""
+    """Moves chunks for one worker. `poll` returns every submitted ticket and load exactly once
+    (I10).
+    """
 
     @property
     def usable_frames(self) -> int | None:
         """Return n if only the first n frames can be copied to now; None for all frames."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Order the next forward, which may write ``rewritten``, after the saves that still read these blocks (I2).
+        """Order the next forward, which may write ``rewritten``, after the saves that still read
+        these blocks (I2).
 
-        ``has_loads``: loads will be submitted in this step, possibly after the forward was launched (as in vLLM
-        0.30 and newer). They run after the work launched before this call and need not wait for that forward.
+        ``has_loads``: loads will be submitted in this step, possibly after the forward was launched
+        (as in vLLM 0.30 and newer). They run after the work launched before this call and need not
+        wait for that forward.
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks. Called after the forward that wrote the blocks and before the next that may write them (I2)."""
+        """Gather chunks. Called after the forward that wrote the blocks and before the next that
+        may write them (I2).
+        """
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Check and scatter chunks. Their blocks belong to requests that wait for the load."""
@@ -54,4 +60,6 @@ class Mover(Protocol):
         """Wait for all copies in flight, and return the results. For engine sleep and shutdown."""
 
     def close(self) -> None:
-        """Wait for all copies in flight and release resources. The mover must not be used afterwards."""
+        """Wait for all copies in flight and release resources. The mover must not be used
+        afterwards.
+        """

@@ -1,4 +1,5 @@
-"""Chooses the mover of a layout: torch on the CPU, kernels on a GPU. A slow mover on a GPU is logged.
+"""Chooses the mover of a layout: torch on the CPU, kernels on a GPU. A slow mover on a GPU is
+logged.
 
 Imports CUDA packages only if the KV is on a GPU. Must not depend on engines.
 """
@@ -40,25 +41,35 @@ def choose_mover(
 ) -> Callable[[FrameWindow], Mover]:
     """Return the function that makes the mover for ``layouts``, one per KV cache group.
 
-    ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError if the KV is on a
-    GPU and the kernels are not available, unless the settings allow torch's copies.
+    ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError
+    if the KV is on a GPU and the kernels are not available, unless the settings allow torch's
+    copies.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":
         return partial(CpuMover, layouts)
     if device.type != "cuda":
         raise UnsupportedError(
-            f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run it without kvloft"
+            f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run "
+            "it without kvloft"
         )
     if settings.gpu_copies == "torch":
-        logger.warning("kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this is slow")
+        logger.warning(
+            "kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this "
+            "is slow"
+        )
         return partial(CpuMover, layouts)
     from kvloft.transfer.cuda.mover import prepare
 
     try:
         return prepare(
-            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first,
+            layouts,
+            blocks_per_chunk=blocks_per_chunk,
+            staging_bytes=settings.staging_bytes,
+            gathers_first=settings.gathers_first,
             encodes=settings.encodes,
-        )  # fmt: skip
+        )
     except (UnsupportedError, RuntimeError, ValueError) as error:
-        raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error
+        raise UnsupportedError(
+            f'{error}. To run with slow copies instead, set gpu_copies="torch"'
+        ) from error

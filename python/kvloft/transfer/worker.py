@@ -1,7 +1,9 @@
-"""WorkerCore: runs the plan of each step through a mover, and reports the results. One method per worker hook.
+"""WorkerCore: runs the plan of each step through a mover, and reports the results. One method per
+worker hook.
 
-The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, then takes the report. Each call is
-idempotent within a step, because vLLM releases differ in the hooks that they call. Must not depend on engines.
+The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, then takes the
+report. Each call is idempotent within a step, because vLLM releases differ in the hooks that they
+call. Must not depend on engines.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ class WorkerCore:
     """The worker side of one rank."""
 
     def __init__(
-        self, shape: CacheShape, *, rank: int, settings: MoverSettings | None = None, make_mover: MakeMover | None = None
+        self,
+        shape: CacheShape,
+        *,
+        rank: int,
+        settings: MoverSettings | None = None,
+        make_mover: MakeMover | None = None,
     ) -> None:
         """Without ``make_mover``, `register` chooses the mover by the device of the KV."""
         self._settings = settings or MoverSettings()
@@ -43,7 +50,9 @@ class WorkerCore:
         self._make: Callable[[FrameWindow], Mover] | None = None
         self._payload_bytes = 0
         self._mover: Mover | None = None
-        """None before the first plan, after a failure to make it, and after `stop`: then copies fail."""
+        """None before the first plan, after a failure to make it, and after `stop`: then copies
+        fail.
+        """
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
@@ -60,24 +69,36 @@ class WorkerCore:
         """Requests of the last `take_finished_loads` whose load was incomplete."""
         self._totals = Finished()
 
-    def register(self, groups: Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str) -> PagedLayout:
+    def register(
+        self, groups: Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
+    ) -> PagedLayout:
         """Read the layouts of the KV cache groups; returns the first that has pages.
 
-        A pipeline stage can have no layer of a group: its part of the group's frames has a trailer only. Raises
-        LayoutError for unsupported layouts, and UnsupportedError for unsupported GPUs.
+        A pipeline stage can have no layer of a group: its part of the group's frames has a trailer
+        only. Raises LayoutError for unsupported layouts, and UnsupportedError for unsupported GPUs.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
         some = next(filter(None, groups), {})
         first = read_layout(some, num_blocks, fingerprint)
-        layouts = [read_layout(group, num_blocks, fingerprint) if group else without_pages(first) for group in groups]
+        layouts = [
+            read_layout(group, num_blocks, fingerprint) if group else without_pages(first)
+            for group in groups
+        ]
         kept, given = [group.kept_blocks for group in self._shape.groups], self._given_make_mover
-        self._make = partial(given, layouts) if given else choose_mover(layouts, kept, self._settings)
-        self._payload_bytes = max(layout.block_bytes * num_blocks for layout, num_blocks in zip(layouts, kept, strict=True))
+        self._make = (
+            partial(given, layouts) if given else choose_mover(layouts, kept, self._settings)
+        )
+        self._payload_bytes = max(
+            layout.block_bytes * num_blocks
+            for layout, num_blocks in zip(layouts, kept, strict=True)
+        )
         return first
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step, before its forward is launched. Saves of the last plan that were not run have failed."""
+        """Start a step, before its forward is launched. Saves of the last plan that were not run
+        have failed.
+        """
         if not self._saves_run:
             self._fail_saves()
         self._plan = plan
@@ -90,10 +111,11 @@ class WorkerCore:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def _enter_arena(self, new: ArenaSpec) -> None:
-        """Use the frames of ``new`` from this plan on. Waits for copies in flight, and reports them as usual.
+        """Use the frames of ``new`` from this plan on. Waits for copies in flight, and reports them
+        as usual.
 
-        After a reconnect, ``new`` can be the same memory with another lifeline. The mover and the registered memory
-        are then kept.
+        After a reconnect, ``new`` can be the same memory with another lifeline. The mover and the
+        registered memory are then kept.
         """
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
@@ -104,7 +126,10 @@ class WorkerCore:
         try:
             self._lifeline = Lifeline(*new.lifeline) if new.lifeline is not None else None
         except OSError as error:
-            logger.error("kvloft: this worker cannot use the server's memory, so nothing is cached: %s", error)
+            logger.error(
+                "kvloft: this worker cannot use the server's memory, so nothing is cached: %s",
+                error,
+            )
             self._close_mover()
             self._could_be_made = False
         if lifeline is not None:
@@ -133,17 +158,22 @@ class WorkerCore:
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes the same bytes; a ticket is committed once all ranks have reported it.
+                # Another rank writes the same bytes; a ticket is committed once all ranks have
+                # reported it.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Return the requests whose load finished since the last call, and their blocks that were not loaded."""
+        """Return the requests whose load finished since the last call, and their blocks that were
+        not loaded.
+        """
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
-            result.req_id for result in results if result.failed or result.bad_keys or result.load_id in self._lost
+            result.req_id
+            for result in results
+            if result.failed or result.bad_keys or result.load_id in self._lost
         }
         self._lost -= {result.load_id for result in results}
         self._num_announced = len(self._pending.loads)
@@ -151,7 +181,9 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """Return results for the scheduler side. It has a load only after `take_finished_loads` returned it."""
+        """Return results for the scheduler side. It has a load only after `take_finished_loads`
+        returned it.
+        """
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
@@ -182,7 +214,9 @@ class WorkerCore:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """Wait for copies in flight before the pages are unmapped; until `resume`, copies fail. Idempotent."""
+        """Wait for copies in flight before the pages are unmapped; until `resume`, copies fail.
+        Idempotent.
+        """
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
@@ -195,7 +229,9 @@ class WorkerCore:
         """Fail every save and load from now on, after copies in flight are done and reported."""
         if self._is_stopped:
             return
-        logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
+        logger.error(
+            "kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason
+        )
         self._is_stopped = True
         self.drain()
         self._close_mover()
@@ -216,14 +252,20 @@ class WorkerCore:
                 if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
                 arena, payload_bytes = self._plan.arena, self._payload_bytes
-                self._mover = self._make(FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes))
+                self._mover = self._make(
+                    FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
+                )
             except (RuntimeError, ValueError, OSError) as error:
-                logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
+                logger.error(
+                    "kvloft: this worker cannot move pages, so nothing is cached: %s", error
+                )
                 self._could_be_made = False
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies of this step. If the mover raises, collect the copies it took, and ``fail`` reports the rest."""
+        """Submit copies of this step. If the mover raises, collect the copies it took, and ``fail``
+        reports the rest.
+        """
         mover: Mover | None = None
         is_taken = False
         try:
@@ -238,14 +280,20 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report this step's loads that the mover did not take as failed. Their requests would wait permanently."""
+        """Report this step's loads that the mover did not take as failed. Their requests would wait
+        permanently.
+        """
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
-        self._note(Finished(loads=results, bad_blocks={block for plan in plans for block in plan.blocks()}))
+        self._note(
+            Finished(loads=results, bad_blocks={block for plan in plans for block in plan.blocks()})
+        )
 
     def _fail_saves(self) -> None:
-        """Report this step's saves that the mover did not take as failed. Their frames would stay reserved."""
+        """Report this step's saves that the mover did not take as failed. Their frames would stay
+        reserved.
+        """
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 

@@ -1,7 +1,8 @@
 """One engine of `kvloft check`, in its own process: ``python -m kvloft.vllm.check JOB.json``.
 
-Starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and appends one line of JSON to a file per
-event. It contains no verdict. It exits with its workers when the parent process exits, which closes its stdin.
+Starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and appends one
+line of JSON to a file per event. It contains no verdict. It exits with its workers when the parent
+process exits, which closes its stdin.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """vLLM's engine in this process, asked one prompt at a time: so every answer is computed in batches of the same shape."""
+    """vLLM's engine in this process, asked one prompt at a time: so every answer is computed in
+    batches of the same shape.
+    """
 
     llm: Any
     blocks: Counter[int] = field(default_factory=Counter)
@@ -66,11 +69,18 @@ class Engine:
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return greedy tokens, the margin of each choice, and the counters of this request.
 
-        ``clear`` has a row for each token: its log probability, how far the second best is below it, and which token that is.
+        ``clear`` has a row for each token: its log probability, how far the second best is below
+        it, and which token that is.
         """
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=NUM_OUTPUT_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2,
+        )
         before, self.blocks = self.counters(), Counter()
         self.num_asked += 1
         self.llm.add_request(f"check-{self.num_asked}", {"prompt_token_ids": list(ids)}, params)
@@ -81,14 +91,19 @@ class Engine:
         counted = self.counters()
         said, clear = last.outputs[0], []
         for token, entry in zip(said.token_ids, said.logprobs or (), strict=False):
-            second, other = max((value.logprob, one) for one, value in entry.items() if one != token)
+            second, other = max(
+                (value.logprob, one) for one, value in entry.items() if one != token
+            )
             clear.append([entry[token].logprob, entry[token].logprob - second, other])
         return {
             "prompt": len(ids),
             "tokens": list(said.token_ids),
             "clear": clear,
             "cached": last.num_cached_tokens or 0,
-            "blocks": [self.blocks[group] for group in range(len(self.core.scheduler.kv_cache_config.kv_cache_groups))],
+            "blocks": [
+                self.blocks[group]
+                for group in range(len(self.core.scheduler.kv_cache_config.kv_cache_groups))
+            ],
             **{name: counted[name] - before[name] for name in COUNTERS},
         }
 
@@ -103,7 +118,9 @@ class Engine:
     def forget(self, *, connector: bool = False) -> None:
         """Empty vLLM's own prefix cache; with ``connector`` kvloft too."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
-            raise RuntimeError("vLLM does not empty its prefix cache: something holds blocks though nothing runs")
+            raise RuntimeError(
+                "vLLM does not empty its prefix cache: something holds blocks though nothing runs"
+            )
 
     def counters(self) -> Counter[str]:
         from prometheus_client import REGISTRY
@@ -137,8 +154,9 @@ class Engine:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the engine. KV memory fits ``full_requests`` requests of max_model_len tokens (None if unknown), and
-        each takes ``request_bytes``, which two engines can be compared by: with one group, blocks are larger.
+        """Return facts about the engine. KV memory fits ``full_requests`` requests of max_model_len
+        tokens (None if unknown), and each takes ``request_bytes``, which two engines can be
+        compared by: with one group, blocks are larger.
         """
         from vllm.v1.core import kv_cache_utils
 
@@ -146,13 +164,16 @@ class Engine:
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
         bytes_of = page_bytes(config)  # groups share tensors, so a block has room for the largest
-        kv_bytes = config.num_blocks * max(sum(bytes_of[name] for name in names) for names in group_layers(config))
+        kv_bytes = config.num_blocks * max(
+            sum(bytes_of[name] for name in names) for names in group_layers(config)
+        )
         return {
             "architecture": vllm_config.model_config.architecture,
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
             "max_model_len": vllm_config.model_config.max_model_len,
             "groups": self.groups(),
-            "hit_tokens": getattr(config, "cache_hit_alignment_tokens", None) or vllm_config.cache_config.block_size,
+            "hit_tokens": getattr(config, "cache_hit_alignment_tokens", None)
+            or vllm_config.cache_config.block_size,
             "blocks": config.num_blocks,
             "full_requests": full_requests and round(full_requests, 2),
             "request_bytes": full_requests and round(kv_bytes / full_requests),
@@ -161,7 +182,9 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Return the engine, and the ignored flags. Raises ConfigError for flags that cannot be checked."""
+    """Return the engine, and the ignored flags. Raises ConfigError for flags that cannot be
+    checked.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -174,13 +197,17 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     given, args.kv_transfer_config = args.kv_transfer_config, None
     if given is not None and given.kv_connector != "KVLoftConnector":
         raise ConfigError(
-            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check supports KVLoftConnector only"
+            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check supports "
+            "KVLoftConnector only"
         )
     if job["disk_path"] is not None:
         extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
         extra |= {"disk_path": job["disk_path"], "disk_size": job["disk_size"]}
         args.kv_transfer_config = KVTransferConfig(
-            kv_connector="KVLoftConnector", kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=extra
+            kv_connector="KVLoftConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
         )
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
@@ -200,7 +227,7 @@ def run(job: dict[str, Any]) -> None:
             _passes(engine, job, tell)
             engine.llm.engine_core.shutdown()
             tell("done")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; then the process exits
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             traceback.print_exc()
             tell("failed", error=f"{type(error).__name__}: {error}")
 

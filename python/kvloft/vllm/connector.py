@@ -1,7 +1,8 @@
 """KVLoftConnector: vLLM's hooks, each delegated to the side that this process has.
 
-The only broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and counted, and the engine continues.
-Loads are asynchronous only. Errors at construction are not caught: a wrong setting must stop the start.
+The only broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and
+counted, and the engine continues. Loads are asynchronous only. Errors at construction are not
+caught: a wrong setting must stop the start.
 """
 
 from __future__ import annotations
@@ -85,12 +86,18 @@ class KVLoftConnector(KVConnectorBase_V1):
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
-        ranks = configs_of_ranks(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else [kv_cache_config]
+        ranks = (
+            configs_of_ranks(vllm_config, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER
+            else [kv_cache_config]
+        )
         shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
@@ -100,7 +107,9 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any weights are loaded."""
+        """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any
+        weights are loaded.
+        """
         load_config(extra_config or {})
         return False
 
@@ -108,14 +117,17 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._half.hook_errors += 1
         if hook not in self._errors_logged:
             self._errors_logged.add(hook)
-            logger.exception("kvloft: error in %s; treated as a miss (logged once, counted in hook_errors)", hook)
+            logger.exception(
+                "kvloft: error in %s; treated as a miss (logged once, counted in hook_errors)", hook
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
         """A dropped save is a future miss; nothing has to be delivered."""
         return False
 
-    # -- worker side ----------------------------------------------------------------------------------------------
+    # -- worker side
+    # ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -145,7 +157,9 @@ class KVLoftConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits for one."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Whole chunks are saved after the forward, in `wait_for_save`."""
 
     @_miss_on_error()
@@ -165,10 +179,13 @@ class KVLoftConnector(KVConnectorBase_V1):
         report = self._worker.core.take_report()
         return KVLoftWorkerMetadata([report]) if report is not None else None
 
-    # -- scheduler side -------------------------------------------------------------------------------------------
+    # -- scheduler side
+    # -------------------------------------------------------------------------------------------
 
     @_miss_on_error(lambda self: (0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self._scheduler.match(request, num_computed_tokens)
 
     @_miss_on_error()
@@ -203,7 +220,9 @@ class KVLoftConnector(KVConnectorBase_V1):
             self._scheduler.core.absorb(report)
 
     @_miss_on_error(lambda self: (False, None))
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Never holds blocks back: saves read them in the step that owned them (I2)."""
         self._scheduler.core.finish(request.request_id)
         return False, None
@@ -218,19 +237,24 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Called before each request is added: notes whether this is the scheduler's only connector or a child of MultiConnector.
+        """Called before each request is added: notes whether this is the scheduler's only connector
+        or a child of MultiConnector.
 
-        An only connector also has the blocks of a preempted or finished request freed at once, as without a connector. vLLM defers
-        that while a step in flight may write them, for a connector might fill them first; kvloft's loads come after whatever was
-        launched before their step (on a GPU they wait for an event recorded at the step's begin, on a CPU workers run in order),
-        and after saves that read the blocks. 0.26 to 0.29 preempt one request after another meanwhile.
+        An only connector also has the blocks of a preempted or finished request freed at once, as
+        without a connector. vLLM defers that while a step in flight may write them, for a connector
+        might fill them first; kvloft's loads come after whatever was launched before their step (on
+        a GPU they wait for an event recorded at the step's begin, on a CPU workers run in order),
+        and after saves that read the blocks. 0.26 to 0.29 preempt one request after another
+        meanwhile.
         """
         if self._scheduler.siblings is not None:
             return
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.siblings = ()
-            if not getattr(scheduler, "defer_async_loads", False):  # HiSparse reads pages of its own after they are free
+            if not getattr(
+                scheduler, "defer_async_loads", False
+            ):  # HiSparse reads pages of its own after they are free
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
             self._scheduler.siblings = tuple(child for child in children if child is not self)
@@ -239,7 +263,8 @@ class KVLoftConnector(KVConnectorBase_V1):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_kv_events()
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    # -- both
+    # -----------------------------------------------------------------------------------------
 
     @_miss_on_error()
     def get_kv_connector_stats(self) -> KVLoftStats | None:
@@ -259,13 +284,15 @@ class KVLoftConnector(KVConnectorBase_V1):
 
 
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
-    """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and uses one group.
+    """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and
+    uses one group.
 
     `kvloft.vllm.plugin` takes this class or that one, as `class_of` says.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they are.
+        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they
+        are.
 
         With one group they do, and vLLM computes from the first bad block on, not all again.
         """
@@ -277,11 +304,14 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # Known before their load ends, and told of several groups they would end the engine; the load's failure says it all.
+        # Known before their load ends, and told of several groups they would end the engine; the
+        # load's failure says it all.
         self._worker.take_bad_blocks()
         return done, set(failed)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`: no block of any group is held back."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
@@ -289,4 +319,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
     """Which class a setting of ``kv_groups`` asks for."""
-    return KVLoftGroupsConnector if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS) else KVLoftConnector
+    return (
+        KVLoftGroupsConnector
+        if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
+        else KVLoftConnector
+    )

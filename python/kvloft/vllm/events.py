@@ -1,7 +1,9 @@
-"""Converts the events of `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to routers.
+"""Converts the events of `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
+routers.
 
-Hashes, parents and extra keys equal those of vLLM's events for the same blocks, so a router can join both. Blocks with
-embeddings or multimodal items are not published, because token ids do not identify them.
+Hashes, parents and extra keys equal those of vLLM's events for the same blocks, so a router can
+join both. Blocks with embeddings or multimodal items are not published, because token ids do not
+identify them.
 """
 
 from __future__ import annotations
@@ -30,17 +32,22 @@ MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
 NO_EVENTS = "kvloft: KV events contain vLLM's own blocks only: kvloft publishes none with %s"
 
 
-def announcer_of(vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool) -> Announcer | None:
+def announcer_of(
+    vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool
+) -> Announcer | None:
     """Return the announcer of ``store``, which is ``is_shared`` with other engines.
 
-    None if KV events are off (vLLM's ``kv_events_config``), or unavailable, which is logged as a warning.
+    None if KV events are off (vLLM's ``kv_events_config``), or unavailable, which is logged as a
+    warning.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
-        logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # the engine does not load, or does not save
+        logger.warning(
+            NO_EVENTS, f'"kv_role": "{transfer.kv_role}"'
+        )  # the engine does not load, or does not save
     else:
         store.watch(MAX_WAITING)
         describes = partial(describe, hash_tokens_of(kv_cache_config, shape))
@@ -49,20 +56,31 @@ def announcer_of(vllm_config: Any, kv_cache_config: Any, store: Session, shape: 
 
 
 def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
-    """Tokens from one hash of a request to the next: of several groups all blocks are multiples of it, as of
-    ``--prefix-match-unit``.
+    """Tokens from one hash of a request to the next: of several groups all blocks are multiples of
+    it, as of ``--prefix-match-unit``.
     """
-    return getattr(kv_cache_config, "hash_block_size", None) or gcd(*(group.block_tokens for group in shape.groups))
+    return getattr(kv_cache_config, "hash_block_size", None) or gcd(
+        *(group.block_tokens for group in shape.groups)
+    )
 
 
-def describe(hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int) -> Sequence[Block]:
-    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from its tokens.
+def describe(
+    hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int
+) -> Sequence[Block]:
+    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from
+    its tokens.
 
-    It has a hash each ``hash_tokens``: the last of a block stands for it (`BlockHashListWithBlockSize`).
+    It has a hash each ``hash_tokens``: the last of a block stands for it
+    (`BlockHashListWithBlockSize`).
     """
     request: Any = live.request  # type: ignore[attr-defined]
     hashes, per_block = getattr(request, "block_hashes", ()), block_tokens // hash_tokens
-    if block_tokens % hash_tokens or len(hashes) < end * per_block or request.mm_features or request.prompt_embeds is not None:
+    if (
+        block_tokens % hash_tokens
+        or len(hashes) < end * per_block
+        or request.mm_features
+        or request.prompt_embeds is not None
+    ):
         return ()
     lora, token_ids = request.lora_request, live.token_ids
     adapter = (lora.adapter_id, lora.name) if lora is not None else None
@@ -70,14 +88,28 @@ def describe(hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int,
     blocks = []
     for nth in range(begin, end):
         start, stop = nth * block_tokens, (nth + 1) * block_tokens
-        extra = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)[0] if has_extra else None
+        extra = (
+            kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)[0]
+            if has_extra
+            else None
+        )
         parent = hashes[nth * per_block - 1] if nth else None
-        blocks.append(Block(hashes[(nth + 1) * per_block - 1], parent, array("I", token_ids[start:stop]), adapter, extra))
+        blocks.append(
+            Block(
+                hashes[(nth + 1) * per_block - 1],
+                parent,
+                array("I", token_ids[start:stop]),
+                adapter,
+                extra,
+            )
+        )
     return blocks
 
 
 class EventWriter:
-    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of each group of ``shape``."""
+    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of
+    each group of ``shape``.
+    """
 
     def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)

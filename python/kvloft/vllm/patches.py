@@ -1,8 +1,9 @@
-"""The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and listeners for their calls.
+"""The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and
+listeners for their calls.
 
-If a target is missing, its guarantee is missing. Each row names the lost guarantee and the reaction: no start, no caching beyond
-this run, or a warning and less support. Each method is wrapped once per process, for every engine in it. It must not depend on
-the listeners.
+If a target is missing, its guarantee is missing. Each row names the lost guarantee and the
+reaction: no start, no caching beyond this run, or a warning and less support. Each method is
+wrapped once per process, for every engine in it. It must not depend on the listeners.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One method of vLLM that is wrapped. ``until``: the newest release that needs it; ``lost``: what does not hold without it."""
+    """One method of vLLM that is wrapped. ``until``: the newest release that needs it; ``lost``:
+    what does not hold without it.
+    """
 
     module: str
     owner: str
@@ -51,65 +54,140 @@ class Patch:
         except ImportError:
             return None
         method = getattr(owner, self.method, None)
-        return owner if method is not None and not getattr(method, "__isabstractmethod__", False) else None
+        return (
+            owner
+            if method is not None and not getattr(method, "__isabstractmethod__", False)
+            else None
+        )
 
 
 _CORE, _ALLOCATOR = "vllm.v1.engine.core", "vllm.device_allocator.cumem"
 ENGINE_RPC = Patch(
-    _CORE, "EngineCore", "collective_rpc", "weights are replaced through it, and no connector is asked", "0.33",
-    "weights replaced in the running engine are not detected, and KV of the old ones would be served", Missing.REFUSE,
-)  # fmt: skip
+    _CORE,
+    "EngineCore",
+    "collective_rpc",
+    "weights are replaced through it, and no connector is asked",
+    "0.33",
+    "weights replaced in the running engine are not detected, and KV of the old ones would be "
+    "served",
+    Missing.REFUSE,
+)
 WORKER_RELOAD = Patch(
-    "vllm.v1.worker.gpu_worker", "Worker", "reload_weights", "code inside a worker may call it", "0.33",
-    "a reload that bypasses the engine core is not detected, and its KV would be saved under the old weights", Missing.THIS_RUN,
-)  # fmt: skip
+    "vllm.v1.worker.gpu_worker",
+    "Worker",
+    "reload_weights",
+    "code inside a worker may call it",
+    "0.33",
+    "a reload that bypasses the engine core is not detected, and its KV would be saved under the "
+    "old weights",
+    Missing.THIS_RUN,
+)
 ADD_ADAPTER = Patch(
-    _CORE, "EngineCore", "add_lora", "an adapter's files are looked at before they are loaded", "0.33",
-    "the files of an adapter are unknown, so requests with adapters share no KV", Missing.LESS,
-)  # fmt: skip
+    _CORE,
+    "EngineCore",
+    "add_lora",
+    "an adapter's files are looked at before they are loaded",
+    "0.33",
+    "the files of an adapter are unknown, so requests with adapters share no KV",
+    Missing.LESS,
+)
 PAUSE_RESET = Patch(
-    _CORE, "EngineCore", "_reset_caches", "pause and sleep clear connectors although KV stays valid", "0.33",
-    "pause and sleep empty the cache, the disk tier too", Missing.LESS,
-)  # fmt: skip
+    _CORE,
+    "EngineCore",
+    "_reset_caches",
+    "pause and sleep clear connectors although KV stays valid",
+    "0.33",
+    "pause and sleep empty the cache, the disk tier too",
+    Missing.LESS,
+)
 ENGINE_SLEEP = Patch(
-    _CORE, "EngineCore", "sleep", "only its level shows whether the weights stay", "0.33",
-    "pause and sleep empty the cache, the disk tier too", Missing.LESS,
-)  # fmt: skip
+    _CORE,
+    "EngineCore",
+    "sleep",
+    "only its level shows whether the weights stay",
+    "0.33",
+    "pause and sleep empty the cache, the disk tier too",
+    Missing.LESS,
+)
 POOL_RESET = Patch(
-    "vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", "its event removes all blocks, including kvloft's", "0.33",
-    "after a reset of vLLM's own cache, KV events omit the chunks in kvloft", Missing.LESS,
-)  # fmt: skip
+    "vllm.v1.core.block_pool",
+    "BlockPool",
+    "reset_prefix_cache",
+    "its event removes all blocks, including kvloft's",
+    "0.33",
+    "after a reset of vLLM's own cache, KV events omit the chunks in kvloft",
+    Missing.LESS,
+)
 ADD_REQUEST = Patch(
-    "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "no hook shows whether a connector is a child of MultiConnector,"
-    " or lets it free blocks before a step in flight has ended (0.26 to 0.29 preempt every request meanwhile)",
-    "0.33", "requests do not wait for chunks on disk, and vLLM preempts more requests under async scheduling", Missing.LESS,
-)  # fmt: skip
+    "vllm.v1.core.sched.scheduler",
+    "Scheduler",
+    "add_request",
+    "no hook shows whether a connector is a child of MultiConnector,"
+    " or lets it free blocks before a step in flight has ended (0.26 to 0.29 preempt every request "
+    "meanwhile)",
+    "0.33",
+    "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
+    "scheduling",
+    Missing.LESS,
+)
 FIND_CLASS = Patch(
-    "vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", "get_connector_class",
-    "settings are read before weights are loaded", "0.33", "wrong settings are reported after weights are loaded", Missing.LESS,
-)  # fmt: skip
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "KVConnectorFactory",
+    "get_connector_class",
+    "settings are read before weights are loaded",
+    "0.33",
+    "wrong settings are reported after weights are loaded",
+    Missing.LESS,
+)
 RANK_CONFIGS = Patch(
-    "vllm.v1.executor.abstract", "Executor", "initialize_from_config", "the scheduler's connector sees the first rank's"
-    " layers only", "0.33", "the layers of other ranks are unknown, so pipeline parallelism is not supported", Missing.LESS,
-)  # fmt: skip
+    "vllm.v1.executor.abstract",
+    "Executor",
+    "initialize_from_config",
+    "the scheduler's connector sees the first rank's layers only",
+    "0.33",
+    "the layers of other ranks are unknown, so pipeline parallelism is not supported",
+    Missing.LESS,
+)
 SLEEP = Patch(
-    _ALLOCATOR, "CuMemAllocator", "sleep", "paged KV is unmapped without notice to connectors", "0.32",
-    "copies in flight do not finish before the engine sleeps, which would crash it", Missing.REFUSE,
-)  # fmt: skip
+    _ALLOCATOR,
+    "CuMemAllocator",
+    "sleep",
+    "paged KV is unmapped without notice to connectors",
+    "0.32",
+    "copies in flight do not finish before the engine sleeps, which would crash it",
+    Missing.REFUSE,
+)
 DISCARD = Patch(
-    _ALLOCATOR, "CuMemAllocator", "discard", "as sleep, in releases that have it (0.30 and newer)", "0.32",
-    "copies in flight do not finish before KV memory is discarded", Missing.REFUSE,
-)  # fmt: skip
-OF_EVERY_ENGINE = (ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, RANK_CONFIGS)
+    _ALLOCATOR,
+    "CuMemAllocator",
+    "discard",
+    "as sleep, in releases that have it (0.30 and newer)",
+    "0.32",
+    "copies in flight do not finish before KV memory is discarded",
+    Missing.REFUSE,
+)
+OF_EVERY_ENGINE = (
+    ENGINE_RPC,
+    WORKER_RELOAD,
+    PAUSE_RESET,
+    ENGINE_SLEEP,
+    ADD_REQUEST,
+    FIND_CLASS,
+    RANK_CONFIGS,
+)
 PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD)
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _told: set[Patch] = set()
-_listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = defaultdict(WeakKeyDictionary)
+_listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = defaultdict(
+    WeakKeyDictionary
+)
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing target once; returns True if the cache can be used in this run only. Raises UnsupportedError."""
+    """Log each missing target once; returns True if the cache can be used in this run only. Raises
+    UnsupportedError.
+    """
     this_run = False
     for patch in patches:
         if patch.find() is not None:
@@ -125,7 +203,8 @@ def settle(patches: Iterable[Patch]) -> bool:
 
 
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
-    """Put ``around(method, args, kwargs)`` in the method's place, once. ``owner`` is vLLM's class (None) or a test's.
+    """Put ``around(method, args, kwargs)`` in the method's place, once. ``owner`` is vLLM's class
+    (None) or a test's.
 
     Does nothing where the target is missing: `settle` has said what follows.
     """
@@ -139,14 +218,18 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
         return around(method, args, kwargs)
 
     wrapped.kvloft_wraps = patch  # type: ignore[attr-defined]
-    has_no_self = inspect.isclass(owner) and isinstance(inspect.getattr_static(owner, patch.method), staticmethod | classmethod)
+    has_no_self = inspect.isclass(owner) and isinstance(
+        inspect.getattr_static(owner, patch.method), staticmethod | classmethod
+    )
     setattr(owner, patch.method, staticmethod(wrapped) if has_no_self else wrapped)
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Have ``listener``, a bound method, called with the arguments of each call before it, for as long as its object lives.
+    """Have ``listener``, a bound method, called with the arguments of each call before it, for as
+    long as its object lives.
 
-    If it returns a function, that is called after the method. What either raises is logged only. ``owner`` is as for `wrap`.
+    If it returns a function, that is called after the method. What either raises is logged only.
+    ``owner`` is as for `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 

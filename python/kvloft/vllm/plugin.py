@@ -1,7 +1,7 @@
 """vLLM's plugin entry point: registers the name ``KVLoftConnector`` in every vLLM process.
 
-It also reports wrong settings before any weights are loaded, and observes the configs of ranks. It must not import the connector:
-engines without kvloft load this module.
+It also reports wrong settings before any weights are loaded, and observes the configs of ranks. It
+must not import the connector: engines without kvloft load this module.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ def register() -> None:
 def register_classes() -> None:
     """Register every connector class under its own name.
 
-    Users name `NAME` only, but MultiConnector looks up the class of a child's statistics by its ``__name__``.
+    Users name `NAME` only, but MultiConnector looks up the class of a child's statistics by its
+    ``__name__``.
     """
     for name in CLASS_NAMES:
-        if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001
             KVConnectorFactory.register_connector(name, MODULE, name)
 
 
 def check_settings_early(factory: Any) -> None:
-    """Have ``factory`` read kvloft's settings when it looks up kvloft's class, and raise ConfigError if they are wrong.
+    """Have ``factory`` read kvloft's settings when it looks up kvloft's class, and raise
+    ConfigError if they are wrong.
 
-    vLLM creates connectors after it has loaded the weights, but looks up the class while it checks its arguments, with the
-    settings available. No connector hook is called at that point in every mode. Valid settings are not read again, so a file
-    that changes later does not stop a running engine.
+    vLLM creates connectors after it has loaded the weights, but looks up the class while it checks
+    its arguments, with the settings available. No connector hook is called at that point in every
+    mode. Valid settings are not read again, so a file that changes later does not stop a running
+    engine.
     """
     right: dict[str, str] = {}
 
-    def get_connector_class(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def get_connector_class(
+        method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         connector = method(*args, **kwargs)
         if getattr(connector, "__module__", None) == MODULE:
             transfer = args[0] if args else kwargs["kv_transfer_config"]
@@ -61,7 +66,9 @@ def check_settings_early(factory: Any) -> None:
                     config = load_config(extra)
                     refuse_here(config)
                 except ConfigError as error:
-                    raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
+                    raise ConfigError(
+                        f"kvloft: {error}"
+                    ) from error  # inside a ValidationError of vLLM's, say
                 right[repr(extra)] = config.kv_groups
             return sys.modules[MODULE].class_of(right[repr(extra)])
         return connector

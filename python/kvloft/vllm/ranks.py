@@ -1,8 +1,9 @@
-"""The KV cache configs of all ranks. vLLM passes the scheduler's connector only the first rank's layers, with one size per group,
-although pipeline stages have other layers, and layers can differ in size.
+"""The KV cache configs of all ranks. vLLM passes the scheduler's connector only the first rank's
+layers, with one size per group, although pipeline stages have other layers, and layers can differ
+in size.
 
-kvloft therefore observes the call that passes each rank its config, which this process makes before it creates the scheduler.
-It must not import the connector: engines without kvloft load this module.
+kvloft therefore observes the call that passes each rank its config, which this process makes before
+it creates the scheduler. It must not import the connector: engines without kvloft load this module.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Ranks:
     def __init__(self) -> None:
         self.configs: Sequence[Any] = ()
 
-    def hear(self, _executor: Any, kv_cache_configs: Sequence[Any], *_args: Any, **_kwargs: Any) -> None:
+    def hear(
+        self, _executor: Any, kv_cache_configs: Sequence[Any], *_args: Any, **_kwargs: Any
+    ) -> None:
         self.configs = list(kv_cache_configs)
 
 
@@ -33,7 +36,8 @@ def watch() -> None:
 
 
 def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
-    """Return the KV cache configs of all ranks of the scheduler's engine; only ``kv_cache_config`` if they are unknown.
+    """Return the KV cache configs of all ranks of the scheduler's engine; only ``kv_cache_config``
+    if they are unknown.
 
     Raises UnsupportedError if they are unknown and there are pipeline stages.
     """
@@ -42,7 +46,8 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
         return found
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UnsupportedError(
-            f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} here: it lacks the configs of all "
+            f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} "
+            "here: it lacks the configs of all "
             f"ranks ({RANK_CONFIGS.owner}.{RANK_CONFIGS.method}); set it to 1"
         )
     return [kv_cache_config]
@@ -50,4 +55,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
 
 def _outline(config: Any) -> Any:
     """What the first rank's config and the scheduler's copy of it have in common."""
-    return config.num_blocks, [(list(group.layer_names), group.kv_cache_spec.block_size) for group in config.kv_cache_groups]
+    return config.num_blocks, [
+        (list(group.layer_names), group.kv_cache_spec.block_size)
+        for group in config.kv_cache_groups
+    ]

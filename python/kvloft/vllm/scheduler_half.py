@@ -1,7 +1,8 @@
-"""The scheduler side inside vLLM: connects settings, namespace, store and SchedulerCore; one method per hook.
+"""The scheduler side inside vLLM: connects settings, namespace, store and SchedulerCore; one method
+per hook.
 
-It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait permanently
-(`admit`), which is settled here.
+It must not touch KV bytes. Errors are turned into misses by the connector, except where a request
+would then wait permanently (`admit`), which is settled here.
 """
 
 from __future__ import annotations
@@ -33,9 +34,23 @@ from kvloft.store import arena_of, open_store
 from kvloft.version import BUILD
 from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
-from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
+from kvloft.vllm.identity.namespace import (
+    are_replaced,
+    description_of,
+    media_ids_are_counted,
+    namespace_fields,
+)
 from kvloft.vllm.identity.reload import WeightsWatch
-from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, POOL_RESET, listen, settle
+from kvloft.vllm.patches import (
+    ADD_ADAPTER,
+    ENGINE_RPC,
+    ENGINE_SLEEP,
+    OF_EVERY_ENGINE,
+    PAUSE_RESET,
+    POOL_RESET,
+    listen,
+    settle,
+)
 from kvloft.vllm.shape import draft_limit, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
@@ -61,35 +76,53 @@ DAMAGE = (
     "Check the health of the disk, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host memory continues to serve. "
-    "disk_path can be full, not writable, or in use by another process: see the lines above, or the server's log"
+    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host "
+    "memory continues to serve. "
+    "disk_path can be full, not writable, or in use by another process: see the lines above, or "
+    "the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they are not loaded, and kept. "
-    "Set different values of namespace for the two engines, and report the settings in which they differ"
+    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they "
+    "are not loaded, and kept. "
+    "Set different values of namespace for the two engines, and report the settings in which they "
+    "differ"
 )
 LOADS_FAIL = (
-    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute (namespace %s). Requests are computed "
+    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
+    "(namespace %s). Requests are computed "
     "instead. See the workers' log for the reason"
 )
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are saved only up to the first item: with --no-enable-prefix-caching and "
-    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing them. Remove one of the two flags to cache them"
+    "kvloft: prompts with images or other media are saved only up to the first item: with "
+    "--no-enable-prefix-caching and "
+    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing them. Remove one of the two "
+    "flags to cache them"
 )
 
 ONE_S_OWN_WEIGHTS = (
-    "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running engine (weight_transfer_config, "
+    "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
+    "engine (weight_transfer_config, "
     "worker_extension_cls): other engines would load KV of other weights. Remove server."
 )
 
 
-def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int | None) -> str:
+def tiers_text(
+    config: Config,
+    shape: CacheShape,
+    *,
+    disk_path: str | None,
+    num_frames: int,
+    num_found: int | None,
+) -> str:
     """Return the part of the first log line about chunks and tiers.
 
-    ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not open yet.
+    ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not
+    open yet.
     """
     counts = sorted({group.blocks_per_unit for group in shape.groups})
-    blocks = _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
+    blocks = (
+        _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
+    )
     chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
     if config.server is not None:
         return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
@@ -108,8 +141,16 @@ def _count(number: int, noun: str) -> str:
 class SchedulerHalf:
     """Everything kvloft does in vLLM's scheduler process."""
 
-    def __init__(self, vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, config: Config) -> None:
-        """``ranks``: the KV cache config of every rank, as far as it is known; the first is this process's."""
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        ranks: Sequence[KVCacheConfig],
+        shape: CacheShape,
+        config: Config,
+    ) -> None:
+        """``ranks``: the KV cache config of every rank, as far as it is known; the first is this
+        process's.
+        """
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
         self._unit_tokens, self._lookahead = shape.unit_tokens, shape.lookahead
@@ -128,10 +169,14 @@ class SchedulerHalf:
         if self._is_shared and self._is_live:
             raise ConfigError(ONE_S_OWN_WEIGHTS.format(config.socket, config.origin("server")))
         self._leave_server = look_after(config, logger) if config.server == AUTO else None
-        self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
+        self._store = open_store(
+            config, shape, self._namespace, description_of(fields), disk_path=disk_path
+        )
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
-        self._announcer = announcer_of(vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared)
+        self._announcer = announcer_of(
+            vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
+        )
         # Where a failed load ends its request, retries would cost answers.
         is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
         settings = PlanSettings(
@@ -147,7 +192,9 @@ class SchedulerHalf:
             draft_limit=draft_limit(vllm_config),
             pool=pool_size(vllm_config, ranks[0], shape),
         )
-        self.core = SchedulerCore(self._store, self._new_chain, settings, clock=time.monotonic, announcer=self._announcer)
+        self.core = SchedulerCore(
+            self._store, self._new_chain, settings, clock=time.monotonic, announcer=self._announcer
+        )
         if are_numbered := media_ids_are_counted(vllm_config):
             logger.warning(MEDIA_ARE_NUMBERED)
         self._adapters = AdapterNames(
@@ -160,7 +207,9 @@ class SchedulerHalf:
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, none for an only connector; None until `KVLoftConnector.meet_scheduler`."""
+        """The other children of MultiConnector, none for an only connector; None until
+        `KVLoftConnector.meet_scheduler`.
+        """
         self._asks_siblings = False
         is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
         self._clears_on_pause = not is_told or config.on_pause == "clear" or self._is_live
@@ -173,11 +222,15 @@ class SchedulerHalf:
         if self._announcer is not None:
             settle([POOL_RESET])
             listen(POOL_RESET, self.hear_pool_reset)
-            self._writer = EventWriter([group.kv_cache_spec for group in ranks[0].kv_cache_groups], shape)
+            self._writer = EventWriter(
+                [group.kv_cache_spec for group in ranks[0].kv_cache_groups], shape
+            )
         stats = self._store.stats()
         num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
-        tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
+        tiers = tiers_text(
+            config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found
+        )
         logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
@@ -189,7 +242,8 @@ class SchedulerHalf:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
         return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=self._lookahead)
 
-    # -- hooks ----------------------------------------------------------------------------------------------------
+    # -- hooks
+    # -----------------------------------------------------------------------------------------
 
     def renew(self) -> None:
         """Use a server that took the place of one that is gone, between two plans."""
@@ -197,10 +251,11 @@ class SchedulerHalf:
             self.core.meet_store(arena_of(self._store))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return vLLM's answer for a waiting request: tokens that can be loaded, or None while it has to wait.
+        """Return vLLM's answer for a waiting request: tokens that can be loaded, or None while it
+        has to wait.
 
-        MultiConnector withholds the tokens of all children while one returns None, so a child waits only while no sibling offers
-        any.
+        MultiConnector withholds the tokens of all children while one returns None, so a child waits
+        only while no sibling offers any.
         """
         self.renew()
         may_wait = self.siblings is not None
@@ -212,7 +267,9 @@ class SchedulerHalf:
     def _match(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
         if may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None
-        answer = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait)
+        answer = self.core.match(
+            VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait
+        )
         match answer:
             case Offer(num_tokens):
                 return num_tokens
@@ -222,17 +279,26 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may call back while it is called."""
+        """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may
+        call back while it is called.
+        """
         if not self.siblings or self._asks_siblings:
             return False
         self._asks_siblings = True
         try:
-            return any(each.get_num_new_matched_tokens(request, num_computed_tokens)[0] for each in self.siblings)
+            return any(
+                each.get_num_new_matched_tokens(request, num_computed_tokens)[0]
+                for each in self.siblings
+            )
         finally:
             self._asks_siblings = False
 
-    def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """A load that cannot be planned is reported as failed, because its request waits for a result."""
+    def admit(
+        self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """A load that cannot be planned is reported as failed, because its request waits for a
+        result.
+        """
         own = self._new_tables(tables)
         try:
             self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, own)
@@ -242,7 +308,9 @@ class SchedulerHalf:
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        return self.core.plan_step(view_step(output, self._new_tables if self._are_resolved else None))
+        return self.core.plan_step(
+            view_step(output, self._new_tables if self._are_resolved else None)
+        )
 
     def reset(self) -> None:
         """Empty the cache, unless vLLM resets it for a pause that keeps the weights.
@@ -255,27 +323,36 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Numbers since the last call. The store is only asked when something happened, or now and then."""
+        """Numbers since the last call. The store is only asked when something happened, or now and
+        then.
+        """
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
             return None
         stats = self._store.stats()
         if "frames_share" in stats:
             self.core.count_on(max(stats["frames_share"], stats["frames_total"]))
-        data = self.core.counters + Counter({name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats})
+        data = self.core.counters + Counter(
+            {name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats}
+        )
         data += Counter(hook_errors=self.hook_errors)
         self.core.counters.clear()
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
         self._warn(data["disk_verify_failures"], DAMAGE)
         self._warn(data["layout_mismatches"], OTHER_LAYOUT)
-        self._warn(0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"], NO_ROOM)
+        self._warn(
+            0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"],
+            NO_ROOM,
+        )
         if data["load_breaker_trips"]:
             logger.error(LOADS_FAIL, self._namespace.hex()[:16])
         self._tell_events()
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """What came to the store's tiers and left them since the last call; nothing where KV events are off."""
+        """What came to the store's tiers and left them since the last call; nothing where KV events
+        are off.
+        """
         if self._announcer is None:
             return ()
         events: list[Event] = []
@@ -297,22 +374,29 @@ class SchedulerHalf:
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
             logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
 
-    # -- what vLLM does without asking a connector -----------------------------------------------------------------
+    # -- what vLLM does without asking a connector
+    # -----------------------------------------------------------------
 
     def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before it is loaded, and maybe before a request asks for it."""
         self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """A reset that comes before this is over belongs to a pause or sleep, and is not a user's."""
+        """A reset that comes before this is over belongs to a pause or sleep, and is not a
+        user's.
+        """
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Level 2 discards the weights, so KV computed after the sleep can differ. Unknown levels count as level 2."""
+        """Level 2 discards the weights, so KV computed after the sleep can differ. Unknown levels
+        count as level 2.
+        """
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """vLLM publishes that all blocks are removed, in every medium, if no request has any; kvloft's chunks can still exist."""
+        """vLLM publishes that all blocks are removed, in every medium, if no request has any;
+        kvloft's chunks can still exist.
+        """
         queued = len(pool.kv_event_queue)
 
         def repeat() -> None:
@@ -322,7 +406,9 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves; if a trainer replaces weights repeatedly, empty the cache instead."""
+        """Stop offers and saves; if a trainer replaces weights repeatedly, empty the cache
+        instead.
+        """
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:
@@ -342,11 +428,16 @@ class SchedulerHalf:
 
 
 def _disk_path(config: Config, parallel: Any) -> str | None:
-    """Each data-parallel engine owns a directory of its own: the first disk_path itself, others ``dpN`` in it.
+    """Each data-parallel engine owns a directory of its own: the first disk_path itself, others
+    ``dpN`` in it.
 
-    The index says which engine this is, nothing else does: a dense model's engines are independent, and vLLM resets their size
-    to 1 and their rank to 0 (`reconfigure_for_independent_dp_rank`).
+    The index says which engine this is, nothing else does: a dense model's engines are independent,
+    and vLLM resets their size to 1 and their rank to 0 (`reconfigure_for_independent_dp_rank`).
     """
     index = getattr(parallel, "data_parallel_index", None)
     rank = parallel.data_parallel_rank if index is None else index
-    return config.disk_path if config.disk_path is None or rank == 0 else str(Path(config.disk_path) / f"dp{rank}")
+    return (
+        config.disk_path
+        if config.disk_path is None or rank == 0
+        else str(Path(config.disk_path) / f"dp{rank}")
+    )

@@ -21,17 +21,26 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, part_bytes_for
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
-    """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a worker's own.
+    """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a
+    worker's own.
 
-    A shard has the size that the largest rank needs. A worker sees only its own layers, so with pipeline stages its shape may be
-    smaller; the arena has the real size.
+    A shard has the size that the largest rank needs. A worker sees only its own layers, so with
+    pipeline stages its shape may be smaller; the arena has the real size.
     """
     shape = CacheShape(in_units([group_shape(spec) for spec in group_specs(ranks[0])]))
     kept = [group.kept_blocks for group in shape.groups]
-    payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
+    payload = max(
+        num * size
+        for rank in ranks
+        for num, size in zip(kept, group_block_bytes(rank), strict=True)
+    )
     num_tiles = 0
     if encoding:
-        num_tiles = max(num * tiles for rank in ranks for num, tiles in zip(kept, group_block_tiles(rank), strict=True))
+        num_tiles = max(
+            num * tiles
+            for rank in ranks
+            for num, tiles in zip(kept, group_block_tiles(rank), strict=True)
+        )
     return replace(
         shape,
         part_bytes=part_bytes_for(payload, num_tiles),
@@ -43,7 +52,9 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit that is whole blocks of each: vLLM's own hits end at its multiples."""
+    """Return ``groups`` with the smallest unit that is whole blocks of each: vLLM's own hits end at
+    its multiples.
+    """
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
 
@@ -51,20 +62,32 @@ def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
     """Return the encoding of frames: `RAW` or `E348`. It is part of the namespace.
 
-    The answer depends on no GPU, so all processes of an engine agree. A worker may still write raw parts, if its GPU, the alignment
-    of its pages or its staging buffer rule encoding out.
+    The answer depends on no GPU, so all processes of an engine agree. A worker may still write raw
+    parts, if its GPU, the alignment of its pages or its staging buffer rule encoding out.
     """
-    if config.compression == "off" or config.gpu_copies != "kernels" or not current_platform.is_cuda():
+    if (
+        config.compression == "off"
+        or config.gpu_copies != "kernels"
+        or not current_platform.is_cuda()
+    ):
         return RAW
     specs = [spec for rank in ranks for spec in layer_specs(rank).values()]
-    dtypes = {dtype for spec in specs for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))}
+    dtypes = {
+        dtype
+        for spec in specs
+        for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))
+    }
     return E348 if torch.bfloat16 in dtypes else RAW
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods whose layers read the target's hidden states and the next token (`SpeculativeConfig.use_eagle`)."""
+"""Methods whose layers read the target's hidden states and the next token
+(`SpeculativeConfig.use_eagle`).
+"""
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV of a position is of the tokens up to it: DFlash projects the target's hidden states of the prompt."""
+"""Methods whose KV of a position is of the tokens up to it: DFlash projects the target's hidden
+states of the prompt.
+"""
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
@@ -74,17 +97,23 @@ def has_draft_kv(vllm_config: Any) -> bool:
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Tokens of the longest request with which vLLM surely runs the drafter (`_input_fits_in_drafter`); None: no draft KV."""
+    """Tokens of the longest request with which vLLM surely runs the drafter
+    (`_input_fits_in_drafter`); None: no draft KV.
+    """
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    return int(longest) - int(speculative.num_speculative_tokens) - 2  # DFlash asks about one token more, and one is to spare
+    return (
+        int(longest) - int(speculative.num_speculative_tokens) - 2
+    )  # DFlash asks about one token more, and one is to spare
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return the size of vLLM's block pool without the null block; None with one group of full attention."""
+    """Return the size of vLLM's block pool without the null block; None with one group of full
+    attention.
+    """
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -95,21 +124,32 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Tokens behind a position that its draft KV depends on; 0 without a drafter, or where it reads tokens only."""
-    if not has_draft_kv(vllm_config) or vllm_config.speculative_config.method not in HIDDEN_DRAFTERS:
+    """Tokens behind a position that its draft KV depends on; 0 without a drafter, or where it reads
+    tokens only.
+    """
+    if (
+        not has_draft_kv(vllm_config)
+        or vllm_config.speculative_config.method not in HIDDEN_DRAFTERS
+    ):
         return 0
     return int(max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
 
 KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
-    "FullAttentionSpec": "full", "MLAAttentionSpec": "full", "SinkFullAttentionSpec": "full",
-    "SlidingWindowSpec": "window", "ChunkedLocalAttentionSpec": "local", "MambaSpec": "state",
-}  # fmt: skip
-"""Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are good for.
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "full",
+    "SinkFullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "local",
+    "MambaSpec": "state",
+}
+"""Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are
+good for.
 
-With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec too: vLLM promotes such layers
-(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation. Not so where every layer has
-the same window: then the one table is of windows.
+With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec
+too: vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves
+the window to the computation. Not so where every layer has the same window: then the one table is
+of windows.
 """
 
 
@@ -125,9 +165,14 @@ def group_shape(spec: Any) -> GroupShape:
 
 
 def group_specs(kv_cache_config: Any) -> list[Any]:
-    """The spec of each group, or of its first layer where layers of one kind differ in size (UniformTypeKVCacheSpecs)."""
+    """The spec of each group, or of its first layer where layers of one kind differ in size
+    (UniformTypeKVCacheSpecs).
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec for spec in specs]
+    return [
+        next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec
+        for spec in specs
+    ]
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:
@@ -139,8 +184,13 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     """The KV cache spec of every layer, by its name, in vLLM's order."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
-        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: each layer its own size
-        specs.update((name, per_layer[name] if per_layer else group.kv_cache_spec) for name in group.layer_names)
+        per_layer = getattr(
+            group.kv_cache_spec, "kv_cache_specs", None
+        )  # UniformTypeKVCacheSpecs: each layer its own size
+        specs.update(
+            (name, per_layer[name] if per_layer else group.kv_cache_spec)
+            for name in group.layer_names
+        )
     return specs
 
 
@@ -153,7 +203,9 @@ def stage_layers(vllm_config: Any) -> list[int]:
     """How many layers of the model each pipeline stage has, in order."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     total = vllm_config.model_config.get_total_num_hidden_layers()
-    return [end - start for start, end in (get_pp_indices(total, stage, size) for stage in range(size))]
+    return [
+        end - start for start, end in (get_pp_indices(total, stage, size) for stage in range(size))
+    ]
 
 
 def group_block_bytes(kv_cache_config: Any) -> list[int]:
@@ -163,13 +215,19 @@ def group_block_bytes(kv_cache_config: Any) -> list[int]:
 
 
 def group_block_tiles(kv_cache_config: Any) -> list[int]:
-    """Return an upper bound of the tiles in one block of each group; K and V may be stored apart."""
+    """Return an upper bound of the tiles in one block of each group; K and V may be stored
+    apart.
+    """
     bytes_of = page_bytes(kv_cache_config)
-    return [sum(-(-bytes_of[name] // TILE_BYTES) + 1 for name in names) for names in group_layers(kv_cache_config)]
+    return [
+        sum(-(-bytes_of[name] // TILE_BYTES) + 1 for name in names)
+        for names in group_layers(kv_cache_config)
+    ]
 
 
 def num_replicas(vllm_config: Any) -> int:
-    """Neighbouring tensor-parallel ranks that hold the same KV: all of them for MLA, several where heads are fewer than ranks.
+    """Neighbouring tensor-parallel ranks that hold the same KV: all of them for MLA, several where
+    heads are fewer than ranks.
 
     vLLM gives rank r the KV head ``r // (ranks // heads)`` then (`QKVParallelLinear`).
     """

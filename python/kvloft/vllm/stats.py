@@ -1,7 +1,7 @@
 """kvloft's metrics in vLLM's statistics and Prometheus export.
 
-One flat dict of numbers crosses the processes: counters are added, gauges take the newest value. Only
-the scheduler half sets gauges, so aggregation over ranks never meets two values.
+One flat dict of numbers crosses the processes: counters are added, gauges take the newest value.
+Only the scheduler half sets gauges, so aggregation over ranks never meets two values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvloft.counters import Scope, exported
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
@@ -41,18 +44,33 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
     """``vllm:kvloft_*``: one counter or gauge for each name, labelled like vLLM's own."""
 
     def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
-        # With several API servers, every process exports its copy of a gauge: the newest value is the engine's.
+        # With several API servers, every process exports its copy of a gauge: the newest value is
+        # the engine's.
         newest = {"multiprocess_mode": "mostrecent"}
         for metric in exported(Scope.ENGINE):
             cls, more = (self._gauge_cls, newest) if metric.is_gauge else (self._counter_cls, {})
-            family = cls(name=f"vllm:kvloft_{metric.name}", documentation=metric.help_text, labelnames=labelnames, **more)
-            self._metrics[metric.name] = {engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()}
+            family = cls(
+                name=f"vllm:kvloft_{metric.name}",
+                documentation=metric.help_text,
+                labelnames=labelnames,
+                **more,
+            )
+            self._metrics[metric.name] = {
+                engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
         build = self._gauge_cls(
-            name="vllm:kvloft_build_info", documentation=BUILD_INFO_HELP, labelnames=[*labelnames, *BUILD_LABELS], **newest
+            name="vllm:kvloft_build_info",
+            documentation=BUILD_INFO_HELP,
+            labelnames=[*labelnames, *BUILD_LABELS],
+            **newest,
         )
         for values in per_engine_labelvalues.values():
             build.labels(*values, *BUILD_LABELS.values()).set(1)

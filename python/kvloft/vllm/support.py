@@ -1,4 +1,5 @@
-"""Models and settings that kvloft does not support: the engine does not start, and the error gives the reason.
+"""Models and settings that kvloft does not support: the engine does not start, and the error gives
+the reason.
 
 It must not decide anything after the start.
 """
@@ -20,16 +21,24 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvloft.errors import UnsupportedError
 from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_specs, lookahead
 
-HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(output, "KVConnectorBlockState")
+HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
+    output, "KVConnectorBlockState"
+)
 """True if this vLLM release passes connectors enough information about several KV cache groups."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "auto") -> None:
+def check_supported(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "auto"
+) -> None:
     """Raise UnsupportedError for models and settings that kvloft does not support."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
-        raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
-    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config, kv_cache_config)), None):
+        raise UnsupportedError(
+            f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft"
+        )
+    if reason := next(
+        chain(_of_settings(vllm_config), _of_stages(vllm_config, kv_cache_config)), None
+    ):
         raise UnsupportedError(f"kvloft {reason}")
 
 
@@ -41,31 +50,49 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "supports only models whose prefixes vLLM can cache; this model needs the output of every token "
+            "supports only models whose prefixes vLLM can cache; this model needs the output of "
+            "every token "
             "(mean or CLS pooling, or bidirectional attention)"
         )
-    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+    kinds = {
+        KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()
+    }
     served: set[str | None] = {"full"}
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
         served = {"full", "window", "local", "state"}
         if kv_groups == "one" or not num_groups:
             reason = "for example, attention and state-space layers"
-            yield f"supports models with one KV cache group here, but this model has {num_groups} ({reason})"
-        way_out = IN_ONE if kv_groups != "one" and "full" in kinds and kinds <= {"full", "window", "local"} else ""
+            yield (
+                f"supports models with one KV cache group here, but this model has {num_groups} "
+                f"({reason})"
+            )
+        way_out = (
+            IN_ONE
+            if kv_groups != "one" and "full" in kinds and kinds <= {"full", "window", "local"}
+            else ""
+        )
         yield from (reason + way_out for reason in _of_groups(vllm_config, kv_cache_config))
     elif kinds == {"window"}:
         served = {"window"}
         if kv_groups == "one":
-            yield 'supports models with a sliding window in every layer only with kv_groups set to "auto" or "all"'
+            yield (
+                "supports models with a sliding window in every layer only with kv_groups set to "
+                '"auto" or "all"'
+            )
         yield from _of_groups(vllm_config, kv_cache_config)
     for spec in layer_specs(kv_cache_config).values():
         if KIND_OF_SPEC.get(type(spec).__name__) not in served:
             yield f"does not support KV of the type {type(spec).__name__}"
         if getattr(spec, "non_causal", False):
             yield "does not support prefix LMs: their prompt tokens attend to later tokens"
-    chunked_prefill = getattr(getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True)
+    chunked_prefill = getattr(
+        getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True
+    )
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked_prefill:
-        yield ("cannot load part of a prompt here: vLLM computes prompts of MLA models in one piece on CPUs without AMX")
+        yield (
+            "cannot load part of a prompt here: vLLM computes prompts of MLA models in one piece "
+            "on CPUs without AMX"
+        )
     if vllm_config.speculative_config is not None:
         yield from _of_drafter(vllm_config)
 
@@ -78,83 +105,122 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
             yield f"does not support the speculative decoding method {speculative.method!r}"
         return
     if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
-        yield f"supports {speculative.method!r} with vLLM 0.30 and newer only, where connectors can save after the draft model"
+        yield (
+            f"supports {speculative.method!r} with vLLM 0.30 and newer only, where connectors can "
+            "save after the draft model"
+        )
     if lookahead(vllm_config) > 1:
         yield (
-            "does not support several MTP layers yet: vLLM rewrites the last positions of later layers in the next step; "
+            "does not support several MTP layers yet: vLLM rewrites the last positions of later "
+            "layers in the next step; "
             "set num_speculative_tokens to 1"
         )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
-        yield "needs a draft model that runs in every step; unset num_speculative_tokens_per_batch_size"
+        yield (
+            "needs a draft model that runs in every step; unset "
+            "num_speculative_tokens_per_batch_size"
+        )
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Yield reasons to refuse a model with several KV cache groups, or one group with a sliding window."""
+    """Yield reasons to refuse a model with several KV cache groups, or one group with a sliding
+    window.
+    """
     groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups] if len(groups) > 1 else group_specs(kv_cache_config)
+    specs = (
+        [group.kv_cache_spec for group in groups]
+        if len(groups) > 1
+        else group_specs(kv_cache_config)
+    )
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
-        yield "supports several KV cache groups, or a sliding window in every layer, with vLLM 0.32 and newer only"
-    if "full" not in kinds and not any((getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs):
+        yield (
+            "supports several KV cache groups, or a sliding window in every layer, with vLLM 0.32 "
+            "and newer only"
+        )
+    if "full" not in kinds and not any(
+        (getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs
+    ):
         yield "needs a layer with full attention or with a sliding window of more than one token"
     if None in kinds:
         yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
     yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
-        yield "needs states at the ends of blocks; set --mamba-cache-mode align, with prefix caching"
+        yield "needs states at the ends of blocks; set --mamba-cache-mode align, with prefix caching"  # noqa: E501
     if "state" in kinds and vllm_config.speculative_config is not None:
         yield from _of_drafts_beside_states(vllm_config, specs)
     odd = {"enable_kv_transfer": False, "host_resident": True}
-    if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
+    if any(
+        getattr(group, name, not value) == value for group in groups for name, value in odd.items()
+    ):
         yield "does not support KV cache groups that vLLM does not keep in blocks"
 
 
 def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Yield reasons to refuse block sizes. If they differ, hits end at common multiples, and a chunk has several blocks."""
+    """Yield reasons to refuse block sizes. If they differ, hits end at common multiples, and a
+    chunk has several blocks.
+    """
     blocks = sorted({spec.block_size for spec in specs})
     unit = lcm(*blocks)
     alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or unit
     sizes = f"{' and '.join(map(str, blocks))} tokens"
     if alignment != unit and (len(blocks) != 1 or unit % alignment):
-        yield f"needs hits that end at block ends of all groups; here blocks have {sizes}, and hits end at multiples of {alignment}"
+        yield (
+            f"needs hits that end at block ends of all groups; here blocks have {sizes}, and hits "
+            f"end at multiples of {alignment}"
+        )
     if len(blocks) == 1:
         if alignment < unit and any(hasattr(spec, "mamba_cache_mode") for spec in specs):
             yield (
-                f"saves states at the ends of blocks of {unit} tokens, but vLLM keeps them at multiples of {alignment}, where "
+                f"saves states at the ends of blocks of {unit} tokens, but vLLM keeps them at "
+                f"multiples of {alignment}, where "
                 "prompts end; remove --prefix-match-unit"
             )
         return
     if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
         way_out = (
-            "; remove --speculative-config, or use a draft model with the model's KV heads" if has_draft_kv(vllm_config) else ""
+            "; remove --speculative-config, or use a draft model with the model's KV heads"
+            if has_draft_kv(vllm_config)
+            else ""
         )
-        yield f"supports states and chunked local attention only with blocks of one size; here they have {sizes}{way_out}"
+        yield (
+            "supports states and chunked local attention only with blocks of one size; here they "
+            f"have {sizes}{way_out}"
+        )
     if has_draft_kv(vllm_config):
         yield from _of_drafts_beside_blocks(vllm_config, sizes)
 
 
 def _of_drafts_beside_blocks(vllm_config: Any, sizes: str) -> Iterator[str]:
     yield (
-        f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have {sizes} yet: a draft model with "
+        f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have "
+        f"{sizes} yet: a draft model with "
         "its own KV is untested with such a model"
     )
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Every drafter except suffix was tested with gated delta nets; suffix differs from ngram only in its guesses.
+    """Every drafter except suffix was tested with gated delta nets; suffix differs from ngram only
+    in its guesses.
 
-    vLLM 0.32 computes wrong answers in the refused cases, on hits of its own cache (tests/e2e/zoo/test_faults.py). Such KV would be
-    saved and outlive the engine.
+    vLLM 0.32 computes wrong answers in the refused cases, on hits of its own cache
+    (tests/e2e/zoo/test_faults.py). Such KV would be saved and outlive the engine.
     """
-    if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
+    if any(
+        "GDN" not in str(getattr(spec, "mamba_type", ""))
+        for spec in specs
+        if hasattr(spec, "mamba_cache_mode")
+    ):
         yield (
-            "supports speculative decoding with gated delta nets only: with Mamba2 and convolutions, vLLM can keep a state that "
+            "supports speculative decoding with gated delta nets only: with Mamba2 and "
+            "convolutions, vLLM can keep a state that "
             "includes rejected draft tokens; remove --speculative-config"
         )
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     if is_async and not getattr(vllm_config, "use_v2_model_runner", False):
         yield (
-            "does not support speculative decoding of models with states with asynchronous scheduling in Model Runner V1, where "
+            "does not support speculative decoding of models with states with asynchronous "
+            "scheduling in Model Runner V1, where "
             "vLLM can continue from another request's state; set --no-async-scheduling"
         )
 
@@ -167,17 +233,22 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
     sleeper = getattr(model, "sleep_mode_backend", "cumem")
     if getattr(model, "enable_sleep_mode", False) and sleeper != "cumem":
         yield (
-            f"does not support sleep_mode_backend={sleeper!r}: its copies cannot finish before pages are unmapped; "
+            f"does not support sleep_mode_backend={sleeper!r}: its copies cannot finish before "
+            "pages are unmapped; "
             "use 'cumem', or disable enable_sleep_mode"
         )
     backend = getattr(parallel, "distributed_executor_backend", None)
     if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
-        yield f"needs all workers on one host, which distributed_executor_backend={backend!r} does not guarantee; use 'mp'"
+        yield (
+            f"needs all workers on one host, which distributed_executor_backend={backend!r} does "
+            "not guarantee; use 'mp'"
+        )
     if getattr(parallel, "nnodes", 1) != 1:
         yield "needs all workers on one host; set nnodes to 1"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
-            "does not support calculate_kv_scales=True: the scales differ between starts and are not in the pages; "
+            "does not support calculate_kv_scales=True: the scales differ between starts and are "
+            "not in the pages; "
             "use a checkpoint with KV scales, or disable it"
         )
 
@@ -186,14 +257,19 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     """Yield reasons to refuse pipeline parallelism, in cases that are untested or fail in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    # Groups as well as layers: this rank can lack layers of a group, and the scheduler sees the first rank's layers only.
+    # Groups as well as layers: this rank can lack layers of a group, and the scheduler sees the
+    # first rank's layers only.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():
-        yield f"supports pipeline_parallel_size={size} for models with states on CPUs only; set it to 1"
+        yield (
+            f"supports pipeline_parallel_size={size} for models with states on CPUs only; set it "
+            "to 1"
+        )
     if vllm_config.speculative_config is not None:
         yield (
-            f"does not support pipeline_parallel_size={size} with speculative decoding: vLLM for CPUs fails "
+            f"does not support pipeline_parallel_size={size} with speculative decoding: vLLM for "
+            "CPUs fails "
             "(\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
     if not HAS_GROUPS:
@@ -201,16 +277,24 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """Return warnings about settings in ``transfer``, vLLM's KVTransferConfig or None, that can be mistakes."""
+    """Return warnings about settings in ``transfer``, vLLM's KVTransferConfig or None, that can be
+    mistakes.
+    """
     if transfer is None:
         return []
     found = []
     if not (transfer.is_kv_consumer and transfer.is_kv_producer):
         does = "saves and never loads" if transfer.is_kv_producer else "loads and never saves"
-        found.append(f'"kv_role" is "{transfer.kv_role}": this engine {does}; use "kv_both" for both')
-    if transfer.is_kv_consumer and getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
         found.append(
-            'a failed load ends its request with an error; set "kv_load_failure_policy": "recompute" to compute the tokens instead '
+            f'"kv_role" is "{transfer.kv_role}": this engine {does}; use "kv_both" for both'
+        )
+    if (
+        transfer.is_kv_consumer
+        and getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute"
+    ):
+        found.append(
+            'a failed load ends its request with an error; set "kv_load_failure_policy": '
+            '"recompute" to compute the tokens instead '
             "(in --kv-transfer-config; with MultiConnector, in its own configuration)"
         )
     return found

@@ -1,4 +1,5 @@
-"""Logs the store's events while an engine is idle: vLLM calls no hook then, and the connection to a server can change.
+"""Logs the store's events while an engine is idle: vLLM calls no hook then, and the connection to a
+server can change.
 
 It must not depend on the events.
 """

@@ -49,7 +49,8 @@ class VllmRequest:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one call.
+        # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one
+        # call.
         return self._request._all_token_ids  # noqa: SLF001
 
     @property
@@ -66,9 +67,13 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """It is to read no cache, or its KV comes from a prefill server, and another connector fetches it."""
+        """It is to read no cache, or its KV comes from a prefill server, and another connector
+        fetches it.
+        """
         wanted_from_elsewhere = self._transfer_params().get("do_remote_prefill")
-        return bool(getattr(self._request, "skip_reading_prefix_cache", False) or wanted_from_elsewhere)
+        return bool(
+            getattr(self._request, "skip_reading_prefix_cache", False) or wanted_from_elsewhere
+        )
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
@@ -83,7 +88,9 @@ class VllmRequest:
     def view(self) -> RequestView:
         request, prefix = self._request, self._adapters.media_prefix
         items = tuple(
-            MediaItem(prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            MediaItem(
+                prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length
+            )
             for feature in request.mm_features
         )
         return RequestView(
@@ -96,19 +103,27 @@ class VllmRequest:
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Runs of positions whose input is an embedding row. A mixed prompt's mask says which positions are token ids."""
+    """Runs of positions whose input is an embedding row. A mixed prompt's mask says which positions
+    are token ids.
+    """
     rows = request.prompt_embeds
     if rows is None:
         return ()
     is_token = getattr(request, "prompt_is_token_ids", None) or [False] * len(rows)
-    runs = [list(run) for is_id, run in groupby(range(len(rows)), lambda at: bool(is_token[at])) if not is_id]
+    runs = [
+        list(run)
+        for is_id, run in groupby(range(len(rows)), lambda at: bool(is_token[at]))
+        if not is_id
+    ]
     return tuple(_rows(rows, run[0], run[-1] + 1) for run in runs)
 
 
 def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
     part = tensor[begin:end].detach().cpu().contiguous()
     raw = part.view(torch.uint8).numpy()
-    return EmbedRows(begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1])
+    return EmbedRows(
+        begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1]
+    )
 
 
 NewTables = Callable[[Any], Tables]
@@ -121,14 +136,20 @@ def tables_of(shape: CacheShape) -> NewTables:
 
 
 def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> StepView:
-    """Return one SchedulerOutput in either shape: a resumed request comes as a new one, its block table whole.
+    """Return one SchedulerOutput in either shape: a resumed request comes as a new one, its block
+    table whole.
 
-    With ``new_tables``, block tables are read as vLLM has them now, and ``grown`` has all blocks that requests were given.
+    With ``new_tables``, block tables are read as vLLM has them now, and ``grown`` has all blocks
+    that requests were given.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
     new = [
-        NewRequest(ReqId(request.req_id), request.num_computed_tokens, cast(Sequence[BlockId], blocks_of(request.block_ids)))
+        NewRequest(
+            ReqId(request.req_id),
+            request.num_computed_tokens,
+            cast(Sequence[BlockId], blocks_of(request.block_ids)),
+        )
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
@@ -137,12 +158,18 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
     else:
-        grown = [(req_id, blocks_of(tables)) for req_id, tables in zip(req_ids, added, strict=True) if tables]
+        grown = [
+            (req_id, blocks_of(tables))
+            for req_id, tables in zip(req_ids, added, strict=True)
+            if tables
+        ]
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]
         new += [
-            NewRequest(ReqId(req_id), computed[i], tables.get(req_id, ())) for i, req_id in enumerate(req_ids) if req_id in resumed
+            NewRequest(ReqId(req_id), computed[i], tables.get(req_id, ()))
+            for i, req_id in enumerate(req_ids)
+            if req_id in resumed
         ]
         grown = [row for row in grown if row[0] not in resumed]
         req_ids, computed = [req_ids[i] for i in kept], [computed[i] for i in kept]
@@ -154,7 +181,9 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         grown=grown,
         num_scheduled_tokens=cast(Any, output.num_scheduled_tokens),
         total_scheduled_tokens=output.total_num_scheduled_tokens,
-        num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()} if drafts else {},
+        num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()}
+        if drafts
+        else {},
         preempted=cast(Any, frozenset(getattr(output, "preempted_req_ids", None) or ())),
     )
     return view if new_tables is None else _resolve(view, output, new_tables)
@@ -163,7 +192,9 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
     """Return ``view`` with block tables as vLLM has them now, and the states that it offers."""
     state = output.kv_connector_block_state
-    assert state is not None, "offered to every connector by the releases whose groups are supported"
+    assert state is not None, (
+        "offered to every connector by the releases whose groups are supported"
+    )
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
     offered = state.boundary_state_offloads.items()
 
@@ -172,9 +203,16 @@ def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> 
         return new_tables(found) if found else None
 
     return view._replace(
-        new=[replace(new, block_ids=()) for new in view.new], grown=grown, tables=tables,
-        states=[BoundaryState(ReqId(req_id), *row) for req_id, rows in offered if req_id not in view.preempted for row in rows],
-    )  # fmt: skip
+        new=[replace(new, block_ids=()) for new in view.new],
+        grown=grown,
+        tables=tables,
+        states=[
+            BoundaryState(ReqId(req_id), *row)
+            for req_id, rows in offered
+            if req_id not in view.preempted
+            for row in rows
+        ],
+    )
 
 
 def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -187,10 +225,14 @@ _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Tokens by vLLM's source labels, summing to ``num_tokens``; what no tier accounts for is unspecified."""
+    """Tokens by vLLM's source labels, summing to ``num_tokens``; what no tier accounts for is
+    unspecified.
+    """
     if CacheHitSource is None:
         return {}
-    sources = Counter({CacheHitSource.HOST: by_tier.get("host", 0), CacheHitSource.DISK: by_tier.get("disk", 0)})
+    sources = Counter(
+        {CacheHitSource.HOST: by_tier.get("host", 0), CacheHitSource.DISK: by_tier.get("disk", 0)}
+    )
     if sources.total() > num_tokens:
         sources.clear()
     sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = num_tokens - sources.total()

@@ -1,8 +1,9 @@
 """The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
 
-vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps before 0.31, results taken
-before it with speculative decoding), so saves run at whichever comes first after the forward. Behind the results a drafter with KV
-of its own runs, and vLLM settles the states that accepted drafts passed: then saves wait for ``wait_for_save``, behind both.
+vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps
+before 0.31, results taken before it with speculative decoding), so saves run at whichever comes
+first after the forward. Behind the results a drafter with KV of its own runs, and vLLM settles the
+states that accepted drafts passed: then saves wait for ``wait_for_save``, behind both.
 """
 
 from __future__ import annotations
@@ -34,17 +35,36 @@ if TYPE_CHECKING:
 class WorkerHalf:
     """Everything kvloft does in one of vLLM's worker processes."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
-        model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        shape: CacheShape,
+        config: Config,
+    ) -> None:
+        model, cache, parallel = (
+            vllm_config.model_config,
+            vllm_config.cache_config,
+            vllm_config.parallel_config,
+        )
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
         """Failed loads are reported by request: ids of blocks do not say which group's they are."""
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
-        self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
-        zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
-        moves_states = any(group.kind == "state" for group in shape.groups)  # into new blocks, before any hook, too
+        self._fingerprint = (
+            f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
+        )
+        zeroes_first = bool(
+            getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        )  # new blocks, before any hook of the step
+        moves_states = any(
+            group.kind == "state" for group in shape.groups
+        )  # into new blocks, before any hook, too
         settings = MoverSettings(
-            config.gpu_copies, config.staging_size, gathers_first=zeroes_first or moves_states, encodes=shape.encoding != RAW
+            config.gpu_copies,
+            config.staging_size,
+            gathers_first=zeroes_first or moves_states,
+            encodes=shape.encoding != RAW,
         )
         self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
         if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
@@ -54,7 +74,9 @@ class WorkerHalf:
         if not are_replaced(vllm_config):
             self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
             listen(WORKER_RELOAD, self._watch.hear_reload)
-        self._saves_late = has_draft_kv(vllm_config) or (moves_states and vllm_config.speculative_config is not None)
+        self._saves_late = has_draft_kv(vllm_config) or (
+            moves_states and vllm_config.speculative_config is not None
+        )
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
@@ -62,9 +84,14 @@ class WorkerHalf:
         if not self._group_layers:
             self.core.register([kv_caches], self._num_blocks, self._fingerprint)
         else:
-            missing = [name for names in self._group_layers for name in names if name not in kv_caches]
+            missing = [
+                name for names in self._group_layers for name in names if name not in kv_caches
+            ]
             if missing:  # its KV would neither be saved nor loaded, and every check would agree
-                raise LayoutError(f"layer {missing[0]!r} of a KV cache group has no KV tensor; kvloft cannot cache it")
+                raise LayoutError(
+                    f"layer {missing[0]!r} of a KV cache group has no KV tensor; kvloft cannot "
+                    "cache it"
+                )
             groups = [{name: kv_caches[name] for name in names} for names in self._group_layers]
             self.core.register(groups, self._num_blocks, self._fingerprint)
 
@@ -84,16 +111,24 @@ class WorkerHalf:
     def take_stats(self) -> KVLoftStats | None:
         totals = self.core.take_totals()
         data = {
-            "saved_bytes": totals.num_bytes_saved, "save_seconds": totals.seconds_saving,
-            "loaded_bytes": totals.num_bytes_loaded, "load_seconds": totals.seconds_loading, "hook_errors": self.hook_errors,
-        }  # fmt: skip
+            "saved_bytes": totals.num_bytes_saved,
+            "save_seconds": totals.seconds_saving,
+            "loaded_bytes": totals.num_bytes_loaded,
+            "load_seconds": totals.seconds_loading,
+            "hook_errors": self.hook_errors,
+        }
         self.hook_errors = 0
-        return KVLoftStats(data) if (data := {name: value for name, value in data.items() if value}) else None
+        return (
+            KVLoftStats(data)
+            if (data := {name: value for name, value in data.items() if value})
+            else None
+        )
 
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Before the allocator unmaps anything.
 
-        vLLM waits only for work on the GPU, not for copies that kvloft has queued. A kernel on unmapped pages ends the engine.
+        vLLM waits only for work on the GPU, not for copies that kvloft has queued. A kernel on
+        unmapped pages ends the engine.
         """
         self.core.drain()
 

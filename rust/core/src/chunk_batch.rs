@@ -1,7 +1,8 @@
-//! Chunks as columns: the one form of "these chunks" from the store's answer to the kernel's table and back to commit.
+//! Chunks as columns: the one form of "these chunks" from the store's answer to the kernel's table
+//! and back to commit.
 //!
-//! A long prompt has thousands of chunks, and a forward or the first byte of a load waits for them, so there is no object
-//! for each. It must not know the store, Python, or what the blocks hold.
+//! A long prompt has thousands of chunks, and a forward or the first byte of a load waits for them,
+//! so there is no object for each. It must not know the store, Python, or what the blocks hold.
 
 use std::ops::Range;
 
@@ -16,10 +17,12 @@ pub const NOT_WANTED: i32 = -1;
 /// A block that belongs to no request. It is never saved.
 pub const NULL_BLOCK: i32 = 0;
 
-/// Frames, their keys, and the paged blocks on the other side of the copy, of one or more KV cache groups.
+/// Frames, their keys, and the paged blocks on the other side of the copy, of one or more KV cache
+/// groups.
 ///
-/// The chunks of a group have the same number of entries in `blocks`, one per block of their frames: a block id, or
-/// [`NOT_WANTED`] before and behind the blocks that are copied. Saves have tickets, loads have none.
+/// The chunks of a group have the same number of entries in `blocks`, one per block of their
+/// frames: a block id, or [`NOT_WANTED`] before and behind the blocks that are copied. Saves have
+/// tickets, loads have none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
     parts: Vec<Part>,
@@ -87,7 +90,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Counts units that need no chunk, so that there are `num_units`: of the tier that the others came from.
+    /// Counts units that need no chunk, so that there are `num_units`: of the tier that the others
+    /// came from.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -100,7 +104,11 @@ fn invalid(what: &'static str) -> Error {
 
 fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> Result<Vec<T>> {
     let (items, rest) = bytes.as_chunks::<N>();
-    if rest.is_empty() { Ok(items.iter().map(|item| of(*item)).collect()) } else { Err(invalid("a column is cut off")) }
+    if rest.is_empty() {
+        Ok(items.iter().map(|item| of(*item)).collect())
+    } else {
+        Err(invalid("a column is cut off"))
+    }
 }
 
 /// No block has a negative number; one of them means that a block is not copied.
@@ -109,7 +117,8 @@ fn check_table(table: &[i32]) -> Result<()> {
     is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
 }
 
-/// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other blocks are wanted, too.
+/// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other
+/// blocks are wanted, too.
 fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
@@ -132,12 +141,16 @@ impl Part {
         &self.blocks[nth * num..(nth + 1) * num]
     }
 
-    /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not one run.
+    /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not
+    /// one run.
     fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
         let frames = numbers(columns.frames, u32::from_le_bytes)?;
         let keys = numbers(columns.keys, |key: [u8; 32]| key)?;
         let blocks = numbers(columns.blocks, i32::from_le_bytes)?;
-        if frames.is_empty() || keys.len() != frames.len() || !blocks.len().is_multiple_of(frames.len()) {
+        if frames.is_empty()
+            || keys.len() != frames.len()
+            || !blocks.len().is_multiple_of(frames.len())
+        {
             return Err(invalid("columns of different lengths"));
         }
         let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
@@ -158,23 +171,29 @@ impl Part {
     }
 
     fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
-        let is_block = |block: i32| block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks);
+        let is_block = |block: i32| {
+            block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks)
+        };
         if self.rows.iter().any(|row| row.frame >= num_frames) {
-            return Err(invalid("a frame is not one of the arena's").with_context("num_frames", num_frames));
+            return Err(
+                invalid("a frame is not one of the arena's").with_context("num_frames", num_frames)
+            );
         }
         if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
             let error = invalid("a chunk does not have as many blocks as a frame");
             return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }
         if !self.blocks.iter().all(|block| is_block(*block)) {
-            return Err(invalid("a block is not one of the paged KV").with_context("num_blocks", num_blocks));
+            return Err(invalid("a block is not one of the paged KV")
+                .with_context("num_blocks", num_blocks));
         }
         Ok(())
     }
 }
 
 impl ChunkBatch {
-    /// `InvalidConfig` for columns that do not fit together; `tickets` are u64, one per chunk or none.
+    /// `InvalidConfig` for columns that do not fit together; `tickets` are u64, one per chunk or
+    /// none.
     pub fn from_columns(parts: &[Columns<&[u8]>], tickets: &[u8]) -> Result<Self> {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
@@ -187,8 +206,9 @@ impl ChunkBatch {
         self.parts.iter().map(Part::columns)
     }
 
-    /// Adds reserved chunks of `group`, each with the blocks to gather from: `table` has `num_blocks` of each unit from
-    /// `first_unit` on. `InvalidConfig` for a chunk outside the table, or a negative block in it.
+    /// Adds reserved chunks of `group`, each with the blocks to gather from: `table` has
+    /// `num_blocks` of each unit from `first_unit` on. `InvalidConfig` for a chunk outside the
+    /// table, or a negative block in it.
     ///
     /// Chunks with a null block are left out; their tickets are returned.
     pub fn add_saves(
@@ -202,7 +222,10 @@ impl ChunkBatch {
         check_table(table)?;
         let (mut part, mut without_kv) = (Part::new(group, reserved.len(), num_blocks), Vec::new());
         for chunk in reserved {
-            let unit = chunk.unit.checked_sub(first_unit).ok_or_else(|| invalid("a chunk before the block table"))?;
+            let unit = chunk
+                .unit
+                .checked_sub(first_unit)
+                .ok_or_else(|| invalid("a chunk before the block table"))?;
             let from = unit.saturating_mul(num_blocks) as usize;
             let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
             let blocks = blocks.ok_or_else(|| invalid("the block table is too short"))?;
@@ -217,9 +240,10 @@ impl ChunkBatch {
         Ok(without_kv)
     }
 
-    /// Adds leased chunks of `group`, those of consecutive units from `first_unit` on, each with the blocks to scatter to: `table`
-    /// begins with block `begin` of the group. Chunks outside the table are left out. Returns the chunks added, by tier, and the
-    /// number of blocks that they fill. `InvalidConfig` for a negative block.
+    /// Adds leased chunks of `group`, those of consecutive units from `first_unit` on, each with
+    /// the blocks to scatter to: `table` begins with block `begin` of the group. Chunks outside the
+    /// table are left out. Returns the chunks added, by tier, and the number of blocks that they
+    /// fill. `InvalidConfig` for a negative block.
     pub fn add_loads(
         &mut self,
         group: u32,
@@ -230,10 +254,13 @@ impl ChunkBatch {
         begin: u32,
     ) -> Result<(UnitsByTier, usize)> {
         check_table(table)?;
-        let (mut part, mut by_tier) = (Part::new(group, leased.len(), cut.kept), UnitsByTier::default());
+        let (mut part, mut by_tier) =
+            (Part::new(group, leased.len(), cut.kept), UnitsByTier::default());
         let end = begin.saturating_add(u32::try_from(table.len()).unwrap_or(u32::MAX));
         let mut num_filled = 0;
-        for (chunk, unit) in leased.iter().zip((first_unit..u32::MAX).chain(std::iter::repeat(u32::MAX))) {
+        for (chunk, unit) in
+            leased.iter().zip((first_unit..u32::MAX).chain(std::iter::repeat(u32::MAX)))
+        {
             let chunk_end = unit.saturating_add(1).saturating_mul(cut.each);
             let chunk_begin = chunk_end.saturating_sub(cut.kept);
             if chunk_end <= begin || chunk_end > end {
@@ -306,7 +333,11 @@ impl ChunkBatch {
 
     /// Paged blocks that are copied, of all chunks.
     pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
-        self.parts.iter().flat_map(|part| &part.blocks).copied().filter(|block| *block != NOT_WANTED)
+        self.parts
+            .iter()
+            .flat_map(|part| &part.blocks)
+            .copied()
+            .filter(|block| *block != NOT_WANTED)
     }
 
     /// These chunks, each below `len`, in this order.
@@ -319,15 +350,19 @@ impl ChunkBatch {
                 taken.parts.push(Part::new(part.group, 1, 1));
             }
             if let Some(last) = taken.parts.last_mut() {
-                last.push(part.rows[at].frame, part.rows[at].key, part.blocks_of(at).iter().copied());
+                last.push(
+                    part.rows[at].frame,
+                    part.rows[at].key,
+                    part.blocks_of(at).iter().copied(),
+                );
             }
             taken.tickets.extend(self.tickets.get(nth));
         }
         taken
     }
 
-    /// Each group's chunks in the order of their frames, so that neighbours in the arena, whatever order they were reserved in,
-    /// are one copy.
+    /// Each group's chunks in the order of their frames, so that neighbours in the arena, whatever
+    /// order they were reserved in, are one copy.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -351,7 +386,8 @@ impl ChunkBatch {
         self.parts.iter().map(&mut batch).collect()
     }
 
-    /// All chunks of `batches` as those of the first one's group. They have as many blocks a chunk, and all tickets or none.
+    /// All chunks of `batches` as those of the first one's group. They have as many blocks a chunk,
+    /// and all tickets or none.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

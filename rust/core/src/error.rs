@@ -35,7 +35,12 @@ impl Error {
 
     /// An I/O error with the operation that failed.
     pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
-        Self { kind: ErrorKind::Io, message: message.into(), context: Vec::new(), source: Some(source) }
+        Self {
+            kind: ErrorKind::Io,
+            message: message.into(),
+            context: Vec::new(),
+            source: Some(source),
+        }
     }
 
     /// Adds a named value for logs.
@@ -55,7 +60,8 @@ impl Error {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Whether the system refused for lack of space: the file system is full, or its quota is used up.
+    /// Whether the system refused for lack of space: the file system is full, or its quota is used
+    /// up.
     pub(crate) fn is_no_space(&self) -> bool {
         self.source.as_ref().is_some_and(is_no_space)
     }

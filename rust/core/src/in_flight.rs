@@ -1,7 +1,9 @@
-//! Saves in flight: which ranks have yet to report each, which blocks they read, and what becomes of them.
+//! Saves in flight: which ranks have yet to report each, which blocks they read, and what becomes
+//! of them.
 //!
-//! The reservations of one prefix have consecutive tickets, so they are one entry; a prompt of several KV cache groups has thousands of
-//! saves in few rows. It must not know a store: it hands out the numbers that the store gave.
+//! The reservations of one prefix have consecutive tickets, so they are one entry; a prompt of
+//! several KV cache groups has thousands of saves in few rows. It must not know a store: it hands
+//! out the numbers that the store gave.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -68,9 +70,12 @@ impl InFlight {
     pub(crate) fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
         let first = self.next_ticket;
         let reservations = batch.number(first);
-        let (Some(lowest), Some(highest)) = (reservations.first(), reservations.last()) else { return Arc::new(batch) };
+        let (Some(lowest), Some(highest)) = (reservations.first(), reservations.last()) else {
+            return Arc::new(batch);
+        };
         if *lowest <= self.last_reservation {
-            // The store restarted without the reservations in flight: it must not see their old numbers.
+            // The store restarted without the reservations in flight: it must not see their old
+            // numbers.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;
@@ -79,8 +84,11 @@ impl InFlight {
             *self.readers.entry(block).or_default() += 1;
         }
         let batch = Arc::new(batch);
-        let save =
-            |reservation| Save { reservation: Some(reservation), num_ranks_left: num_ranks.max(1), failed: false };
+        let save = |reservation| Save {
+            reservation: Some(reservation),
+            num_ranks_left: num_ranks.max(1),
+            failed: false,
+        };
         let saves: Vec<_> = reservations.into_iter().map(save).collect();
         let num_left = saves.len();
         self.num_saves += num_left;
@@ -100,7 +108,9 @@ impl InFlight {
 
     /// Those of `blocks` that a save in flight reads; every such block for None.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
-        let among = |blocks: &[i32]| blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect();
+        let among = |blocks: &[i32]| {
+            blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()
+        };
         blocks.map_or_else(|| self.readers.keys().copied().collect(), among)
     }
 

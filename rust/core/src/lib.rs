@@ -1,9 +1,10 @@
 //! kvloft's core: what a prefix's key is, and where its bytes are kept.
 //!
-//! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease, reserve,
-//! commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag` proving bytes.
-//! Engines ask a store through a `session`; an `engine` counts its ranks' reports and has chunks in `batch`es.
-//! Nothing here knows Python, CUDA, vLLM, the clock or the environment.
+//! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease,
+//! reserve, commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag`
+//! proving bytes. Engines ask a store through a `session`; an `engine` counts its ranks' reports
+//! and has chunks in `batch`es. Nothing here knows Python, CUDA, vLLM, the clock or the
+//! environment.
 
 pub mod chunk_batch;
 pub mod engine;

@@ -1,7 +1,9 @@
-//! Values by ascending numbers, removed mostly in the order of insertion: reservations and saves in flight.
+//! Values by ascending numbers, removed mostly in the order of insertion: reservations and saves in
+//! flight.
 //!
-//! A prompt of several KV cache groups has thousands of them at once. So they stand in a row, where the next that is asked for is
-//! next to the last one; a hash map has each in another place. Must not depend on the type of the values.
+//! A prompt of several KV cache groups has thousands of them at once. So they stand in a row, where
+//! the next that is asked for is next to the last one; a hash map has each in another place. Must
+//! not depend on the type of the values.
 
 use std::collections::VecDeque;
 
@@ -36,7 +38,8 @@ impl<T> Numbered<T> {
         self.row.reserve(num);
     }
 
-    /// Enters a value in the place of one with the same number. It costs little if all others have lower numbers.
+    /// Enters a value in the place of one with the same number. It costs little if all others have
+    /// lower numbers.
     pub(crate) fn insert(&mut self, number: u64, value: T) {
         let value = Some(value);
         if self.row.back().is_none_or(|(last, _)| *last < number) {
@@ -79,14 +82,16 @@ impl<T> Numbered<T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// The last place whose number is not above `number`: most often where one was found before, or the next.
+    /// The last place whose number is not above `number`: most often where one was found before, or
+    /// the next.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
             is_above(at) == Some(false) && is_above(at + 1) != Some(false)
         };
         let near = [self.hand, self.hand + 1].into_iter().find(|at| is_there(*at));
-        self.hand = near.or_else(|| self.row.partition_point(|(other, _)| *other <= number).checked_sub(1))?;
+        self.hand = near
+            .or_else(|| self.row.partition_point(|(other, _)| *other <= number).checked_sub(1))?;
         Some(self.hand)
     }
 

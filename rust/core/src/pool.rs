@@ -1,10 +1,12 @@
-//! The memory that several stores share: which store has which slab of the arena, and which one should give a slab up.
+//! The memory that several stores share: which store has which slab of the arena, and which one
+//! should give a slab up.
 //!
-//! Each store lays a grid of its own frame size over the arena and uses the frames inside its own slabs. A free slab goes to the
-//! first store that asks. When none is free, a store below its share is *hungry*: stores above their share are asked for a slab,
-//! and hand it over later. No call waits for that. A store whose workers can copy to a first part of the arena only has its part
-//! of its share there, so that others cannot have all of it. A store's lock may be held while the pool's is taken, never the reverse.
-//! It must not know chunks, frames in use or namespaces.
+//! Each store lays a grid of its own frame size over the arena and uses the frames inside its own
+//! slabs. A free slab goes to the first store that asks. When none is free, a store below its share
+//! is *hungry*: stores above their share are asked for a slab, and hand it over later. No call
+//! waits for that. A store whose workers can copy to a first part of the arena only has its part of
+//! its share there, so that others cannot have all of it. A store's lock may be held while the
+//! pool's is taken, never the reverse. It must not know chunks, frames in use or namespaces.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,7 +22,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// An arena has this many slabs, up to twice as many, where it is large enough.
 const NUM_SLABS: u64 = 64;
-/// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the seam of two stores is lost.
+/// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the
+/// seam of two stores is lost.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -65,16 +68,24 @@ pub struct Pool {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("arena", &self.arena).field("slab_bytes", &self.slab_bytes).finish_non_exhaustive()
+        f.debug_struct("Pool")
+            .field("arena", &self.arena)
+            .field("slab_bytes", &self.slab_bytes)
+            .finish_non_exhaustive()
     }
 }
 
 impl Pool {
-    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called, maybe under a store's lock, when a
-    /// store became hungry: then [`crate::store::Store::give_way`] of the others should be.
+    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called,
+    /// maybe under a store's lock, when a store became hungry: then
+    /// [`crate::store::Store::give_way`] of the others should be.
     ///
     /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
-    pub fn create(host_bytes: u64, frame_bytes: u64, wake: impl Fn() + Send + Sync + 'static) -> Result<Arc<Self>> {
+    pub fn create(
+        host_bytes: u64,
+        frame_bytes: u64,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Arc<Self>> {
         Self::create_over(DiskRoot::shared(), host_bytes, frame_bytes, wake)
     }
 
@@ -86,19 +97,33 @@ impl Pool {
         wake: impl Fn() + Send + Sync + 'static,
     ) -> Result<Arc<Self>> {
         let host_bytes = host_bytes - host_bytes % FRAME_ALIGN;
-        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) || host_bytes < frame_bytes {
-            let message = format!("host_size = {} holds no chunk of {frame_bytes} bytes", size_text(host_bytes));
+        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) || host_bytes < frame_bytes
+        {
+            let message = format!(
+                "host_size = {} holds no chunk of {frame_bytes} bytes",
+                size_text(host_bytes)
+            );
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         let slab_bytes = slab_bytes(host_bytes, frame_bytes);
         let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
-        let books = Books { slabs: vec![None; num_slabs as usize], num_free: num_slabs, ..Books::default() };
+        let books = Books {
+            slabs: vec![None; num_slabs as usize],
+            num_free: num_slabs,
+            ..Books::default()
+        };
         let arena = HostArena::of_bytes(host_bytes)?;
-        Ok(Arc::new(Self { arena, slab_bytes, disk, books: Mutex::new(books), wake: Box::new(wake) }))
+        Ok(Arc::new(Self {
+            arena,
+            slab_bytes,
+            disk,
+            books: Mutex::new(books),
+            wake: Box::new(wake),
+        }))
     }
 
-    /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of `frame_bytes`; returns how many ranges.
-    /// `Io` if the system refuses.
+    /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of
+    /// `frame_bytes`; returns how many ranges. `Io` if the system refuses.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
         let places = placement::by_shard(frame_bytes, num_frames, nodes);
@@ -126,7 +151,8 @@ impl Pool {
         self.books().wanting().next().is_some()
     }
 
-    /// Whether a store found no room on the shared disk since this was asked last, and closing another would make some.
+    /// Whether a store found no room on the shared disk since this was asked last, and closing
+    /// another would make some.
     pub fn take_short_of_disk(&self) -> bool {
         self.disk.take_short()
     }
@@ -135,7 +161,8 @@ impl Pool {
         &self.arena
     }
 
-    /// `InvalidConfig` unless every slab holds a whole frame of this size: a store could have slabs and still no frame.
+    /// `InvalidConfig` unless every slab holds a whole frame of this size: a store could have slabs
+    /// and still no frame.
     pub fn check(&self, frame_bytes: u64) -> Result<()> {
         let slab_bytes = self.slab_bytes;
         if slab_bytes.is_multiple_of(frame_bytes) || 2 * frame_bytes - FRAME_ALIGN <= slab_bytes {
@@ -196,7 +223,8 @@ impl Books {
 
     /// Slabs before `end` that a store may have while others want them too.
     fn share_before(&self, end: u32, owner: &Owner) -> u32 {
-        let part = u64::from(owner.share) * u64::from(end.min(self.num_slabs())) / u64::from(self.num_slabs().max(1));
+        let part = u64::from(owner.share) * u64::from(end.min(self.num_slabs()))
+            / u64::from(self.num_slabs().max(1));
         u32::try_from(part).unwrap_or(u32::MAX).max(owner.share.min(end).min(1))
     }
 
@@ -206,12 +234,14 @@ impl Books {
 
     /// Stores that should get a slab, and before which.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let end =
-            |(id, owner): (&u32, &Owner)| owner.hungry.filter(|end| self.wants(*end, *id, owner)).map(|end| (*id, end));
+        let end = |(id, owner): (&u32, &Owner)| {
+            owner.hungry.filter(|end| self.wants(*end, *id, owner)).map(|end| (*id, end))
+        };
         self.owners.iter().filter_map(end)
     }
 
-    /// The slab is for the hungriest store that can use it, first of those that can use fewest; or for who asks next.
+    /// The slab is for the hungriest store that can use it, first of those that can use fewest; or
+    /// for who asks next.
     fn give(&mut self, from: u32, slab: SlabId) {
         if let Some(owner) = self.owners.get_mut(&from) {
             owner.num_slabs -= 1;
@@ -267,12 +297,17 @@ impl Member {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// Takes the lowest free slab before `end`. If there is none, the store becomes hungry while it has less than its share there.
+    /// Takes the lowest free slab before `end`. If there is none, the store becomes hungry while it
+    /// has less than its share there.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut books = self.pool.books();
         let Books { slabs, num_free, owners, .. } = &mut *books;
         let own = owners.entry(self.id).or_default();
-        let free = if *num_free > 0 { slabs.iter().take(end as usize).position(Option::is_none) } else { None };
+        let free = if *num_free > 0 {
+            slabs.iter().take(end as usize).position(Option::is_none)
+        } else {
+            None
+        };
         if let Some(at) = free {
             slabs[at] = Some(self.id);
             *num_free -= 1;
@@ -309,7 +344,8 @@ impl Member {
         let books = self.pool.books();
         let own = books.owners.get(&self.id)?;
         let ends = books.wanting().map(|(_, end)| end);
-        ends.filter(|end| books.num_before(*end, self.id, own) > books.share_before(*end, own)).min()
+        ends.filter(|end| books.num_before(*end, self.id, own) > books.share_before(*end, own))
+            .min()
     }
 }
 
@@ -320,7 +356,11 @@ impl Drop for Member {
             own.is_active = false;
         }
         books.share_out();
-        let own: Vec<_> = (0..).map(SlabId).zip(&books.slabs).filter(|(_, owner)| **owner == Some(self.id)).collect();
+        let own: Vec<_> = (0..)
+            .map(SlabId)
+            .zip(&books.slabs)
+            .filter(|(_, owner)| **owner == Some(self.id))
+            .collect();
         let own: Vec<_> = own.into_iter().map(|(slab, _)| slab).collect();
         for slab in own {
             books.give(self.id, slab);

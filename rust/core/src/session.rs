@@ -1,7 +1,8 @@
 //! What the scheduler half may ask of a store, wherever that is.
 //!
-//! A session is asked with roots and keys and answers with numbers, so that it can cross a socket: leases and reservations are
-//! its own and end with it. Paged blocks and reports of ranks are the engine's: see `engine`.
+//! A session is asked with roots and keys and answers with numbers, so that it can cross a socket:
+//! leases and reservations are its own and end with it. Paged blocks and reports of ranks are the
+//! engine's: see `engine`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,8 +17,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 use crate::store::{
-    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, Store, StoreConfig,
-    ToSave, WriteLease,
+    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation,
+    Store, StoreConfig, ToSave, WriteLease,
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
 
@@ -25,14 +26,16 @@ pub use crate::store::{ArenaInfo, LifelineInfo};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// A store as one engine sees it. Dropping a session aborts its reservations and releases its leases (I5).
+/// A store as one engine sees it. Dropping a session aborts its reservations and releases its
+/// leases (I5).
 ///
 /// A session that lost its store answers with misses.
 pub trait Session: Send + Sync + fmt::Debug {
     /// How a worker maps the frames; None while there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
-    /// Begins to use another store, if the one before is gone and another was found: true. Nothing of the old one is there then, and
-    /// `arena` may be another. Only here does a session change its store, so that no plan has frames of two.
+    /// Begins to use another store, if the one before is gone and another was found: true. Nothing
+    /// of the old one is there then, and `arena` may be another. Only here does a session change
+    /// its store, so that no plan has frames of two.
     fn renew(&self) -> bool {
         false
     }
@@ -42,26 +45,29 @@ pub trait Session: Send + Sync + fmt::Debug {
     }
     /// Looks up many prefixes in one call.
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the stored chunks of a prefix in host memory and starts to read the rest, as far as frames are available.
+    /// Pins the stored chunks of a prefix in host memory and starts to read the rest, as far as
+    /// frames are available.
     fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
         self.acquire_all(&[prefix])
     }
     /// Acquires many prefixes as one lease.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// How much is ready and how much is still being read, of all its prefixes together. Nothing for a lease that ended.
+    /// How much is ready and how much is still being read, of all its prefixes together. Nothing
+    /// for a lease that ended.
     fn poll(&self, lease: LeaseId) -> Progress;
     /// Every chunk that is ready now, prefix by prefix in order.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Unpins; again does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves the missing chunks of a range; also returns how many got no frame. The numbers count up while the store lives;
-    /// one that began anew has none of those that it gave out before.
+    /// Reserves the missing chunks of a range; also returns how many got no frame. The numbers
+    /// count up while the store lives; one that began anew has none of those that it gave out
+    /// before.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
         let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
         Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
     }
-    /// The same for many, in one question: chunks of the first, then of the next, and how many are whose. Nothing if one prefix
-    /// has not got its range.
+    /// The same for many, in one question: chunks of the first, then of the next, and how many are
+    /// whose. Nothing if one prefix has not got its range.
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
@@ -77,17 +83,20 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn limit_frames(&self, num_frames: u32);
     /// Returns the log lines since the last call.
     fn take_events(&self) -> Vec<String>;
-    /// Records added and removed chunks from now on, as [`Store::watch`]; a second call does nothing.
+    /// Records added and removed chunks from now on, as [`Store::watch`]; a second call does
+    /// nothing.
     fn watch(&self, capacity: usize);
-    /// As [`Listener::changes`]. While there is no store, or none that answers for a second, nothing that is asked for is there;
-    /// until then there are no rows. Once nothing is there, and with the next answer, every earlier report may be wrong (`lost`).
+    /// As [`Listener::changes`]. While there is no store, or none that answers for a second,
+    /// nothing that is asked for is there; until then there are no rows. Once nothing is there, and
+    /// with the next answer, every earlier report may be wrong (`lost`).
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;
     /// Ends reservations and stops serving; leases end by themselves.
     fn close(&self, timeout: Duration);
 
-    /// Whether the last reservation got no answer in time: what it dropped can be tried again at once.
+    /// Whether the last reservation got no answer in time: what it dropped can be tried again at
+    /// once.
     fn is_save_late(&self) -> bool {
         false
     }
@@ -118,9 +127,15 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// One of several sessions of `store`. Closing it closes the store; dropping it ends only its leases and reservations.
+    /// One of several sessions of `store`. Closing it closes the store; dropping it ends only its
+    /// leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
-        Self { leases: Mutex::default(), limit: AtomicU32::new(u32::MAX), listener: OnceLock::new(), store }
+        Self {
+            leases: Mutex::default(),
+            limit: AtomicU32::new(u32::MAX),
+            listener: OnceLock::new(),
+            store,
+        }
     }
 
     /// Open reservations, and read leases.
@@ -142,7 +157,8 @@ impl Local {
         self.leases().reads.get(&lease).cloned()
     }
 
-    /// The reservations of `tickets` that are still open. Dropping one aborts it, so drop them without the lock.
+    /// The reservations of `tickets` that are still open. Dropping one aborts it, so drop them
+    /// without the lock.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());
@@ -183,7 +199,8 @@ impl Session for Local {
     }
 
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
-        let (leases, got) = self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked)?;
+        let (leases, got) =
+            self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked)?;
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
         let writes = &mut self.leases().writes;
         writes.reserve(leases.len());
@@ -226,7 +243,9 @@ impl Session for Local {
     }
 
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
-        self.listener.get().map_or_else(|| Changes::of_none(asked), |listener| listener.changes(asked, limit))
+        self.listener
+            .get()
+            .map_or_else(|| Changes::of_none(asked), |listener| listener.changes(asked, limit))
     }
 
     fn flush(&self, timeout: Duration) -> bool {

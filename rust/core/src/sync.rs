@@ -1,5 +1,5 @@
-//! Locks, conditions and threads: the standard library's, or under `--cfg shuttle` those of a model checker, which
-//! chooses who goes next at each of them (`tests/models.rs`).
+//! Locks, conditions and threads: the standard library's, or under `--cfg shuttle` those of a model
+//! checker, which chooses who goes next at each of them (`tests/models.rs`).
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{

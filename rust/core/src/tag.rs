@@ -1,15 +1,18 @@
-//! A 64-bit position-dependent tag over a chunk's pages: made where bytes are produced, checked where they are used.
+//! A 64-bit position-dependent tag over a chunk's pages: made where bytes are produced, checked
+//! where they are used.
 //!
-//! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th little-endian 64-bit word of
-//! page p (pages in payload order, each padded with zeros to whole words) and
-//! `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >> 32`. It is a sum, so any number of threads may
-//! take part in any order, and only 64-bit multiply, xor, shift and add, so a GPU does it while it copies. `mix` is a bijection:
-//! damage inside one word always shows. It finds accidents (torn, stale, swapped, shifted pages), not adversaries.
+//! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th
+//! little-endian 64-bit word of page p (pages in payload order, each padded with zeros to whole
+//! words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >>
+//! 32`. It is a sum, so any number of threads may take part in any order, and only 64-bit multiply,
+//! xor, shift and add, so a GPU does it while it copies. `mix` is a bijection: damage inside one
+//! word always shows. It finds accidents (torn, stale, swapped, shifted pages), not adversaries.
 //! This file must not know what a page holds.
 
 use crate::{Error, ErrorKind, Result};
 
-// Nothing up the sleeve: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " + name), made odd.
+// Nothing up the sleeve: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " + name), made
+// odd.
 /// Factor of the page number.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
 /// Factor of the word number inside its page.
@@ -21,16 +24,20 @@ pub const M1: u64 = 0xaaa3_ec23_16f3_9b27;
 /// Second factor of `mix`.
 pub const M2: u64 = 0x6f8b_3af1_12db_4f79;
 
-/// The tag of a payload: for each of `num_blocks` blocks, one page of each of `page_bytes`, back to back.
+/// The tag of a payload: for each of `num_blocks` blocks, one page of each of `page_bytes`, back to
+/// back.
 ///
 /// `InvalidConfig` if the payload is not as long as its pages.
 pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<u64> {
     let block_bytes = page_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>();
     if block_bytes.checked_mul(u64::from(num_blocks)) != u64::try_from(payload.len()).ok() {
-        return Err(Error::new(ErrorKind::InvalidConfig, "a payload must be num_blocks blocks of all page_bytes")
-            .with_context("payload_bytes", payload.len())
-            .with_context("block_bytes", block_bytes)
-            .with_context("num_blocks", num_blocks));
+        return Err(Error::new(
+            ErrorKind::InvalidConfig,
+            "a payload must be num_blocks blocks of all page_bytes",
+        )
+        .with_context("payload_bytes", payload.len())
+        .with_context("block_bytes", block_bytes)
+        .with_context("num_blocks", num_blocks));
     }
     let mut rest = payload;
     let mut position = C;
@@ -71,9 +78,10 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
 
 /// A bijection of 64 bits whose every input bit reaches every output bit.
 ///
-/// A product moves a top bit nowhere, so what a flip leaves to the top bits alone differs by few values, and two such words cancel
-/// out: with `x >> 32` as the first step, the signs of both fp32 values of two words did so in one of 2^20 pairs. The two
-/// rotations lose no bit, and only a mask of 10 bits or more (20 or more) leaves nothing below the top 16 (top 8) bits.
+/// A product moves a top bit nowhere, so what a flip leaves to the top bits alone differs by few
+/// values, and two such words cancel out: with `x >> 32` as the first step, the signs of both fp32
+/// values of two words did so in one of 2^20 pairs. The two rotations lose no bit, and only a mask
+/// of 10 bits or more (20 or more) leaves nothing below the top 16 (top 8) bits.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

@@ -8,7 +8,11 @@ pub fn size_text(bytes: u64) -> String {
         let hundredths = (u128::from(bytes) * 100) >> shift;
         if hundredths >= 100 {
             let (whole, rest) = (hundredths / 100, hundredths % 100);
-            return if rest == 0 { format!("{whole} {unit}") } else { format!("{whole}.{rest:02} {unit}") };
+            return if rest == 0 {
+                format!("{whole} {unit}")
+            } else {
+                format!("{whole}.{rest:02} {unit}")
+            };
         }
     }
     format!("{bytes} bytes")

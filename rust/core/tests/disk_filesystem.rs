@@ -1,6 +1,8 @@
-//! The disk tier on real file systems in trouble: full, frozen, unmounted, and become read-only by an error.
+//! The disk tier on real file systems in trouble: full, frozen, unmounted, and become read-only by
+//! an error.
 //!
-//! They are mounted here, from files; where that is not possible (no root, no loop device) a test says so and ends.
+//! They are mounted here, from files; where that is not possible (no root, no loop device) a test
+//! says so and ends.
 
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
 
@@ -24,7 +26,8 @@ const FRAME: usize = 64 * 1024;
 const HUNG: Duration = Duration::from_secs(60);
 
 fn run(program: &str, args: &[&str]) -> bool {
-    let status = Command::new(program).args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let status =
+        Command::new(program).args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
     status.is_ok_and(|status| status.success())
 }
 
@@ -41,7 +44,8 @@ impl Mounted {
         fs::File::create(dir.path().join("image")).unwrap().set_len(size_mib << 20).unwrap();
         let it = Self { kind, dir };
         let mkfs = format!("mkfs.{kind}");
-        let is_made = kind == "tmpfs" || run(&mkfs, &["-q", "-F", it.path("image").to_str().unwrap()]);
+        let is_made =
+            kind == "tmpfs" || run(&mkfs, &["-q", "-F", it.path("image").to_str().unwrap()]);
         if is_made && it.mount(size_mib) {
             return Some(it);
         }
@@ -50,7 +54,8 @@ impl Mounted {
     }
 
     fn mount(&self, size_mib: u64) -> bool {
-        let (image, mnt, size) = (self.path("image"), self.path("mnt"), format!("size={size_mib}m"));
+        let (image, mnt, size) =
+            (self.path("image"), self.path("mnt"), format!("size={size_mib}m"));
         let (image, mnt) = (image.to_str().unwrap(), mnt.to_str().unwrap());
         match self.kind {
             "tmpfs" => run("mount", &["-t", "tmpfs", "-o", &size, "none", mnt]),
@@ -79,7 +84,8 @@ impl Mounted {
         assert!(run("sync", &["-f", self.path("mnt").to_str().unwrap()]));
     }
 
-    /// Until the room of a file that was removed can be used: a file system with a journal gives it back later.
+    /// Until the room of a file that was removed can be used: a file system with a journal gives it
+    /// back later.
     fn wait_for_room(&self) {
         let begun = Instant::now();
         loop {
@@ -118,7 +124,8 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         self.freeze("-u");
         let mnt = self.path("mnt");
-        let _ = run("umount", &[mnt.to_str().unwrap()]) || run("umount", &["-l", mnt.to_str().unwrap()]);
+        let _ = run("umount", &[mnt.to_str().unwrap()])
+            || run("umount", &["-l", mnt.to_str().unwrap()]);
     }
 }
 
@@ -133,7 +140,11 @@ fn frame(i: u32) -> PageBuffer {
 }
 
 fn write(tier: &DiskTier, slot: SlotId, i: u32) -> kvloft_core::Result<()> {
-    tier.write(slot, &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }, &frame(i))
+    tier.write(
+        slot,
+        &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 },
+        &frame(i),
+    )
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
@@ -151,7 +162,8 @@ fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
     found.iter().map(|entry| entry.meta.key).collect()
 }
 
-/// The result of something that must not hang; a hung file system is thawed first, so that the test can end.
+/// The result of something that must not hang; a hung file system is thawed first, so that the test
+/// can end.
 fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
@@ -172,7 +184,8 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     let filler = mounted.fill();
     for _ in 0..2 {
         match DiskTier::open(mounted.config(8)) {
-            // Some file systems still have room for a directory and a small file; then there is no slot.
+            // Some file systems still have room for a directory and a small file; then there is no
+            // slot.
             Ok((tier, _)) => assert_eq!(tier.reserve(), None),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "worth another try: {error}"),
         }
@@ -181,7 +194,11 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     mounted.wait_for_room();
     let (tier, found) = DiskTier::open(mounted.config(8)).unwrap();
     assert!(found.is_empty());
-    assert_eq!((tier.take_events(), tier.stats().fresh_starts), (Vec::new(), 0), "nothing half made was left");
+    assert_eq!(
+        (tier.take_events(), tier.stats().fresh_starts),
+        (Vec::new(), 0),
+        "nothing half made was left"
+    );
     let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
     // Full again beside a cache: what is allocated can still be written, read and freed.
     mounted.fill();
@@ -267,18 +284,24 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     assert_eq!(tier.stats().slots_used, 6);
     assert!((0..6).all(|i| is_whole(&tier, slots[i as usize], i)));
     drop(tier);
-    assert_eq!(DiskTier::open(config.clone()).unwrap_err().kind(), ErrorKind::Io, "worth another try");
+    assert_eq!(
+        DiskTier::open(config.clone()).unwrap_err().kind(),
+        ErrorKind::Io,
+        "worth another try"
+    );
     mounted.unmount();
     assert!(mounted.mount(24));
     let (_tier, found) = DiskTier::open(config).unwrap();
     assert_eq!(keys(&found), (0..6).map(key).collect::<Vec<_>>());
 }
 
-/// Makes an ext4 report an error to itself, upon which it becomes read-only, as after a failed write of its own.
+/// Makes an ext4 report an error to itself, upon which it becomes read-only, as after a failed
+/// write of its own.
 fn break_ext4(mnt: &Path) -> bool {
     let output = Command::new("findmnt").args(["-no", "SOURCE", mnt.to_str().unwrap()]).output();
     let Ok(output) = output else { return false };
-    let device = String::from_utf8_lossy(&output.stdout).trim().trim_start_matches("/dev/").to_owned();
+    let device =
+        String::from_utf8_lossy(&output.stdout).trim().trim_start_matches("/dev/").to_owned();
     fs::write(format!("/sys/fs/ext4/{device}/trigger_fs_error"), "1").is_ok()
         && fs::write(mnt.join("probe"), "x").is_err()
 }
@@ -361,7 +384,8 @@ fn is_loaded(store: &Store, first: u32) -> bool {
         std::thread::yield_now();
     }
     let (frames, arena) = (lease.frames(), arena_of(store));
-    frames.len() == 1 && arena.check(frames[0].frame, 0, FRAME, &spec(frames[0].key)).unwrap().is_none()
+    frames.len() == 1
+        && arena.check(frames[0].frame, 0, FRAME, &spec(frames[0].key)).unwrap().is_none()
 }
 
 #[test]
@@ -370,7 +394,8 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     let Some(mounted) = Mounted::new("ext2", 24) else { return };
     let store = open_store(&mounted);
     save_prompts(&store, 0..800); // 50 MiB
-    let failures = ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name));
+    let failures =
+        ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name));
     assert_eq!(failures, [0; 3]);
     let num_stored = stat(&store, "disk_used");
     assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "{num_stored} chunks use the room badly");
@@ -386,7 +411,10 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
     // Another life, which found the chunks on a full file system.
     save_prompts(&store, 800..900);
-    assert_eq!(["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)), [0; 3]);
+    assert_eq!(
+        ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),
+        [0; 3]
+    );
     assert!((800..900).all(|first| is_loaded(&store, first)));
 }
 
@@ -403,5 +431,8 @@ fn test_an_ext2_that_gets_room_back_holds_more_chunks() {
     save_prompts(&store, 400..1200);
     let after = stat(&store, "disk_used");
     assert!(before > 64 && after > before + 128, "{before} chunks, then {after}");
-    assert_eq!(["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)), [0; 3]);
+    assert_eq!(
+        ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),
+        [0; 3]
+    );
 }

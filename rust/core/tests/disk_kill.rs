@@ -1,7 +1,9 @@
-//! `kill -9` for real (I3): a child process writes and frees in a loop, dies at a random instant, and what the next open
-//! finds is whole; what the child had reported is there. Every other child is a whole store that saves and evicts.
+//! `kill -9` for real (I3): a child process writes and frees in a loop, dies at a random instant,
+//! and what the next open finds is whole; what the child had reported is there. Every other child
+//! is a whole store that saves and evicts.
 //!
-//! `KV_KILLS` says how often (50 times unless given); a line of JSON has how long the recoveries took.
+//! `KV_KILLS` says how often (50 times unless given); a line of JSON has how long the recoveries
+//! took.
 
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
 
@@ -51,7 +53,8 @@ fn fill(frame: &mut [u8], key: &ChunkKey) {
     blake3::Hasher::new_keyed(&key.0).finalize_xof().fill(frame);
 }
 
-/// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the parent's hand.
+/// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the
+/// parent's hand.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
     tier.clear().unwrap();
@@ -97,7 +100,8 @@ fn store_config(dir: &Path) -> StoreConfig {
     }
 }
 
-/// The other child's part: prompts of eight chunks are saved as fast as it goes, over what is there.
+/// The other child's part: prompts of eight chunks are saved as fast as it goes, over what is
+/// there.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
@@ -111,7 +115,9 @@ fn save(dir: &Path, life: u64) {
         let reserved = store.reserve(&chain, 0..8).unwrap();
         for lease in &reserved.leases {
             fill(&mut frame, &lease.reservation().key);
-            arena.write_all_at(&frame, u64::from(lease.reservation().frame.0) * FRAME as u64).unwrap();
+            arena
+                .write_all_at(&frame, u64::from(lease.reservation().frame.0) * FRAME as u64)
+                .unwrap();
         }
         store.commit(reserved.leases);
         store.flush(Duration::from_millis(1));
@@ -129,7 +135,8 @@ fn spawn(dir: &Path, life: u64) -> Child {
         .unwrap()
 }
 
-/// Lets a child live for a while and kills it: chunk number -> whether it must be there (false: its free had begun).
+/// Lets a child live for a while and kills it: chunk number -> whether it must be there (false: its
+/// free had begun).
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());
@@ -138,7 +145,8 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
         first.clear();
         assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child died by itself");
     }
-    // Instants spread over many writes; the pipe holds thousands of lines, so the child never waits for us.
+    // Instants spread over many writes; the pipe holds thousands of lines, so the child never waits
+    // for us.
     std::thread::sleep(Duration::from_micros(life * 7919 % 60_000));
     child.kill().unwrap();
     child.wait().unwrap();
@@ -146,12 +154,17 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     out.read_to_string(&mut text).unwrap();
     // A line that the kill cut off has no newline and says nothing.
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    whole.lines().filter_map(|line| line.split_once(' ')).map(|(what, n)| (n.parse().unwrap(), what == "w")).collect()
+    whole
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(what, n)| (n.parse().unwrap(), what == "w"))
+        .collect()
 }
 
 #[test]
 fn child() {
-    // The environment is how the test below talks to this half; without it there is nothing to do here.
+    // The environment is how the test below talks to this half; without it there is nothing to do
+    // here.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
         if life % 2 == 0 { live(dir, life) } else { save(dir, life) }
@@ -165,7 +178,11 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     for entry in &found {
         tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is whole");
         fill(&mut expected, &entry.meta.key);
-        assert!(*bytes == *expected, "life {life}: slot {} has another chunk's bytes", entry.slot.0);
+        assert!(
+            *bytes == *expected,
+            "life {life}: slot {} has another chunk's bytes",
+            entry.slot.0
+        );
     }
     found.into_iter().map(|entry| entry.meta.key).collect()
 }
@@ -188,7 +205,10 @@ fn test_kill_9_at_random_instants_leaves_whole_chunks_and_loses_none_reported() 
         compared += found.len();
         for (n, must_be_there) in chunks {
             let is_there = found.contains(&key(life, n));
-            assert!(is_there || !must_be_there, "life {life}: chunk {n} was reported written and is lost");
+            assert!(
+                is_there || !must_be_there,
+                "life {life}: chunk {n} was reported written and is lost"
+            );
         }
     }
     recoveries.sort();

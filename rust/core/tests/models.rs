@@ -1,5 +1,6 @@
-//! Every lock, condition and atomic of the store and of the disk tier's gate and growth, under a scheduler that tries many
-//! orders: `scripts/models.sh`. Waits with a time-out never time out here, so a wake-up that is missing is a deadlock.
+//! Every lock, condition and atomic of the store and of the disk tier's gate and growth, under a
+//! scheduler that tries many orders: `scripts/models.sh`. Waits with a time-out never time out
+//! here, so a wake-up that is missing is a deadlock.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -88,8 +89,11 @@ fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
     let model = move || {
         let settings = StoreConfig { disk: Some(disk_settings(6, 2)), ..config(4, Eviction::Lru) };
         let (disk, start) = (Arc::new(Yielding(MemoryTier::new(6))), Instant::now());
-        let opener: Opener = Box::new(move || Ok((Arc::clone(&disk) as Arc<dyn LocalTier>, Vec::new())));
-        let store = Arc::new(Store::with_tier(&settings, Some(opener), Box::new(move || start.elapsed())).unwrap());
+        let opener: Opener =
+            Box::new(move || Ok((Arc::clone(&disk) as Arc<dyn LocalTier>, Vec::new())));
+        let store = Arc::new(
+            Store::with_tier(&settings, Some(opener), Box::new(move || start.elapsed())).unwrap(),
+        );
         let callers: Vec<_> = (0..2)
             .map(|first| {
                 let store = Arc::clone(&store);
@@ -128,7 +132,11 @@ fn a_close_beside_callers_ends() {
 }
 
 fn is_free(dir: &std::path::Path) -> bool {
-    std::fs::File::open(dir.join("lock")).or_else(|_| std::fs::File::open(dir)).unwrap().try_lock().is_ok()
+    std::fs::File::open(dir.join("lock"))
+        .or_else(|_| std::fs::File::open(dir))
+        .unwrap()
+        .try_lock()
+        .is_ok()
 }
 
 #[test]
@@ -147,15 +155,24 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
                 let slot = tier.reserve()?;
-                let meta = DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
+                let meta = DiskMeta {
+                    key: ChunkKey([n; 32]),
+                    parent: ChunkKey([0; 32]),
+                    depth: 0,
+                    saved_s: 0,
+                };
                 let written = tier.write(slot, &meta, &[n; 4096]);
-                assert!(written.is_ok() || written.is_err_and(|error| error.kind() == ErrorKind::Closed));
+                assert!(
+                    written.is_ok()
+                        || written.is_err_and(|error| error.kind() == ErrorKind::Closed)
+                );
                 Some(slot)
             })
         };
         let callers: Vec<_> = (1..4).map(call).collect();
         tier.close();
-        let mut slots: Vec<_> = callers.into_iter().filter_map(|caller| caller.join().unwrap()).collect();
+        let mut slots: Vec<_> =
+            callers.into_iter().filter_map(|caller| caller.join().unwrap()).collect();
         let num_slots = slots.len();
         slots.sort();
         slots.dedup();

@@ -1,7 +1,9 @@
-//! Several stores of different frame sizes over one arena: slabs move, and no byte is ever another store's.
+//! Several stores of different frame sizes over one arena: slabs move, and no byte is ever another
+//! store's.
 //!
-//! The oracle knows the arena's bytes only: who reserved or pinned which of them, and what was written there. Every frame in use
-//! must lie apart from those of other stores and hold, all the time, what its owner wrote.
+//! The oracle knows the arena's bytes only: who reserved or pinned which of them, and what was
+//! written there. Every frame in use must lie apart from those of other stores and hold, all the
+//! time, what its owner wrote.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +20,8 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
-/// In pages; the pool suits the first. A slab has eight, so that some frames fill one, and others leave half of each over its seam.
+/// In pages; the pool suits the first. A slab has eight, so that some frames fill one, and others
+/// leave half of each over its seam.
 const SIZES: [[u64; 3]; 5] = [[2, 3, 1], [2, 8, 1], [2, 4, 3], [1, 4, 2], [2, 4, 4]];
 const HOST: u64 = 98 * PAGE; // the last slab is a longer one
 
@@ -42,7 +45,11 @@ fn pool() -> Arc<Pool> {
 /// Chains of a prompt begin alike with those of its neighbours, so that there are trees.
 fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([u8::try_from(nth).unwrap(); 32]), 1).unwrap();
-    chain.append_tokens(&(0..len).map(|at| if at < 2 { prompt / 4 } else { prompt }).collect::<Vec<_>>()).unwrap();
+    chain
+        .append_tokens(
+            &(0..len).map(|at| if at < 2 { prompt / 4 } else { prompt }).collect::<Vec<_>>(),
+        )
+        .unwrap();
     chain
 }
 
@@ -72,7 +79,12 @@ impl World {
     fn of(frames: [u64; 3], shares: [Option<u32>; 3]) -> Self {
         let pool = Pool::create(HOST, frames[0], || {}).unwrap();
         let open = |nth: usize| {
-            Store::open_in(&StoreConfig { frame_bytes: frames[nth], ..config(nth, None) }, &pool, shares[nth]).unwrap()
+            Store::open_in(
+                &StoreConfig { frame_bytes: frames[nth], ..config(nth, None) },
+                &pool,
+                shares[nth],
+            )
+            .unwrap()
         };
         let stores: Vec<_> = (0..3).map(open).collect();
         let memory = File::options().read(true).write(true).open(&stores[0].arena().path).unwrap();
@@ -101,7 +113,8 @@ impl World {
     }
 
     fn commit_all(&mut self, nth: usize) {
-        let (own, others) = std::mem::take(&mut self.writing).into_iter().partition(|(of, _)| *of == nth);
+        let (own, others) =
+            std::mem::take(&mut self.writing).into_iter().partition(|(of, _)| *of == nth);
         self.writing = others;
         let own: Vec<_> = own;
         self.stores[nth].commit(own.into_iter().map(|(_, lease)| lease));
@@ -113,10 +126,9 @@ impl World {
             let row = lease.reservation();
             (*nth, row.frame.0, row.key)
         });
-        let reading = self
-            .reading
-            .iter()
-            .flat_map(|(nth, lease)| lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key)));
+        let reading = self.reading.iter().flat_map(|(nth, lease)| {
+            lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key))
+        });
         writing.chain(reading).collect()
     }
 
@@ -130,7 +142,10 @@ impl World {
             }
             let mut found = vec![0; usize::try_from(len).unwrap()];
             self.memory.read_exact_at(&mut found, start).unwrap();
-            assert!(found == content(nth, &key, len), "frame {frame} of store {nth} has other bytes");
+            assert!(
+                found == content(nth, &key, len),
+                "frame {frame} of store {nth} has other bytes"
+            );
         }
         let num_slabs: u32 = self.stores.iter().map(|store| store.num_slabs().0).sum();
         assert!(num_slabs <= self.pool.num_slabs(), "{num_slabs} slabs");
@@ -244,16 +259,25 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) 
     panic!("store {nth} has {:?} slabs, and not the {limit} frames", world.stores[nth].num_slabs());
 }
 
-/// Stores that are cleared keep an empty slab, and one that came meanwhile; those that are closed none: another can have it all.
+/// Stores that are cleared keep an empty slab, and one that came meanwhile; those that are closed
+/// none: another can have it all.
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();
-        assert!(store.num_slabs().0 <= 2, "{:?} slabs of a store that was cleared", store.num_slabs());
+        assert!(
+            store.num_slabs().0 <= 2,
+            "{:?} slabs of a store that was cleared",
+            store.num_slabs()
+        );
     }
     world.stores.clear();
     let store = world.open(nth);
     let got = store.reserve(&chain(nth, 0, 98), 0..98).unwrap();
-    assert_eq!(got.leases.len() as u64, 98.min(HOST / world.frames[nth]), "alone it has every frame");
+    assert_eq!(
+        got.leases.len() as u64,
+        98.min(HOST / world.frames[nth]),
+        "alone it has every frame"
+    );
     assert_eq!(store.num_slabs().0, world.pool.num_slabs());
 }
 
@@ -349,7 +373,10 @@ fn a_store_is_asked_again_only_while_another_wants() {
     assert!(!pool.is_wanted());
     assert_eq!(stores[0].give_way(), Way::Unasked);
     stores[1].set_active(true);
-    assert!(!pool.is_wanted(), "what its engines wanted before they left is not what the next ones want");
+    assert!(
+        !pool.is_wanted(),
+        "what its engines wanted before they left is not what the next ones want"
+    );
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
     assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "and when they do, it is heard");
 }
@@ -399,7 +426,9 @@ fn a_store_whose_share_shrank_wants_no_more() {
 #[test]
 fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
     let pool = pool();
-    let error = Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None).unwrap_err();
+    let error =
+        Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None)
+            .unwrap_err();
     assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
 }
 
@@ -408,7 +437,10 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
     let pool = Pool::create(8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
     assert_eq!(pool.num_slabs(), 8);
     let stores: Vec<_> = (0..9_u8)
-        .map(|nth| Store::open_in(&StoreConfig { namespace: [nth; 32], ..config(0, None) }, &pool, None).unwrap())
+        .map(|nth| {
+            Store::open_in(&StoreConfig { namespace: [nth; 32], ..config(0, None) }, &pool, None)
+                .unwrap()
+        })
         .collect();
     let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
     stores[0].commit(got.leases);

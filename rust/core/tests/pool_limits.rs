@@ -1,6 +1,8 @@
-//! Stores of one arena whose workers can copy to its first part only: memory goes where it can be used.
+//! Stores of one arena whose workers can copy to its first part only: memory goes where it can be
+//! used.
 //!
-//! Slabs have eight pages here, so that four frames of the first store, or two and two thirds of the second, fill one.
+//! Slabs have eight pages here, so that four frames of the first store, or two and two thirds of
+//! the second, fill one.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
@@ -96,7 +98,9 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     }
     assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
     assert!(!pool.is_wanted());
-    let share = |store: &Store| store.stats().into_iter().find(|(name, _)| *name == "frames_share").unwrap().1;
+    let share = |store: &Store| {
+        store.stats().into_iter().find(|(name, _)| *name == "frames_share").unwrap().1
+    };
     assert_eq!([0, 1].map(|nth| share(&stores[nth])), [6 * 4, 6 * 8 / 3]);
 }
 
@@ -128,7 +132,10 @@ fn a_slab_that_all_could_use_goes_to_who_can_use_few() {
     assert!(gives(&stores[0]));
     assert_eq!([1, 2].map(|nth| save(&stores[nth], 0)), [4, 0]);
     assert!(gives(&stores[0]));
-    assert!(is_there(&stores[0], 1) && !is_there(&stores[0], 2), "the coldest goes to who can use all");
+    assert!(
+        is_there(&stores[0], 1) && !is_there(&stores[0], 2),
+        "the coldest goes to who can use all"
+    );
     assert_eq!(num(&stores[1]), 1);
 }
 
@@ -155,14 +162,18 @@ fn what_saves_cannot_use_is_given_first() {
         save(&stores[1], 100 + num(&stores[1]));
         assert!(num(&stores[0]) == 6 || gives(&stores[0]));
     }
-    assert!(is_there(&stores[0], 0) && is_there(&stores[0], 1), "though they were used longest ago");
+    assert!(
+        is_there(&stores[0], 0) && is_there(&stores[0], 1),
+        "though they were used longest ago"
+    );
 }
 
 #[test]
 fn a_pin_elsewhere_does_not_keep_the_slabs_that_can_be_used() {
     let (_pool, stores) = stores::<3>();
     fill(&stores[0], NUM_SLABS);
-    let mut pinned: Vec<ReadLease> = (0..NUM_SLABS).map(|prompt| stores[0].acquire(&chain(prompt))).collect();
+    let mut pinned: Vec<ReadLease> =
+        (0..NUM_SLABS).map(|prompt| stores[0].acquire(&chain(prompt))).collect();
     for prompt in 4..8 {
         pinned[prompt] = stores[0].acquire(&chain(50)); // nothing
         let prompt = chain(u32::try_from(prompt).unwrap());

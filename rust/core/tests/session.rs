@@ -1,4 +1,5 @@
-//! A session ends with what it held, and an engine gets on with a store that answers badly: without one.
+//! A session ends with what it held, and an engine gets on with a store that answers badly: without
+//! one.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -67,7 +68,11 @@ fn nothing_is_reserved_if_one_prefix_has_not_got_its_range() {
     let asked = [(Prefix::from(&long), 0..3).into(), (Prefix::from(&short), 0..3).into()];
     assert!(session.reserve_many(&asked).is_err());
     assert_eq!((session.num_open(), stat(&session, "frames_reserved")), ((0, 0), 0));
-    assert_eq!(session.reserve(Prefix::from(&short), 0..2).expect("in range").0.len(), 2, "the store goes on");
+    assert_eq!(
+        session.reserve(Prefix::from(&short), 0..2).expect("in range").0.len(),
+        2,
+        "the store goes on"
+    );
 }
 
 type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
@@ -103,8 +108,12 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve_many(&self, asked: &[ToSave<'_>]) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
-        let each: Vec<_> = asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
+    fn reserve_many(
+        &self,
+        asked: &[ToSave<'_>],
+    ) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
+        let each: Vec<_> =
+            asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
         let got = each.iter().map(|own| Got { num_reserved: own.len(), num_dropped: 0 }).collect();
         Ok((each.concat(), got))
     }
@@ -184,7 +193,11 @@ fn a_chunk_has_as_many_blocks_as_its_group_keeps() {
     let (engine, _) = odd_with(vec![TWO], 1, &[vec![row(5, 3), row(6, 5)]]);
     let (saves, _) = reserve(&engine, 9, 3..6, &[1, 2, 3, 4, 5, 6]).expect("in the table");
     assert_eq!((saves.chunk(0).blocks, saves.chunk(1).blocks), (&[1, 2][..], &[5, 6][..]));
-    assert!(saves.check(10, 7, 2).is_ok() && saves.check(10, 7, 3).is_err() && saves.check(10, 6, 2).is_err());
+    assert!(
+        saves.check(10, 7, 2).is_ok()
+            && saves.check(10, 7, 3).is_err()
+            && saves.check(10, 6, 2).is_err()
+    );
 }
 
 #[test]
@@ -235,8 +248,8 @@ fn blocks_with_negative_numbers_are_not_copied() {
 
 #[test]
 fn a_load_covers_the_chunks_within_the_table() {
-    let chunks =
-        [(1, TierName::Host), (2, TierName::Host), (3, TierName::Disk)].map(|(frame, tier)| leased(frame, tier));
+    let chunks = [(1, TierName::Host), (2, TierName::Host), (3, TierName::Disk)]
+        .map(|(frame, tier)| leased(frame, tier));
     let load = |first_unit, cut, table: &[i32], begin| {
         let mut batch = ChunkBatch::default();
         let (by_tier, num_filled) =
@@ -250,12 +263,26 @@ fn a_load_covers_the_chunks_within_the_table() {
     };
     let two = |frame, blocks: [i32; 2]| (frame, 0, blocks.to_vec());
     assert_eq!(load(0, ONE, &[10, 11], 1), (vec![(2, 0, vec![10]), (3, 0, vec![11])], 1, 1));
-    assert_eq!(load(5, ONE, &[10, 11, 12, 13], 4), (vec![(1, 0, vec![11]), (2, 0, vec![12]), (3, 0, vec![13])], 2, 1));
+    assert_eq!(
+        load(5, ONE, &[10, 11, 12, 13], 4),
+        (vec![(1, 0, vec![11]), (2, 0, vec![12]), (3, 0, vec![13])], 2, 1)
+    );
     let halves = Cut { each: 2, kept: 2 };
-    assert_eq!(load(1, halves, &[10, 11, 12, 13], 4), (vec![two(2, [10, 11]), two(3, [12, 13])], 1, 1));
-    assert_eq!(load(1, halves, &[11, 12, 13], 5), (vec![(2, 1, vec![11]), two(3, [12, 13])], 1, 1), "part of a chunk");
+    assert_eq!(
+        load(1, halves, &[10, 11, 12, 13], 4),
+        (vec![two(2, [10, 11]), two(3, [12, 13])], 1, 1)
+    );
+    assert_eq!(
+        load(1, halves, &[11, 12, 13], 5),
+        (vec![(2, 1, vec![11]), two(3, [12, 13])], 1, 1),
+        "part of a chunk"
+    );
     let last = Cut { each: 2, kept: 1 };
-    assert_eq!(load(0, last, &[9, 10, 11, 12], 2), (vec![(2, 0, vec![10]), (3, 0, vec![12])], 1, 1), "the last block");
+    assert_eq!(
+        load(0, last, &[9, 10, 11, 12], 2),
+        (vec![(2, 0, vec![10]), (3, 0, vec![12])], 1, 1),
+        "the last block"
+    );
     assert_eq!(load(u32::MAX, ONE, &[10], 0).0, vec![]);
 }
 
@@ -275,7 +302,8 @@ fn columns_become_a_batch_and_back() {
         blocks: part.blocks.to_vec(),
     };
     assert!(batch.columns().eq([owned(two(&blocks)), owned(one.clone())]));
-    let of_each: Vec<_> = batch.by_group().into_iter().map(|(group, own)| (group, own.tickets().to_vec())).collect();
+    let of_each: Vec<_> =
+        batch.by_group().into_iter().map(|(group, own)| (group, own.tickets().to_vec())).collect();
     assert_eq!(of_each, [(4, vec![1, 2]), (1, vec![3])]);
     assert_eq!(batch.take([2, 0]).columns().map(|part| part.group).collect::<Vec<_>>(), [1, 4]);
     assert!(ChunkBatch::from_columns(&[two(&blocks[..12])], &[]).is_err(), "chunks of one size");
@@ -292,7 +320,11 @@ fn a_save_has_its_readers_until_it_is_settled() {
     };
     let engine = begin();
     engine.settle(&[2], &[]);
-    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [8, 7], "the earlier save of a block waits longer");
+    assert_eq!(
+        engine.being_read(Some(&[9, 8, 7])),
+        [8, 7],
+        "the earlier save of a block waits longer"
+    );
     let engine = begin();
     assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8, 7]);
     engine.settle(&[1], &[]);

@@ -76,7 +76,11 @@ fn a_hung_disk_takes_a_frame_a_thread_and_reads_for_no_lease() {
     until("the reads end", || stat(&store, "frames_reserved") == 0);
     let kept = store.acquire(&cold[9]);
     assert_eq!(settled(&kept).ready_units, 8);
-    assert_eq!(disk.num_reads.load(Ordering::SeqCst), u64::from(THREADS) + 8, "a read ran for no lease");
+    assert_eq!(
+        disk.num_reads.load(Ordering::SeqCst),
+        u64::from(THREADS) + 8,
+        "a read ran for no lease"
+    );
     store.check().unwrap();
 }
 
@@ -139,7 +143,8 @@ fn refused_writes_leave_what_is_on_disk_alone() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes the frames of this one, and what was not tried by then never is.
+            // The next prompt takes the frames of this one, and what was not tried by then never
+            // is.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory serves on");
             until("one is tried", || {
@@ -186,7 +191,11 @@ fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
 fn closing_clearing_and_asking_do_not_wait_for_io_that_hangs() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
-    let gates = (disk.read_gate.lock().unwrap(), disk.write_gate.lock().unwrap(), disk.free_gate.lock().unwrap());
+    let gates = (
+        disk.read_gate.lock().unwrap(),
+        disk.write_gate.lock().unwrap(),
+        disk.free_gate.lock().unwrap(),
+    );
     let lease = store.acquire(&cold[0]);
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     store.clear(); // some seconds: the disk is cleared later
@@ -240,8 +249,16 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     assert_eq!(disk.violations(), [""; 0]);
-    assert_eq!(store.lookup(&cold[1]).stored_units, 0, "it was discarded before the tier was there");
-    assert_eq!((stat(&store, "disk_used"), stat(&store, "disk_writes")), (88, 0), "hot chunks are there already");
+    assert_eq!(
+        store.lookup(&cold[1]).stored_units,
+        0,
+        "it was discarded before the tier was there"
+    );
+    assert_eq!(
+        (stat(&store, "disk_used"), stat(&store, "disk_writes")),
+        (88, 0),
+        "hot chunks are there already"
+    );
     assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
     store.check().unwrap();
 }
@@ -263,10 +280,13 @@ fn a_discard_is_not_settled_while_the_tier_is_away() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     let left = disk.entries();
-    assert!(left.len() < found.len() && left.iter().all(|entry| entry.meta.key != cold[1].keys()[0]));
+    assert!(
+        left.len() < found.len() && left.iter().all(|entry| entry.meta.key != cold[1].keys()[0])
+    );
 }
 
-/// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and nothing is in the trash.
+/// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and
+/// nothing is in the trash.
 #[test]
 fn a_long_prefix_that_is_discarded_is_off_the_disk_once_it_settles() {
     const CHUNKS: u32 = 1500;
@@ -293,11 +313,15 @@ fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
         description: String::new(),
     };
     let (owner, _) = DiskTier::open(tier.clone()).unwrap();
-    let open = move || DiskTier::open(tier.clone()).map(|(tier, found)| (Arc::new(tier) as Arc<dyn LocalTier>, found));
+    let open = move || {
+        DiskTier::open(tier.clone())
+            .map(|(tier, found)| (Arc::new(tier) as Arc<dyn LocalTier>, found))
+    };
     let seconds = Arc::new(AtomicU64::new(0));
     let clock = Arc::clone(&seconds);
     let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
-    let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, Eviction::Lru) };
+    let settings =
+        StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, Eviction::Lru) };
     let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
@@ -320,8 +344,16 @@ fn a_forged_record_is_a_miss() {
     let forgeries = [
         vec![entry(0, keys[3], root, 0)],
         vec![entry(0, other.keys()[0], root, 0), entry(1, keys[1], other.keys()[0], 1)],
-        vec![entry(0, other.keys()[0], root, 0), entry(1, keys[1], other.keys()[0], 1), entry(2, keys[2], keys[1], 2)],
-        vec![entry(0, keys[0], root, 0), entry(1, keys[2], keys[0], 1), entry(2, keys[3], keys[2], 2)],
+        vec![
+            entry(0, other.keys()[0], root, 0),
+            entry(1, keys[1], other.keys()[0], 1),
+            entry(2, keys[2], keys[1], 2),
+        ],
+        vec![
+            entry(0, keys[0], root, 0),
+            entry(1, keys[2], keys[0], 1),
+            entry(2, keys[3], keys[2], 2),
+        ],
         vec![entry(0, keys[0], other.root(), 1)],
         vec![
             entry(0, other.keys()[0], root, 0),
@@ -346,7 +378,11 @@ fn a_forged_record_is_a_miss() {
         }
         assert!(progress.ready_units <= 3);
         drop(lease);
-        assert_eq!(save_all(&store, &wanted), 4 - progress.ready_units, "what is forged is replaced");
+        assert_eq!(
+            save_all(&store, &wanted),
+            4 - progress.ready_units,
+            "what is forged is replaced"
+        );
         assert!(disk.flush(&store));
         assert_eq!(store.lookup(&wanted).host_units, 4);
         store.check().unwrap();
@@ -370,7 +406,11 @@ fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
     }
     assert_eq!(save_all(&store, &leaves[5]), 2, "it can be saved again at once");
     assert_eq!(store.lookup(&leaves[5]).host_units, 2);
-    assert_eq!(store.lookup(&leaves[6]).host_units, 1, "what hung on the one before is not found under the new one");
+    assert_eq!(
+        store.lookup(&leaves[6]).host_units,
+        1,
+        "what hung on the one before is not found under the new one"
+    );
     assert_eq!(kept.frames().len(), 2);
     assert!(store.flush(LONG));
     store.check().unwrap();
@@ -420,7 +460,10 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
     }
     assert_eq!(num_saved, 400);
     assert_eq!(pinned.frames().len(), 4);
-    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4), "they are in no one's way");
+    assert!(
+        prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4),
+        "they are in no one's way"
+    );
     store.limit_frames(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
     assert_eq!(stat(&store, "host_evictions"), 400);
@@ -434,7 +477,11 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
         store.limit_frames(num_frames);
         let leases: Vec<_> = cold[..2].iter().map(|prompt| store.acquire(prompt)).collect();
         for lease in &leases {
-            assert_eq!(settled(lease), Progress { ready_units: 8, pending_units: 0 }, "{num_frames} frames");
+            assert_eq!(
+                settled(lease),
+                Progress { ready_units: 8, pending_units: 0 },
+                "{num_frames} frames"
+            );
         }
         store.check().unwrap();
         drop(leases);
@@ -455,7 +502,8 @@ fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// The same behind an anchor: what is known before it is not looked at again while the lie is being forgotten.
+/// The same behind an anchor: what is known before it is not looked at again while the lie is being
+/// forgotten.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));

@@ -11,9 +11,13 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Changes, Listener, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease};
+use kvloft_core::store::{
+    Changes, Listener, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease,
+};
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat};
+use store_common::{
+    MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat,
+};
 
 const NOWHERE: Tiers = Tiers { host: false, disk: false, coming: false };
 const HOST: Tiers = Tiers { host: true, ..NOWHERE };
@@ -109,7 +113,8 @@ impl Run {
     fn new(num_frames: u32, num_slots: u32, capacity: usize) -> Self {
         let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, &disk);
-        let keys: HashSet<_> = (0..64).flat_map(|prompt| prompt_chain(prompt).keys().to_vec()).collect();
+        let keys: HashSet<_> =
+            (0..64).flat_map(|prompt| prompt_chain(prompt).keys().to_vec()).collect();
         let (universe, arena) = (keys.into_iter().collect::<Vec<_>>(), arena_of(&store));
         let hearers = vec![Hearer::join(&store, &universe, capacity)];
         Self { store, arena, disk, universe, hearers, writes: Vec::new(), reads: Vec::new() }
@@ -148,11 +153,14 @@ impl Run {
                 let who = who % self.hearers.len();
                 self.hearers[who].take(&self.universe, limit);
             }
-            Step::Join { capacity } => self.hearers.push(Hearer::join(&self.store, &self.universe, capacity)),
+            Step::Join { capacity } => {
+                self.hearers.push(Hearer::join(&self.store, &self.universe, capacity));
+            }
             Step::Leave { who } if !self.hearers.is_empty() => {
                 drop(self.hearers.swap_remove(who % self.hearers.len()));
             }
-            Step::Settle { .. } | Step::Release { .. } | Step::Take { .. } | Step::Leave { .. } => {}
+            Step::Settle { .. } | Step::Release { .. } | Step::Take { .. } | Step::Leave { .. } => {
+            }
             Step::Rest => self.rest(),
             Step::Fault { writes, corrupt, frees } => {
                 self.disk.fail_writes.store(writes, Ordering::SeqCst);
@@ -184,7 +192,8 @@ impl Run {
         self.disk.wait(600); // a disk that was left alone is asked again, so lookups find what is there
         self.store.check().unwrap();
         let on_disk = self.disk.chunks();
-        let found: Vec<_> = (0..64).map(|prompt| self.store.lookup(&prompt_chain(prompt))).collect();
+        let found: Vec<_> =
+            (0..64).map(|prompt| self.store.lookup(&prompt_chain(prompt))).collect();
         for hearer in &mut self.hearers {
             assert!((0..1000).any(|_| !hearer.take(&self.universe, 7)), "there is always more");
             for key in &self.universe {
@@ -225,12 +234,18 @@ fn a_key_says_where_its_chunk_is_when_it_is_taken() {
     assert_eq!(save(&store, &arena, &chain, 0..1), 1);
     let listener = store.watch(100);
     assert!(listener.changes(&[], 100).rows.is_empty(), "what came before is not told");
-    assert_eq!(listener.changes(&chain.keys()[..2], 0).rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
+    assert_eq!(
+        listener.changes(&chain.keys()[..2], 0).rows,
+        [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]
+    );
     save(&store, &arena, &chain, 0..3);
     store.discard(&[chain.keys()[2]]);
     let Changes { rows, lost } = listener.changes(&[], 2);
     assert_eq!(rows, [(chain.keys()[1], HOST), (chain.keys()[2], NOWHERE)]);
-    assert!(!lost && listener.changes(&[], 100).rows.iter().all(|row| *row == (chain.keys()[2], NOWHERE)));
+    assert!(
+        !lost
+            && listener.changes(&[], 100).rows.iter().all(|row| *row == (chain.keys()[2], NOWHERE))
+    );
 }
 
 #[test]
@@ -302,17 +317,24 @@ fn each_listener_has_a_place_of_its_own() {
     assert_eq!(keys(&slow, 2), one.keys()[..2]);
     let late = store.watch(4);
     save(&store, &arena, &other, 0..3);
-    assert_eq!((keys(&quick, 100), keys(&late, 100)), (other.keys().to_vec(), other.keys().to_vec()));
+    assert_eq!(
+        (keys(&quick, 100), keys(&late, 100)),
+        (other.keys().to_vec(), other.keys().to_vec())
+    );
     assert_eq!(keys(&slow, 100), [&one.keys()[2..], other.keys()].concat());
     assert_eq!(idle.changes(&[], 100), Changes { rows: Vec::new(), lost: true });
     drop((quick, late));
     store.clear();
     assert!(slow.changes(&[], 100).lost && idle.changes(&[], 100).lost, "a clear is told to all");
     save(&store, &arena, &one, 0..1);
-    assert_eq!((keys(&slow, 100), keys(&idle, 100)), (one.keys()[..1].to_vec(), one.keys()[..1].to_vec()));
+    assert_eq!(
+        (keys(&slow, 100), keys(&idle, 100)),
+        (one.keys()[..1].to_vec(), one.keys()[..1].to_vec())
+    );
 }
 
-/// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at once.
+/// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at
+/// once.
 #[test]
 fn what_is_forgotten_slice_by_slice_is_told_at_once() {
     let store = Store::open(&config(2000, Eviction::Lru)).unwrap();

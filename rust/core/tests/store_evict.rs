@@ -13,7 +13,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed};
+use kvloft_core::store::{
+    DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed,
+};
 use kvloft_core::tier::disk::{DiskRoot, Erased, inspect};
 use proptest::prelude::*;
 use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, save, verify};
@@ -90,9 +92,18 @@ impl Model {
     }
 
     /// What an eviction must say; `held` are chunks that leases have.
-    fn evict(&mut self, salt: Option<usize>, is_host_only: bool, held: &BTreeSet<(ChunkKey, Life)>) -> Evicted {
+    fn evict(
+        &mut self,
+        salt: Option<usize>,
+        is_host_only: bool,
+        held: &BTreeSet<(ChunkKey, Life)>,
+    ) -> Evicted {
         let theirs = |place: &BTreeMap<ChunkKey, Life>| -> BTreeSet<(ChunkKey, Life)> {
-            place.iter().filter(|(key, _)| self.is_of(key, salt)).map(|(key, life)| (*key, *life)).collect()
+            place
+                .iter()
+                .filter(|(key, _)| self.is_of(key, salt))
+                .map(|(key, life)| (*key, *life))
+                .collect()
         };
         let (host, disk) = (theirs(&self.host), theirs(&self.disk));
         let num = |set: usize| set as u64;
@@ -155,7 +166,13 @@ impl World {
     fn new() -> Self {
         let disk = MemoryDisk::new(1024);
         let store = disk.open(&Self::config(), &[]);
-        Self { arena: arena_of(&store), disk, store: Some(store), model: Model::default(), leases: Vec::new() }
+        Self {
+            arena: arena_of(&store),
+            disk,
+            store: Some(store),
+            model: Model::default(),
+            leases: Vec::new(),
+        }
     }
 
     fn store(&self) -> &Store {
@@ -206,8 +223,9 @@ impl World {
             std::thread::yield_now();
         }
         let found = &chain.keys()[..self.model.lookup(chain.keys()).1 as usize];
-        let lives =
-            found.iter().map(|key| (*key, self.model.host.get(key).or(self.model.disk.get(key)).copied().unwrap()));
+        let lives = found.iter().map(|key| {
+            (*key, self.model.host.get(key).or(self.model.disk.get(key)).copied().unwrap())
+        });
         let held: Vec<_> = lives.collect();
         self.model.host.extend(held.iter().copied());
         self.leases.push((lease, held));
@@ -227,8 +245,13 @@ impl World {
                 assert_eq!((found.host_units, found.stored_units), self.model.lookup(chain.keys()));
                 let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
                 for key in &keys {
-                    let found = self.store().lookup(Prefix::new(group_root, std::slice::from_ref(key)));
-                    assert_eq!((found.host_units, found.stored_units), self.model.lookup(&[*key]), "attached");
+                    let found =
+                        self.store().lookup(Prefix::new(group_root, std::slice::from_ref(key)));
+                    assert_eq!(
+                        (found.host_units, found.stored_units),
+                        self.model.lookup(&[*key]),
+                        "attached"
+                    );
                 }
             }
         }
@@ -236,8 +259,13 @@ impl World {
         assert_eq!(on_disk, self.model.disk.keys().copied().collect());
         for (lease, held) in &self.leases {
             let frames = lease.frames();
-            assert!(frames.iter().map(|frame| frame.key).eq(held.iter().map(|(key, _)| *key)), "leases go on");
-            assert!(frames.iter().all(|frame| verify(&self.arena, frame.frame, frame.key).is_none()));
+            assert!(
+                frames.iter().map(|frame| frame.key).eq(held.iter().map(|(key, _)| *key)),
+                "leases go on"
+            );
+            assert!(
+                frames.iter().all(|frame| verify(&self.arena, frame.frame, frame.key).is_none())
+            );
         }
     }
 }
@@ -255,7 +283,8 @@ proptest! {
     }
 }
 
-/// More first chunks than a slice of the walk, and a prefix that is longer than what one call evicts.
+/// More first chunks than a slice of the walk, and a prefix that is longer than what one call
+/// evicts.
 #[test]
 fn many_chunks_go_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
@@ -270,18 +299,23 @@ fn many_chunks_go_in_slices() {
             save(&store, &arena, &deep(salt), 0..2000);
             let wide = deep(salt);
             let (root, keys) = wide.attached(1, 0..1800).unwrap();
-            let asked = ToSave { prefix: Prefix::new(root, &keys), units: 0..1800, is_attached: true };
+            let asked =
+                ToSave { prefix: Prefix::new(root, &keys), units: 0..1800, is_attached: true };
             let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
             store.commit(leases);
         }
         let said = store.evict(of_salt(Some(1), is_host_only), soon()); // the second: the walk passes the first
-        assert_eq!((said.num_chunks, said.num_host, said.num_in_use, said.is_cut_short), (3800, 3800, 0, false));
+        assert_eq!(
+            (said.num_chunks, said.num_host, said.num_in_use, said.is_cut_short),
+            (3800, 3800, 0, false)
+        );
         assert_eq!(store.lookup(&deep(SALTS[1])).stored_units, 0);
         assert_eq!(store.lookup(&deep(SALTS[0])).stored_units, 2000, "another tenant's");
     }
 }
 
-/// The walk comes to it from below first, and then by itself, for its entry is behind that of its child.
+/// The walk comes to it from below first, and then by itself, for its entry is behind that of its
+/// child.
 #[test]
 fn a_chunk_in_use_counts_once() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -316,18 +350,29 @@ fn a_save_under_way_comes_to_nothing() {
 #[test]
 fn it_is_over_only_when_a_write_under_way_is_undone() {
     let disk = MemoryDisk::new(64);
-    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
+    let store = disk
+        .open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
     let chain = chain_of(1, 0);
     let gate = disk.write_gate.lock().unwrap();
     save(&store, &arena_of(&store), &chain, 0..1);
     let deadline = soon();
-    while store.stats().iter().all(|(name, value)| *name != "pins" || *value > 0) || disk.num_slots_used() == 0 {
+    while store.stats().iter().all(|(name, value)| *name != "pins" || *value > 0)
+        || disk.num_slots_used() == 0
+    {
         assert!(Instant::now() < deadline, "it is never written");
         std::thread::yield_now();
     }
     let said = store.evict(of_salt(Some(0), true), soon());
-    assert_eq!((said.num_chunks, said.num_in_use), (0, 1), "what is on its way to disk stays in memory");
-    assert!(store.evict(of_salt(Some(0), false), Instant::now() + Duration::from_millis(200)).is_cut_short);
+    assert_eq!(
+        (said.num_chunks, said.num_in_use),
+        (0, 1),
+        "what is on its way to disk stays in memory"
+    );
+    assert!(
+        store
+            .evict(of_salt(Some(0), false), Instant::now() + Duration::from_millis(200))
+            .is_cut_short
+    );
     drop(gate);
     assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short);
     assert!(disk.chunks().is_empty(), "a restart would find it");
@@ -336,7 +381,8 @@ fn it_is_over_only_when_a_write_under_way_is_undone() {
 #[test]
 fn a_disk_that_does_not_answer_is_told() {
     let disk = MemoryDisk::new(64);
-    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
+    let store = disk
+        .open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
     save(&store, &arena_of(&store), &chain_of(1, 0), 0..6);
     assert!(disk.flush(&store));
     disk.fail_frees.store(true, std::sync::atomic::Ordering::SeqCst);
@@ -360,7 +406,8 @@ fn a_disk_that_is_opened_later_is_told() {
     let store = disk.open(&config, &disk.entries());
     let evict = || store.evict(of_salt(Some(0), false), soon());
     assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
-    // It is open before the walk is over, or while that waits for the disk: what it holds was not walked.
+    // It is open before the walk is over, or while that waits for the disk: what it holds was not
+    // walked.
     disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(1);
     let deadline = soon();
@@ -374,16 +421,26 @@ fn a_disk_that_is_opened_later_is_told() {
 #[test]
 fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     let dir = tempfile::tempdir().unwrap();
-    let settings = DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
-    let over =
-        |root: &Arc<DiskRoot>| Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let settings =
+        DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
+    let over = |root: &Arc<DiskRoot>| {
+        Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap()
+    };
     let (pool, none) = (|| over(&DiskRoot::shared()), DiskRoot::shared());
     let open = |nth: u8, pool: &Arc<Pool>| {
-        let config = StoreConfig { disk: Some(settings.clone()), namespace: [nth; 32], ..config(64, Eviction::Lru) };
+        let config = StoreConfig {
+            disk: Some(settings.clone()),
+            namespace: [nth; 32],
+            ..config(64, Eviction::Lru)
+        };
         Store::open_in(&config, pool, None).unwrap()
     };
     let tag = SaltTag::of(SALTS[0]);
-    assert_eq!(erase_closed(&settings, &none, "", Some(tag)).unwrap(), Erased::default(), "no directory");
+    assert_eq!(
+        erase_closed(&settings, &none, "", Some(tag)).unwrap(),
+        Erased::default(),
+        "no directory"
+    );
     for nth in [1, 2] {
         let store = open(nth, &pool());
         for root in 0..ROOTS.len() {
@@ -392,7 +449,8 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         }
         assert!(store.flush(LONG));
     }
-    let chunks = || inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect::<Vec<_>>();
+    let chunks =
+        || inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect::<Vec<_>>();
     assert_eq!(chunks(), [30, 30]);
     let erased = |num_namespaces, num_chunks| Erased {
         num_namespaces,
@@ -400,20 +458,41 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         num_bytes: num_chunks * FRAME as u64,
         ..Erased::default()
     };
-    assert_eq!(erase_closed(&settings, &none, "03", Some(tag)).unwrap(), erased(0, 0), "another namespace");
+    assert_eq!(
+        erase_closed(&settings, &none, "03", Some(tag)).unwrap(),
+        erased(0, 0),
+        "another namespace"
+    );
     assert_eq!(erase_closed(&settings, &none, "0101", Some(tag)).unwrap(), erased(1, 12));
-    assert_eq!(erase_closed(&settings, &none, &"01".repeat(32), Some(tag)).unwrap(), erased(1, 0), "its whole name");
-    assert_eq!(erase_closed(&settings, &none, &format!("{}00", "01".repeat(31)), Some(tag)).unwrap(), erased(0, 0));
+    assert_eq!(
+        erase_closed(&settings, &none, &"01".repeat(32), Some(tag)).unwrap(),
+        erased(1, 0),
+        "its whole name"
+    );
+    assert_eq!(
+        erase_closed(&settings, &none, &format!("{}00", "01".repeat(31)), Some(tag)).unwrap(),
+        erased(0, 0)
+    );
     let shared = DiskRoot::shared();
     let first = open(1, &over(&shared));
-    let found = |store: &Store| (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_units).collect();
+    let found = |store: &Store| {
+        (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_units).collect()
+    };
     let left: Vec<u32> = found(&first);
     assert_eq!(left, [6, 0, 0, 6, 6]);
     let said = erase_closed(&settings, &none, "", Some(tag)).unwrap();
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
     let beside = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
-    assert_eq!(erase_closed(&settings, &shared, "", Some(tag)).unwrap(), beside, "beside an open one");
-    assert_eq!(erase_closed(&settings, &shared, "02", Some(tag)).unwrap(), erased(1, 0), "which is not meant");
+    assert_eq!(
+        erase_closed(&settings, &shared, "", Some(tag)).unwrap(),
+        beside,
+        "beside an open one"
+    );
+    assert_eq!(
+        erase_closed(&settings, &shared, "02", Some(tag)).unwrap(),
+        erased(1, 0),
+        "which is not meant"
+    );
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);

@@ -1,8 +1,9 @@
-//! The store under pressure: few frames, few slots, a disk that fails, everything at once in any order.
+//! The store under pressure: few frames, few slots, a disk that fails, everything at once in any
+//! order.
 //!
-//! What is found depends on the policy and on timing here, so the properties are those that always hold: nothing is found
-//! that was not committed (I1, I3), leased frames never change (I4), counts come back to zero (I5), frames add up (I8),
-//! and the disk is used as its contract says.
+//! What is found depends on the policy and on timing here, so the properties are those that always
+//! hold: nothing is found that was not committed (I1, I3), leased frames never change (I4), counts
+//! come back to zero (I5), frames add up (I8), and the disk is used as its contract says.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -18,7 +19,9 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat, verify};
+use store_common::{
+    MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat, verify,
+};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -61,7 +64,8 @@ enum Settle {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let settle = prop_oneof![4 => Just(Settle::Commit), 1 => Just(Settle::Abort), 1 => Just(Settle::Later)];
+    let settle =
+        prop_oneof![4 => Just(Settle::Commit), 1 => Just(Settle::Abort), 1 => Just(Settle::Later)];
     prop_oneof![
         8 => (0..64usize, 1..10u32, settle)
             .prop_map(|(prompt, len, settle)| Step::Save { prompt, len, settle }),
@@ -139,7 +143,12 @@ impl Run {
     }
 
     fn heal(&self) {
-        for fault in [&self.disk.fail_writes, &self.disk.fail_reads, &self.disk.corrupt_reads, &self.disk.fail_frees] {
+        for fault in [
+            &self.disk.fail_writes,
+            &self.disk.fail_reads,
+            &self.disk.corrupt_reads,
+            &self.disk.fail_frees,
+        ] {
             fault.store(false, Ordering::SeqCst);
         }
     }
@@ -167,7 +176,10 @@ impl Run {
             let found = self.store.lookup(&chain);
             assert!(found.host_units <= found.stored_units);
             let stored = &chain.keys()[..found.stored_units as usize];
-            assert!(stored.iter().all(|key| self.committed.contains(key)), "found what was not committed");
+            assert!(
+                stored.iter().all(|key| self.committed.contains(key)),
+                "found what was not committed"
+            );
         }
         for lease in &self.reads {
             for frame in lease.frames() {
@@ -180,14 +192,22 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that is not waited for any more still ends, and what cannot be read leaves the disk.
+        // A read that is not waited for any more still ends, and what cannot be read leaves the
+        // disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
         assert!(self.disk.flush(&self.store));
         self.verify();
-        for name in ["pins", "frames_reserved", "write_leases", "read_leases", "disk_pending", "reads_pending"] {
+        for name in [
+            "pins",
+            "frames_reserved",
+            "write_leases",
+            "read_leases",
+            "disk_pending",
+            "reads_pending",
+        ] {
             assert_eq!(stat(&self.store, name), 0, "{name}");
         }
         assert_eq!(stat(&self.store, "disk_used"), self.disk.chunks().len() as u64);
@@ -245,7 +265,9 @@ fn a_chain_comes_back_from_disk() {
     assert_eq!(settled(&lease), Progress { ready_units: 8, pending_units: 0 });
     let frames = lease.frames();
     assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), wanted.keys());
-    assert!(frames.iter().all(|f| f.tier == TierName::Disk && verify(&arena, f.frame, f.key).is_none()));
+    assert!(
+        frames.iter().all(|f| f.tier == TierName::Disk && verify(&arena, f.frame, f.key).is_none())
+    );
     assert_eq!(store.lookup(&wanted).host_units, 8);
     assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier == TierName::Host));
 }
@@ -294,7 +316,11 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(lease.frames(), []);
         drop(lease);
         let left = if corrupt { 0 } else { 8 };
-        assert_eq!(store.lookup(&wanted).stored_units, left, "only proven damage is forgotten, with what hangs on it");
+        assert_eq!(
+            store.lookup(&wanted).stored_units,
+            left,
+            "only proven damage is forgotten, with what hangs on it"
+        );
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
         assert!(store.flush(LONG));
@@ -334,7 +360,10 @@ fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
             std::thread::sleep(Duration::from_micros(200));
         }
         store.discard(&wanted.keys()[..1]);
-        assert!(!store.flush(Duration::from_millis(20)), "two of them are being read, and on disk still");
+        assert!(
+            !store.flush(Duration::from_millis(20)),
+            "two of them are being read, and on disk still"
+        );
         drop(gate);
         assert!(store.flush(LONG));
         assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
@@ -452,7 +481,8 @@ fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
     store.check().unwrap();
 }
 
-/// The other prompt's entry is where the child's was, of which its parent still thinks that it waits.
+/// The other prompt's entry is where the child's was, of which its parent still thinks that it
+/// waits.
 #[test]
 fn a_save_that_fails_takes_no_other_prompt_with_it() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();

@@ -18,11 +18,22 @@ const LONG: Duration = Duration::from_secs(60);
 const CAP_BYTES: u64 = 1 << 20;
 
 fn open(dir: &Path, files: &FaultFiles) -> Store {
-    let settings = DiskSettings { dir: dir.into(), cap_bytes: CAP_BYTES, num_threads: 2, description: String::new() };
+    let settings = DiskSettings {
+        dir: dir.into(),
+        cap_bytes: CAP_BYTES,
+        num_threads: 2,
+        description: String::new(),
+    };
     let (dir, files) = (dir.to_owned(), files.clone());
     let opener = move || {
         let (cap_bytes, frame_bytes, dir) = (CAP_BYTES, FRAME as u64, dir.clone());
-        let config = DiskConfig { dir, cap_bytes, frame_bytes, namespace: [7; 32], description: String::new() };
+        let config = DiskConfig {
+            dir,
+            cap_bytes,
+            frame_bytes,
+            namespace: [7; 32],
+            description: String::new(),
+        };
         let (tier, found) = DiskTier::open_with_files(&config, &files)?;
         Ok((Arc::new(tier) as Arc<_>, found))
     };
@@ -50,7 +61,8 @@ fn is_loaded(store: &Store, prompt: &KeyChain) -> bool {
         std::thread::yield_now();
     }
     let frames = lease.frames();
-    frames.len() == 1 && frames.iter().all(|leased| verify(&arena_of(store), leased.frame, leased.key).is_none())
+    frames.len() == 1
+        && frames.iter().all(|leased| verify(&arena_of(store), leased.frame, leased.key).is_none())
 }
 
 #[test]
@@ -62,8 +74,18 @@ fn test_chunks_on_a_full_file_system_make_room_for_new_ones_and_the_write_breake
     files.inject(beyond.from_offset(u64::from(ROOM) * FRAME as u64));
     let (store, prompts) = (open(dir.path(), &files), prompts(100));
     save_each(&store, &prompts);
-    let stats = ["disk_used", "disk_writes", "disk_evictions", "disk_dropped", "disk_write_errors", "disk_trips"];
-    assert_eq!(stats.map(|name| stat(&store, name)), [u64::from(ROOM), 100, 100 - u64::from(ROOM), 0, 0, 0]);
+    let stats = [
+        "disk_used",
+        "disk_writes",
+        "disk_evictions",
+        "disk_dropped",
+        "disk_write_errors",
+        "disk_trips",
+    ];
+    assert_eq!(
+        stats.map(|name| stat(&store, name)),
+        [u64::from(ROOM), 100, 100 - u64::from(ROOM), 0, 0, 0]
+    );
     assert_eq!(store.take_events().len(), 1);
     store.check().unwrap();
     drop(store);
@@ -81,7 +103,11 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames.dat"));
     save_each(&store, &prompts[10..]);
     let stats = ["disk_used", "disk_dropped", "disk_write_errors", "disk_trips"];
-    assert_eq!(stats.map(|name| stat(&store, name)), [10, 390, 0, 0], "chunks were evicted for nothing");
+    assert_eq!(
+        stats.map(|name| stat(&store, name)),
+        [10, 390, 0, 0],
+        "chunks were evicted for nothing"
+    );
     files.heal();
     store.clear();
     save_each(&store, &prompts[..2]);

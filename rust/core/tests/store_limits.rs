@@ -1,6 +1,8 @@
-//! Quotas and ages by salt, against a dictionary of what was saved when. By example: `store_quota.rs`.
+//! Quotas and ages by salt, against a dictionary of what was saved when. By example:
+//! `store_quota.rs`.
 //!
-//! The quotas of the walk fit their tiers together. So no tenant may ever lose a chunk to another, whatever happens.
+//! The quotas of the walk fit their tiers together. So no tenant may ever lose a chunk to another,
+//! whatever happens.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -16,7 +18,9 @@ use kvloft_core::store::{
     Evict, Limits, Prefix, Quota, ReadLease, Store, StoreConfig, TenantLimits, ToSave, WriteLease,
 };
 use proptest::prelude::*;
-use store_common::{FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify};
+use store_common::{
+    FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify,
+};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
@@ -106,7 +110,8 @@ struct World {
 
 impl World {
     fn new(eviction: Eviction) -> Self {
-        let prompts = (0..SALTS.len()).flat_map(|salt| (0..NUM_PROMPTS).map(move |prompt| (salt, prompt)));
+        let prompts =
+            (0..SALTS.len()).flat_map(|salt| (0..NUM_PROMPTS).map(move |prompt| (salt, prompt)));
         let of = |(salt, prompt): (usize, u32)| {
             let chain = chain_of(SALTS[salt], prompt, LEN);
             let attached = chain.attached(1, 0..LEN).unwrap();
@@ -159,7 +164,8 @@ impl World {
             own[0].extend(&chain.keys()[..lookup.host_units as usize]);
             own[1].extend(&chain.keys()[..lookup.stored_units as usize]);
             for key in &attached.1 {
-                let lookup = self.store().lookup(Prefix::new(attached.0, std::slice::from_ref(key)));
+                let lookup =
+                    self.store().lookup(Prefix::new(attached.0, std::slice::from_ref(key)));
                 own[0].extend((lookup.host_units > 0).then_some(key));
                 own[1].extend((lookup.stored_units > 0).then_some(key));
             }
@@ -183,7 +189,10 @@ impl World {
         for tenant in self.store().tenants(16).0 {
             let salt = SALTS.iter().position(|salt| salt.map(SaltTag::of) == tenant.tag).unwrap();
             let Limits { host, disk, .. } = limits_of(&self.limits, salt);
-            assert_eq!((tenant.max_host, tenant.max_disk), (Some(frames(host)), Some(frames(disk))));
+            assert_eq!(
+                (tenant.max_host, tenant.max_disk),
+                (Some(frames(host)), Some(frames(disk)))
+            );
             assert!(tenant.num_host <= frames(host), "{tenant:?}");
             assert!(tenant.num_disk <= frames(disk), "{tenant:?}");
         }
@@ -195,7 +204,13 @@ impl World {
         self.store().sweep(); // time may have gone by
     }
 
-    fn reserve(&mut self, salt: usize, prompt: u32, len: u32, is_attached: bool) -> Vec<WriteLease> {
+    fn reserve(
+        &mut self,
+        salt: usize,
+        prompt: u32,
+        len: u32,
+        is_attached: bool,
+    ) -> Vec<WriteLease> {
         let Prompt { chain, attached, .. } = self.prompt(salt, prompt);
         let keys = &attached.1[..len as usize];
         let prefix = if is_attached { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
@@ -214,14 +229,17 @@ impl World {
     }
 
     fn salt_of(&self, key: &ChunkKey) -> usize {
-        let has = |prompt: &&Prompt| prompt.chain.keys().contains(key) || prompt.attached.1.contains(key);
+        let has =
+            |prompt: &&Prompt| prompt.chain.keys().contains(key) || prompt.attached.1.contains(key);
         self.prompts.iter().find(has).unwrap().salt
     }
 
     fn load(&mut self, salt: usize, prompt: u32, is_held: bool) {
         let lease = self.store().acquire(&self.prompt(salt, prompt).chain);
         let arena = arena_of(self.store());
-        for chunk in lease.frames().iter().filter(|chunk| chunk.tier == kvloft_core::store::TierName::Host) {
+        for chunk in
+            lease.frames().iter().filter(|chunk| chunk.tier == kvloft_core::store::TierName::Host)
+        {
             let frame: FrameId = chunk.frame;
             assert_eq!(verify(&arena, frame, chunk.key), None, "I1");
         }
@@ -248,7 +266,8 @@ impl World {
             }
             Step::Commit(num) => {
                 let leases: Vec<_> = self.writes.drain(..num.min(self.writes.len())).collect();
-                let salts = leases.iter().map(|lease| self.salt_of(&lease.reservation().key)).collect();
+                let salts =
+                    leases.iter().map(|lease| self.salt_of(&lease.reservation().key)).collect();
                 self.store().commit(leases);
                 return salts;
             }
@@ -260,7 +279,12 @@ impl World {
             Step::Release(num) => drop(self.reads.drain(..num.min(self.reads.len()))),
             Step::Evict { salt } => {
                 let what = Evict { salt: SALTS[salt].map(SaltTag::of), is_host_only: false };
-                assert!(!self.store().evict(what, Instant::now() + Duration::from_secs(60)).is_cut_short);
+                assert!(
+                    !self
+                        .store()
+                        .evict(what, Instant::now() + Duration::from_secs(60))
+                        .is_cut_short
+                );
                 return [salt].into();
             }
             Step::Discard { salt, prompt, at } => {
@@ -302,7 +326,10 @@ impl World {
             let has_aged = self.now_s() != time;
             for salt in (0..SALTS.len()).filter(|salt| !may_lose.contains(salt) && !has_aged) {
                 for tier in 0..2 {
-                    assert!(before[salt][tier].is_subset(&found[salt][tier]), "{step:?} took what is of {salt}");
+                    assert!(
+                        before[salt][tier].is_subset(&found[salt][tier]),
+                        "{step:?} took what is of {salt}"
+                    );
                 }
             }
         }
@@ -321,7 +348,12 @@ impl World {
             let ttl_s = limits_of(&self.limits, self.salt_of(&key)).ttl_s.unwrap_or(u32::MAX);
             assert!(now_s < meta.saved_s + u64::from(ttl_s), "{key} is on disk yet");
         }
-        let of_a = self.store().tenants(16).0.into_iter().find(|tenant| tenant.tag == Some(SaltTag::of("a")));
+        let of_a = self
+            .store()
+            .tenants(16)
+            .0
+            .into_iter()
+            .find(|tenant| tenant.tag == Some(SaltTag::of("a")));
         assert_eq!(of_a, None, "all of it is older than its limit");
         assert_eq!([stat(self.store(), "pins"), stat(self.store(), "frames_reserved")], [0, 0]);
         assert!(self.disk.violations().is_empty(), "{:?}", self.disk.violations());

@@ -1,6 +1,7 @@
 //! The store against an independent model: a dictionary that a person can read in one look.
 //!
-//! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks: `store_faults.rs`.
+//! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks:
+//! `store_faults.rs`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -43,7 +44,8 @@ impl Model {
 
     fn forget(&mut self, key: ChunkKey) -> u64 {
         let mut forgotten = u64::from(self.chunks.remove(&key).is_some());
-        let children: Vec<_> = self.chunks.iter().filter(|(_, chunk)| chunk.0 == key).map(|(key, _)| *key).collect();
+        let children: Vec<_> =
+            self.chunks.iter().filter(|(_, chunk)| chunk.0 == key).map(|(key, _)| *key).collect();
         for child in children {
             forgotten += self.forget(child);
         }
@@ -51,12 +53,16 @@ impl Model {
     }
 
     fn raise(&mut self) -> u32 {
-        let roots_and_visible =
-            |model: &Self, parent: &ChunkKey| !model.chunks.contains_key(parent) || model.visible(parent);
+        let roots_and_visible = |model: &Self, parent: &ChunkKey| {
+            !model.chunks.contains_key(parent) || model.visible(parent)
+        };
         let mut risen = 0;
         loop {
-            let next =
-                self.chunks.iter().find(|(_, c)| c.1 == Chunk::Filled && roots_and_visible(self, &c.0)).map(|c| *c.0);
+            let next = self
+                .chunks
+                .iter()
+                .find(|(_, c)| c.1 == Chunk::Filled && roots_and_visible(self, &c.0))
+                .map(|c| *c.0);
             let Some(key) = next else { return risen };
             self.chunks.get_mut(&key).unwrap().1 = Chunk::Visible;
             risen += 1;
@@ -105,7 +111,9 @@ impl Run {
             let key = keys[unit as usize];
             let parent = unit.checked_sub(1).map_or(chain.root(), |above| keys[above as usize]);
             if dropped > 0
-                || (unit > 0 && !self.model.chunks.contains_key(&parent) && !self.model.chunks.contains_key(&key))
+                || (unit > 0
+                    && !self.model.chunks.contains_key(&parent)
+                    && !self.model.chunks.contains_key(&key))
             {
                 dropped += 1;
             } else if !self.model.chunks.contains_key(&key) {
@@ -159,7 +167,10 @@ impl Run {
         let lease = self.store.acquire(&chain);
         assert_eq!((lease.poll().ready_units, lease.poll().pending_units), (units, 0));
         let frames = lease.frames();
-        assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), chain.keys()[..units as usize]);
+        assert_eq!(
+            frames.iter().map(|f| f.key).collect::<Vec<_>>(),
+            chain.keys()[..units as usize]
+        );
         self.reads.push((lease, frames.iter().map(|f| f.key).collect()));
     }
 
@@ -186,13 +197,15 @@ impl Run {
         self.compare();
     }
 
-    /// Whatever stored chunk a prefix begins with, it is found as with all its keys; with another one, nothing is.
+    /// Whatever stored chunk a prefix begins with, it is found as with all its keys; with another
+    /// one, nothing is.
     fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
         let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();
         assert_eq!(self.store.anchors(&anchors), Anchors { num_known: num, num_stored: num });
         for end in 2..=chain.num_blocks() {
-            let begun = Prefix { first: end - 1, keys: &keys[end as usize - 1..], ..Prefix::from(chain) };
+            let begun =
+                Prefix { first: end - 1, keys: &keys[end as usize - 1..], ..Prefix::from(chain) };
             let is_stored = end <= num;
             let units = if is_stored { num } else { 0 };
             assert_eq!(self.store.lookup(begun), Lookup { host_units: units, stored_units: units });
@@ -208,7 +221,10 @@ impl Run {
         for prompt in 0..64 {
             let chain = prompt_chain(prompt);
             let units = self.model.lookup(chain.keys());
-            assert_eq!(self.store.lookup(&chain), Lookup { host_units: units, stored_units: units });
+            assert_eq!(
+                self.store.lookup(&chain),
+                Lookup { host_units: units, stored_units: units }
+            );
             self.compare_anchors(&chain, units);
         }
         assert_eq!(stat(&self.store, "entries"), self.model.chunks.len() as u64);

@@ -1,4 +1,5 @@
-//! A disk tier that takes long to open, beside others: its store is there before it is, and has it once it opened.
+//! A disk tier that takes long to open, beside others: its store is there before it is, and has it
+//! once it opened.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -33,10 +34,15 @@ impl Slow {
     }
 
     fn open(&self) -> Result<Store> {
-        let (tier, heard, tries) = (Arc::clone(&self.tier), Arc::clone(&self.heard), Arc::clone(&self.num_tries));
+        let (tier, heard, tries) =
+            (Arc::clone(&self.tier), Arc::clone(&self.heard), Arc::clone(&self.num_tries));
         let opener: Opener = Box::new(move || {
             tries.fetch_add(1, Ordering::SeqCst);
-            heard.lock().unwrap().recv_timeout(LONG).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no answer")))?;
+            heard
+                .lock()
+                .unwrap()
+                .recv_timeout(LONG)
+                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no answer")))?;
             Ok((Arc::clone(&tier) as Arc<_>, Vec::new()))
         });
         let pool = Pool::create(8 * FRAME as u64, FRAME as u64, || {}).unwrap();

@@ -1,4 +1,5 @@
-//! Quotas and ages by salt, by example: who pays for a chunk, what counts, and what time it is. Against a model: `store_limits.rs`.
+//! Quotas and ages by salt, by example: who pays for a chunk, what counts, and what time it is.
+//! Against a model: `store_limits.rs`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -39,9 +40,16 @@ fn a_salt_above_its_quota_loses_its_own_coldest() {
     drop(store.acquire(&chain_of(Some("a"), 0, 4))); // warmer than the other
     assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 3), 0..3), 3);
     assert_eq!(in_host(&store, Some("a"), 0..3, 4), [4, 1, 3]);
-    assert_eq!((in_host(&store, Some("b"), 0..2, 4), in_host(&store, None, 0..2, 4)), (vec![4, 4], vec![4, 4]));
     assert_eq!(
-        [stat(&store, "quota_evictions"), stat(&store, "quota_dropped"), stat(&store, "frames_free")],
+        (in_host(&store, Some("b"), 0..2, 4), in_host(&store, None, 0..2, 4)),
+        (vec![4, 4], vec![4, 4])
+    );
+    assert_eq!(
+        [
+            stat(&store, "quota_evictions"),
+            stat(&store, "quota_dropped"),
+            stat(&store, "frames_free")
+        ],
         [3, 0, 8]
     );
     store.check().unwrap();
@@ -55,7 +63,11 @@ fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
     assert_eq!([stat(&store, "quota_dropped"), stat(&store, "reserve_dropped")], [4, 4]);
     assert_eq!(store.lookup(&chain).host_units, 5);
     let lease = store.acquire(&chain);
-    assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1), 0, "all of it is in use (I4)");
+    assert_eq!(
+        save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1),
+        0,
+        "all of it is in use (I4)"
+    );
     drop(lease);
     assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1), 1);
     assert_eq!(in_host(&store, Some("a"), 0..2, 9), [4, 1]);
@@ -85,7 +97,10 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
     drop(store.acquire(&chain_of(Some("a"), 0, 4)));
     store.limit_frames(8); // prompt 0 of each
     assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), 0..1), 1);
-    assert_eq!((in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)), (vec![3, 4, 1], vec![4, 4]));
+    assert_eq!(
+        (in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)),
+        (vec![3, 4, 1], vec![4, 4])
+    );
     store.check().unwrap();
 }
 
@@ -93,7 +108,11 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
 fn what_is_loaded_counts_for_the_quota() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = of_salts(Some(bytes(6)));
-    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, Eviction::Lru) };
+    let config = StoreConfig {
+        disk: Some(disk_settings(SLOTS.into(), 1)),
+        limits,
+        ..config(FRAMES, Eviction::Lru)
+    };
     let store = disk.open(&config, &[]);
     for prompt in 0..2 {
         save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 5), 0..5);
@@ -115,7 +134,10 @@ fn what_is_loaded_counts_for_the_quota() {
 #[test]
 fn the_clock_may_have_gone_back() {
     let disk = MemoryDisk::new(SLOTS);
-    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let limits = TenantLimits {
+        salted: Limits { ttl_s: Some(1000), ..Limits::default() },
+        ..TenantLimits::default()
+    };
     let config = |now_s| StoreConfig {
         disk: Some(disk_settings(SLOTS.into(), 1)),
         limits: limits.clone(),
@@ -137,14 +159,19 @@ fn the_clock_may_have_gone_back() {
     assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
 }
 
-/// What the disk turns out to hold is older than what was saved meanwhile: it would outlive its time under the other's.
+/// What the disk turns out to hold is older than what was saved meanwhile: it would outlive its
+/// time under the other's.
 #[test]
 fn an_old_copy_does_not_hide_behind_a_new_one() {
     let disk = MemoryDisk::new(SLOTS);
-    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let limits = TenantLimits {
+        salted: Limits { ttl_s: Some(1000), ..Limits::default() },
+        ..TenantLimits::default()
+    };
     let open = |now_s| {
         let (disk_settings, limits) = (Some(disk_settings(SLOTS.into(), 1)), limits.clone());
-        let config = StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, Eviction::Lru) };
+        let config =
+            StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, Eviction::Lru) };
         disk.open(&config, &disk.entries())
     };
     let chain = chain_of(Some("a"), 0, 5);
@@ -172,8 +199,15 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
 #[test]
 fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
     let disk = MemoryDisk::new(SLOTS);
-    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
-    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, Eviction::Lru) };
+    let limits = TenantLimits {
+        salted: Limits { ttl_s: Some(1000), ..Limits::default() },
+        ..TenantLimits::default()
+    };
+    let config = StoreConfig {
+        disk: Some(disk_settings(SLOTS.into(), 1)),
+        limits,
+        ..config(FRAMES, Eviction::Lru)
+    };
     let store = disk.open(&config, &[]);
     let chain = chain_of(Some("a"), 0, 6);
     save(&store, &arena_of(&store), &chain, 0..3);
@@ -183,26 +217,39 @@ fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
     disk.wait(100);
     assert_eq!(store.lookup(&chain).stored_units, 0);
     store.sweep();
-    assert_eq!([stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")], [6, 0, 0]);
+    assert_eq!(
+        [stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")],
+        [6, 0, 0]
+    );
     assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved anew");
     store.check().unwrap();
 }
 
-/// Of a prompt longer than the disk's quota nothing may go for what hangs on it, so its end is not written.
+/// Of a prompt longer than the disk's quota nothing may go for what hangs on it, so its end is not
+/// written.
 #[test]
 fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
     for (most, num) in [(0, 0), (3, 3)] {
         let disk = MemoryDisk::new(SLOTS);
-        let limits =
-            TenantLimits { salted: Limits { disk: Some(bytes(most)), ..Limits::default() }, ..TenantLimits::default() };
-        let config =
-            StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, Eviction::Lru) };
+        let limits = TenantLimits {
+            salted: Limits { disk: Some(bytes(most)), ..Limits::default() },
+            ..TenantLimits::default()
+        };
+        let config = StoreConfig {
+            disk: Some(disk_settings(SLOTS.into(), 2)),
+            limits,
+            ..config(FRAMES, Eviction::Lru)
+        };
         let store = disk.open(&config, &[]);
         for salt in [Some("a"), None] {
             assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 6), 0..6), 6);
         }
         assert!(disk.flush(&store));
-        assert_eq!([stat(&store, "disk_used"), disk.chunks().len() as u64], [6 + num, 6 + num], "a quota of {most}");
+        assert_eq!(
+            [stat(&store, "disk_used"), disk.chunks().len() as u64],
+            [6 + num, 6 + num],
+            "a quota of {most}"
+        );
         assert_eq!(store.lookup(&chain_of(Some("a"), 0, 6)).host_units, 6, "memory has no quota");
         assert!(stat(&store, "quota_dropped") > 0);
         store.check().unwrap();

@@ -16,7 +16,9 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::{Error, ErrorKind, KeyChain};
 use kvloft_testing::memory_tier::MemoryTier;
-use store_common::{FRAME, arena_of, chain, config, disk_settings, prompt_chain, save, stat, verify};
+use store_common::{
+    FRAME, arena_of, chain, config, disk_settings, prompt_chain, save, stat, verify,
+};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -119,7 +121,10 @@ fn test_chunks_of_a_removed_disk_are_misses_and_those_in_host_are_written_to_a_n
     assert_eq!((stat(&store, "disk_used"), disks.nth(1).chunks().len() as u64), (in_host, in_host));
     let events = store.take_events();
     assert_eq!(events.len(), 2, "{events:?}");
-    assert!(events[0].starts_with("disk tier: /memory was removed; dropping its 1508 chunks"), "{events:?}");
+    assert!(
+        events[0].starts_with("disk tier: /memory was removed; dropping its 1508 chunks"),
+        "{events:?}"
+    );
     assert!(events[1].contains("disk tier: open, with"), "{events:?}");
     store.check().unwrap();
     assert_eq!((disks.nth(0).violations(), disks.nth(1).violations()), (Vec::new(), Vec::new()));
@@ -146,7 +151,10 @@ fn test_no_disk_is_opened_while_a_job_of_the_removed_one_is_under_way() {
     assert!(store.flush(LONG));
     let lease = store.acquire(&cold);
     assert!(lease.frames().iter().all(|leased| verify(&arena, leased.frame, leased.key).is_none()));
-    assert_eq!((stat(&store, "pins"), stat(&store, "reads_pending")), (lease.frames().len() as u64, 0));
+    assert_eq!(
+        (stat(&store, "pins"), stat(&store, "reads_pending")),
+        (lease.frames().len() as u64, 0)
+    );
     store.check().unwrap();
     assert_eq!((old.violations(), disks.nth(1).violations()), (Vec::new(), Vec::new()));
 }
@@ -241,7 +249,10 @@ impl Place {
             assert_eq!(save_all(&store, prompt), 8);
             assert!(store.flush(LONG));
         }
-        assert_eq!((host_and_stored(&store, &cold), host_and_stored(&store, &hot)), ((0, 8), (8, 8)));
+        assert_eq!(
+            (host_and_stored(&store, &cold), host_and_stored(&store, &hot)),
+            ((0, 8), (8, 8))
+        );
         (store, cold, hot)
     }
 
@@ -252,19 +263,30 @@ impl Place {
         remove();
         until("the removal is noticed", || stat(&store, "disk_removals") == 1);
         until("the directory is open again", || stat(&store, "disk_broken") == 0);
-        assert_eq!((host_and_stored(&store, &cold), host_and_stored(&store, &hot)), ((0, 0), (8, 8)));
+        assert_eq!(
+            (host_and_stored(&store, &cold), host_and_stored(&store, &hot)),
+            ((0, 0), (8, 8))
+        );
         assert!(store.flush(LONG));
         let events = store.take_events().join("\n");
-        assert!(events.contains(&format!("disk tier: {} was removed;", named.display())), "{events}");
+        assert!(
+            events.contains(&format!("disk tier: {} was removed;", named.display())),
+            "{events}"
+        );
         store.check().unwrap();
         drop(store);
         let store = self.open();
-        assert_eq!((host_and_stored(&store, &cold), host_and_stored(&store, &hot)), ((0, 0), (0, 8)));
+        assert_eq!(
+            (host_and_stored(&store, &cold), host_and_stored(&store, &hot)),
+            ((0, 0), (0, 8))
+        );
         let lease = store.acquire(&hot);
         until("the chunks are read", || lease.poll().pending_units == 0);
         assert_eq!(lease.frames().len(), 8);
         let arena = arena_of(&store);
-        assert!(lease.frames().iter().all(|leased| verify(&arena, leased.frame, leased.key).is_none()));
+        assert!(
+            lease.frames().iter().all(|leased| verify(&arena, leased.frame, leased.key).is_none())
+        );
     }
 }
 
@@ -287,7 +309,10 @@ fn test_a_moved_disk_path_is_made_again_and_the_moved_one_is_as_it_was() {
     fs::remove_dir_all(place.disk()).unwrap();
     fs::rename(&moved, place.disk()).unwrap();
     let store = place.open();
-    assert_eq!((host_and_stored(&store, &prompt(0, 8)), host_and_stored(&store, &prompt(100, 8))), ((0, 8), (0, 8)));
+    assert_eq!(
+        (host_and_stored(&store, &prompt(0, 8)), host_and_stored(&store, &prompt(100, 8))),
+        ((0, 8), (0, 8))
+    );
 }
 
 #[test]
@@ -318,14 +343,17 @@ fn test_one_removed_file_is_enough() {
     for name in ["frames.dat", "index.dat"] {
         let place = Place::new();
         let namespace = place.disk().join("0707070707070707");
-        place.check_removal(&namespace, || fs::remove_file(namespace_in(&place.disk()).join(name)).unwrap());
+        place.check_removal(&namespace, || {
+            fs::remove_file(namespace_in(&place.disk()).join(name)).unwrap();
+        });
     }
 }
 
 #[test]
 fn test_all_stores_of_a_removed_directory_open_it_again() {
     let place = Place::new();
-    let stores = [1, 2, 3].map(|namespace| Store::open_in(&place.config(namespace), &place.pool, None).unwrap());
+    let stores = [1, 2, 3]
+        .map(|namespace| Store::open_in(&place.config(namespace), &place.pool, None).unwrap());
     for store in &stores {
         assert_eq!(save_all(store, &prompt(0, 4)), 4);
         assert!(store.flush(LONG));
@@ -369,11 +397,21 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_again_and_again() 
     let (dir, start) = (place.disk(), Instant::now());
     let opener = move || {
         let (dir, cap_bytes, frame_bytes) = (dir.clone(), 1 << 20, FRAME as u64);
-        let config = DiskConfig { dir, cap_bytes, frame_bytes, namespace: [7; 32], description: String::new() };
+        let config = DiskConfig {
+            dir,
+            cap_bytes,
+            frame_bytes,
+            namespace: [7; 32],
+            description: String::new(),
+        };
         let (tier, found) = DiskTier::open(config)?;
         Ok((Arc::new(tier) as Arc<dyn LocalTier>, found))
     };
-    let store = Store::with_tier(&place.config(7), Some(Box::new(opener)), Box::new(move || start.elapsed() * 500));
+    let store = Store::with_tier(
+        &place.config(7),
+        Some(Box::new(opener)),
+        Box::new(move || start.elapsed() * 500),
+    );
     let (store, stop) = (store.unwrap(), AtomicBool::new(false));
     let num_loaded: u64 = std::thread::scope(|scope| {
         let workers = [1, 2, 3].map(|seed| {

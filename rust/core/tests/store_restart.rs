@@ -34,7 +34,12 @@ impl Place {
 
     fn open(&self) -> Store {
         let cap_bytes = 1 << 20;
-        let settings = DiskSettings { dir: self.dir.clone(), cap_bytes, num_threads: 1, description: String::new() };
+        let settings = DiskSettings {
+            dir: self.dir.clone(),
+            cap_bytes,
+            num_threads: 1,
+            description: String::new(),
+        };
         let (dir, files) = (self.dir.clone(), self.files.clone());
         let opener = move || {
             let config = DiskConfig {
@@ -49,7 +54,8 @@ impl Place {
         };
         let start = Instant::now();
         let config = StoreConfig { disk: Some(settings), ..config(8, Eviction::Lru) };
-        Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed() * HASTE)).unwrap()
+        Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed() * HASTE))
+            .unwrap()
     }
 
     /// Chunks of `prompt` that another life finds.
@@ -72,7 +78,8 @@ fn save_all(store: &Store, prompt: &KeyChain) {
     assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
-/// A store whose first write is refused although its record gets to disk, where it cannot be cleared either.
+/// A store whose first write is refused although its record gets to disk, where it cannot be
+/// cleared either.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
     let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index.dat");
@@ -147,10 +154,12 @@ fn a_slot_that_cannot_be_freed_keeps_no_other_chunk_from_being_cleared() {
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }
 
-/// A record found on disk may lie about its place, so the way up to it is compared with all keys once.
+/// A record found on disk may lie about its place, so the way up to it is compared with all keys
+/// once.
 #[test]
 fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
-    let (place, prompt, other) = (Place::new(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
+    let (place, prompt, other) =
+        (Place::new(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
     let before = place.open();
     save_all(&before, &prompt);
     assert!(before.flush(LONG));
@@ -158,7 +167,11 @@ fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
     let store = place.open();
     until("what was found is entered", || store.flush(LONG));
     let ends: Vec<_> = (1..).zip(prompt.keys().iter().copied()).collect();
-    let begun = |end: u32| Prefix { first: end - 1, keys: &prompt.keys()[end as usize - 1..], ..Prefix::from(&prompt) };
+    let begun = |end: u32| Prefix {
+        first: end - 1,
+        keys: &prompt.keys()[end as usize - 1..],
+        ..Prefix::from(&prompt)
+    };
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
     assert_eq!(store.lookup(begun(8)), Lookup::default());
     assert_eq!(store.lookup(&prompt).stored_units, 8);

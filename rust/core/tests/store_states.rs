@@ -1,5 +1,6 @@
-//! States of chats: new at each turn, of no use without the prefix before them, and the prefix of none without them. Where a store
-//! is told what they are kept beside, both tiers keep what goes on.
+//! States of chats: new at each turn, of no use without the prefix before them, and the prefix of
+//! none without them. Where a store is told what they are kept beside, both tiers keep what goes
+//! on.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -20,7 +21,8 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
     chain(&(0..num_blocks).map(|at| number * 100 + at).collect::<Vec<_>>())
 }
 
-/// Saves a prompt of so many blocks and the state behind it, which says what it is kept beside, or does not. ``after`` each.
+/// Saves a prompt of so many blocks and the state behind it, which says what it is kept beside, or
+/// does not. ``after`` each.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, says_beside: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -55,7 +57,8 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     has
 }
 
-/// Blocks that chats find of themselves, while prompts come that never do again. ``after`` each save.
+/// Blocks that chats find of themselves, while prompts come that never do again. ``after`` each
+/// save.
 fn found_by_chats(store: &Store, says_beside: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;
     for turn in 1..10 {
@@ -84,7 +87,8 @@ fn chats_find_more_in_host_where_states_say_what_they_are_kept_beside() {
 fn and_on_disk() {
     let [told, not_told] = [true, false].map(|says_beside| {
         let disk = MemoryDisk::new(300);
-        let settings = StoreConfig { disk: Some(disk_settings(300, 1)), ..config(40, Eviction::Adaptive) };
+        let settings =
+            StoreConfig { disk: Some(disk_settings(300, 1)), ..config(40, Eviction::Adaptive) };
         let store = disk.open(&settings, &[]);
         found_by_chats(&store, says_beside, || assert!(disk.flush(&store)))
     });

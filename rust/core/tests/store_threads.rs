@@ -1,4 +1,5 @@
-//! Many threads on one store with a disk: no deadlock, no wrong frame, and everything is given back at the end.
+//! Many threads on one store with a disk: no deadlock, no wrong frame, and everything is given back
+//! at the end.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -19,7 +20,8 @@ fn live(store: &Store, seed: usize) {
     let arena = arena_of(store);
     let mut random = seed;
     for turn in 0..TURNS {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        random =
+            random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let chain = prompt_chain(random >> 40 & 63);
         let lease = store.acquire(&chain);
         let reserved = store.reserve(&chain, 0..chain.num_blocks()).unwrap();
@@ -62,8 +64,15 @@ fn threads_share_a_store_without_harm() {
         store.clear();
         store.check().unwrap();
         assert_eq!(disk.violations(), [""; 0]);
-        for name in ["pins", "frames_reserved", "frames_visible", "entries", "write_leases", "read_leases", "disk_used"]
-        {
+        for name in [
+            "pins",
+            "frames_reserved",
+            "frames_visible",
+            "entries",
+            "write_leases",
+            "read_leases",
+            "disk_used",
+        ] {
             assert_eq!(stat(&store, name), 0, "{name}");
         }
         store.close(LONG);

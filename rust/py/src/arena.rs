@@ -66,7 +66,8 @@ impl Arena {
         Ok(Self::of(io::Arena::private(frame_bytes).map_err(raise)?))
     }
 
-    /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns the tag.
+    /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns
+    /// the tag.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn seal(&self, py: Python<'_>, frame: u32, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(FrameId(frame), part.offset, part.part_bytes, &part.spec());

@@ -14,7 +14,12 @@ use crate::error::raise;
 type PyColumns<'py> = (u32, Bound<'py, PyBytes>, Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&'a [u8]> {
-    Columns { group: *group, frames: frames.as_bytes(), keys: keys.as_bytes(), blocks: blocks.as_bytes() }
+    Columns {
+        group: *group,
+        frames: frames.as_bytes(),
+        keys: keys.as_bytes(),
+        blocks: blocks.as_bytes(),
+    }
 }
 
 /// Chunks to copy, as columns: see `kvloft.seam.batch`.
@@ -45,7 +50,8 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Out of (group, frames, keys, blocks) of each group, and tickets; `ConfigError` where they do not fit together.
+    /// Out of (group, frames, keys, blocks) of each group, and tickets; `ConfigError` where they do
+    /// not fit together.
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
@@ -65,15 +71,21 @@ impl ChunkBatch {
         self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
     }
 
-    /// Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64), little endian.
+    /// Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64),
+    /// little endian.
     fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {
         let bytes = |column: Vec<u8>| PyBytes::new(py, &column);
-        let part = |part: Columns<Vec<u8>>| (part.group, bytes(part.frames), bytes(part.keys), bytes(part.blocks));
-        let tickets: Vec<_> = self.inner.tickets().iter().flat_map(|ticket| ticket.to_le_bytes()).collect();
+        let part = |part: Columns<Vec<u8>>| {
+            (part.group, bytes(part.frames), bytes(part.keys), bytes(part.blocks))
+        };
+        let tickets: Vec<_> =
+            self.inner.tickets().iter().flat_map(|ticket| ticket.to_le_bytes()).collect();
         (self.inner.columns().map(part).collect(), PyBytes::new(py, &tickets))
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyType>, Bound<'py, PyTuple>)> {
+    fn __reduce__<'py>(
+        slf: &Bound<'py, Self>,
+    ) -> PyResult<(Bound<'py, PyType>, Bound<'py, PyTuple>)> {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
@@ -102,11 +114,16 @@ impl ChunkBatch {
         self.inner.len()
     }
 
-    fn __getitem__<'py>(&self, py: Python<'py>, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    fn __getitem__<'py>(
+        &self,
+        py: Python<'py>,
+        index: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let len = self.inner.len().cast_signed();
         if let Ok(slice) = index.cast::<PySlice>() {
             let at = slice.indices(len)?;
-            let positions = (0..at.slicelength).map(|nth| (at.start + nth.cast_signed() * at.step).cast_unsigned());
+            let positions = (0..at.slicelength)
+                .map(|nth| (at.start + nth.cast_signed() * at.step).cast_unsigned());
             return Ok(Bound::new(py, Self::from(self.inner.take(positions)))?.into_any());
         }
         let index: isize = index.extract()?;
@@ -118,11 +135,16 @@ impl ChunkBatch {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        let rows: Vec<_> = (0..self.inner.len()).map(|nth| self.row(py, nth)).collect::<PyResult<_>>()?;
+        let rows: Vec<_> =
+            (0..self.inner.len()).map(|nth| self.row(py, nth)).collect::<PyResult<_>>()?;
         PyList::new(py, rows)?.try_iter()
     }
 
     fn __repr__(&self) -> String {
-        format!("ChunkBatch({} chunks, {} blocks)", self.inner.len(), self.inner.wanted_blocks().count())
+        format!(
+            "ChunkBatch({} chunks, {} blocks)",
+            self.inner.len(),
+            self.inner.wanted_blocks().count()
+        )
     }
 }

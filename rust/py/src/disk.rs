@@ -1,4 +1,5 @@
-//! Python's face of a disk directory seen from outside: `disk_inspect` and `DiskVerify`. Conversions only.
+//! Python's face of a disk directory seen from outside: `disk_inspect` and `DiskVerify`.
+//! Conversions only.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -30,7 +31,8 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
+/// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for
+/// progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {
     verifier: Mutex<Verifier>,
@@ -68,7 +70,11 @@ impl DiskVerify {
 
     fn __repr__(&self) -> String {
         let verifier = self.verifier();
-        format!("DiskVerify({} of {} chunks checked)", verifier.num_checked(), verifier.num_chunks())
+        format!(
+            "DiskVerify({} of {} chunks checked)",
+            verifier.num_checked(),
+            verifier.num_chunks()
+        )
     }
 }
 

@@ -15,21 +15,31 @@ pub(crate) struct PyGroup(pub(crate) Group);
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
     type Error = PyErr;
     fn extract(group: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (number, kind, block_tokens, blocks_per_unit, kept_blocks, reach): (_, String, _, _, _, _) =
-            group.extract()?;
+        let (number, kind, block_tokens, blocks_per_unit, kept_blocks, reach): (
+            _,
+            String,
+            _,
+            _,
+            _,
+            _,
+        ) = group.extract()?;
         let kind = match kind.as_str() {
             "full" => GroupKind::Full,
             "window" => GroupKind::Window,
             "local" => GroupKind::Local,
             "state" => GroupKind::State,
-            _ => return Err(ConfigError::new_err(format!("{kind:?} is not a kind of KV cache group"))),
+            _ => {
+                return Err(ConfigError::new_err(format!(
+                    "{kind:?} is not a kind of KV cache group"
+                )));
+            }
         };
         Ok(Self(Group { number, kind, block_tokens, blocks_per_unit, kept_blocks, reach }))
     }
 }
 
-/// Appends the blocks of `units` of each group that is saved. A group that keeps a part of a prefix may have fewer: null blocks
-/// stand for the rest.
+/// Appends the blocks of `units` of each group that is saved. A group that keeps a part of a prefix
+/// may have fewer: null blocks stand for the rest.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,
@@ -38,8 +48,10 @@ pub(crate) fn append_saved_blocks(
 ) -> PyResult<()> {
     for (nth, group) in session.saved_groups() {
         let table = tables.get_item(nth)?;
-        let [first, end] = [units.start, units.end].map(|unit| unit.saturating_mul(group.blocks_per_unit));
-        let len = if group.is_full() { end } else { u32::try_from(table.len()?).unwrap_or(u32::MAX) };
+        let [first, end] =
+            [units.start, units.end].map(|unit| unit.saturating_mul(group.blocks_per_unit));
+        let len =
+            if group.is_full() { end } else { u32::try_from(table.len()?).unwrap_or(u32::MAX) };
         append_block_ids(&table, first.min(len), Some(end.min(len)), blocks)?;
         let num_missing = end.saturating_sub(first.max(len));
         blocks.extend((0..num_missing).map(|_| NULL_BLOCK));
@@ -48,7 +60,10 @@ pub(crate) fn append_saved_blocks(
 }
 
 /// The blocks of each table in its range; None if a table is too short.
-pub(crate) fn loaded_blocks(tables: &Bound<'_, PyAny>, ranges: &[Range<u32>]) -> PyResult<Option<Vec<Vec<i32>>>> {
+pub(crate) fn loaded_blocks(
+    tables: &Bound<'_, PyAny>,
+    ranges: &[Range<u32>],
+) -> PyResult<Option<Vec<Vec<i32>>>> {
     let mut found = Vec::with_capacity(ranges.len());
     for (nth, Range { start, end }) in ranges.iter().enumerate() {
         let table = tables.get_item(nth)?;

@@ -1,4 +1,5 @@
-//! `KeyChain`, `namespace_digest`, `root_key`: conversions only; the meaning is in `kvloft_core::key`.
+//! `KeyChain`, `namespace_digest`, `root_key`: conversions only; the meaning is in
+//! `kvloft_core::key`.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -24,25 +25,35 @@ pub(crate) struct KeyChain {
 impl KeyChain {
     /// The core's chain; an error if a panic left it half changed.
     pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
+        self.inner
+            .lock()
+            .map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
     /// As `lock`; an error where it is held, as by another row of the same call.
     pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        self.inner.try_lock().map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
+        self.inner
+            .try_lock()
+            .map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
     }
 
     /// Returns the chain like above; also an error if it no longer has `num_tokens`.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.try_lock()?;
         let is_same = chain.num_tokens() == num_tokens;
-        is_same.then_some(chain).ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
+        is_same
+            .then_some(chain)
+            .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
     /// Append the missing tokens of `token_ids[:stop]`.
     pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
         let start = self.num_tokens()?;
-        if start < stop { self.append_tokens(token_ids, start.into(), Some(stop.into())) } else { Ok(()) }
+        if start < stop {
+            self.append_tokens(token_ids, start.into(), Some(stop.into()))
+        } else {
+            Ok(())
+        }
     }
 
     /// The same if that is much; returns how many tokens there are then.
@@ -76,14 +87,20 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item covering positions `[start, start + num_tokens)`, before they are appended.
+    /// Declare a multimodal item covering positions `[start, start + num_tokens)`, before they are
+    /// appended.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
 
     /// Append `token_ids[start:stop]`.
     #[pyo3(signature = (token_ids, start=0, stop=None, /))]
-    fn append_tokens(&self, token_ids: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<()> {
+    fn append_tokens(
+        &self,
+        token_ids: &Bound<'_, PyAny>,
+        start: i64,
+        stop: Option<i64>,
+    ) -> PyResult<()> {
         let ids = self::token_ids(token_ids, start, stop)?;
         let append = || self.lock()?.append_tokens(&ids).map_err(raise);
         if ids.len() < DETACH_TOKENS { append() } else { token_ids.py().detach(append) }
@@ -100,7 +117,12 @@ impl KeyChain {
 
     /// Key of the prefix that ends with full block `block`, or of what `group` keeps of it.
     #[pyo3(signature = (block, group = None))]
-    fn key<'py>(&self, py: Python<'py>, block: u32, group: Option<u32>) -> PyResult<Bound<'py, PyBytes>> {
+    fn key<'py>(
+        &self,
+        py: Python<'py>,
+        block: u32,
+        group: Option<u32>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let key = self.lock()?.key_of(block, group).map_err(raise)?;
         Ok(PyBytes::new(py, &key.0))
     }
@@ -108,8 +130,11 @@ impl KeyChain {
     fn __repr__(&self) -> PyResult<String> {
         let chain = self.lock()?;
         let last = chain.keys().last().map_or_else(|| chain.root(), |key| *key).to_string();
-        let (block_tokens, num_tokens, num_blocks) = (chain.block_tokens(), chain.num_tokens(), chain.num_blocks());
-        let sizes = format!("block_tokens={block_tokens}, num_tokens={num_tokens}, num_blocks={num_blocks}");
+        let (block_tokens, num_tokens, num_blocks) =
+            (chain.block_tokens(), chain.num_tokens(), chain.num_blocks());
+        let sizes = format!(
+            "block_tokens={block_tokens}, num_tokens={num_tokens}, num_blocks={num_blocks}"
+        );
         Ok(format!("KeyChain({sizes}, last={}...)", &last[..16]))
     }
 }
@@ -117,8 +142,12 @@ impl KeyChain {
 /// 32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-pub(crate) fn namespace_digest(py: Python<'_>, fields: Vec<(String, String)>) -> PyResult<Bound<'_, PyBytes>> {
-    let fields: Vec<_> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+pub(crate) fn namespace_digest(
+    py: Python<'_>,
+    fields: Vec<(String, String)>,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let fields: Vec<_> =
+        fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
@@ -133,14 +162,17 @@ pub(crate) fn root_key<'py>(
     cache_salt: Option<&str>,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let adapter = adapter.as_ref().map(|(name, place)| (name.as_str(), place.as_str()));
-    let root = key::root_key(&digest(namespace, "namespace")?, adapter, cache_salt).map_err(raise)?;
+    let root =
+        key::root_key(&digest(namespace, "namespace")?, adapter, cache_salt).map_err(raise)?;
     Ok(PyBytes::new(py, &root.0))
 }
 
 /// 32 bytes out of `bytes`, which the error calls `name`.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
-    bytes.try_into().map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
+    bytes
+        .try_into()
+        .map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
 }
 
 /// A chunk key, or another digest, out of 32 bytes.

@@ -13,7 +13,10 @@ use crate::groups::loaded_blocks;
 
 /// Units by tier, of tiers that have any.
 fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
-    [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_units)| *num_units > 0).into_py_dict(py)
+    [("host", from.host), ("disk", from.disk)]
+        .into_iter()
+        .filter(|(_, num_units)| *num_units > 0)
+        .into_py_dict(py)
 }
 
 /// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.
@@ -30,7 +33,8 @@ impl ReadLease {
         self.session.poll(&self.lease)
     }
 
-    /// Chunks of units `[begin, end)` with the blocks of `tables`, as far as they are there, and units by tier.
+    /// Chunks of units `[begin, end)` with the blocks of `tables`, as far as they are there, and
+    /// units by tier.
     fn batch<'py>(
         &self,
         tables: &Bound<'py, PyAny>,
@@ -38,7 +42,8 @@ impl ReadLease {
         end: u32,
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = loaded_blocks(tables, &self.session.loaded_blocks(begin, end))?;
-        let found = blocks.map(|blocks| self.session.load(&self.lease, begin, end, &blocks)).transpose();
+        let found =
+            blocks.map(|blocks| self.session.load(&self.lease, begin, end, &blocks)).transpose();
         let (chunks, from) = found.map_err(raise)?.unwrap_or_default();
         Ok((chunks.into(), by_tier(tables.py(), from)?))
     }

@@ -21,8 +21,14 @@ pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 fn quota(quota: &PyQuota) -> Result<Quota> {
     match quota {
         PyQuota::Bytes(bytes) => Ok(Quota::Bytes(*bytes)),
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it was compared")]
-        PyQuota::Share(share) if (0.0..=1.0).contains(share) => Ok(Quota::Share((share * 1e6).round() as u32)),
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "it was compared"
+        )]
+        PyQuota::Share(share) if (0.0..=1.0).contains(share) => {
+            Ok(Quota::Share((share * 1e6).round() as u32))
+        }
         PyQuota::Share(share) => Err(Error::new(
             ErrorKind::InvalidConfig,
             format!("a quota of {share} is no part of a tier, from 0.0 to 1.0"),

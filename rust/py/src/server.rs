@@ -80,7 +80,8 @@ impl Server {
         self.inner.take_events()
     }
 
-    /// Close every connection, write pending chunks to disk until the timeout, and release the disk.
+    /// Close every connection, write pending chunks to disk until the timeout, and release the
+    /// disk.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
         py.detach(|| self.inner.close(timeout(timeout_s)));
@@ -95,7 +96,11 @@ impl Server {
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
-pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyAny>> {
+pub(crate) fn server_status(
+    py: Python<'_>,
+    socket: PathBuf,
+    timeout_s: f64,
+) -> PyResult<Bound<'_, PyAny>> {
     let found = py.detach(|| status(&socket, timeout(timeout_s))).map_err(raise)?;
     status_dict(py, &found)
 }
@@ -104,7 +109,12 @@ pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> 
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
-pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, namespace: &str, timeout_s: f64) -> PyResult<u64> {
+pub(crate) fn server_forget(
+    py: Python<'_>,
+    socket: PathBuf,
+    namespace: &str,
+    timeout_s: f64,
+) -> PyResult<u64> {
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
@@ -121,8 +131,17 @@ pub(crate) fn server_evict<'py>(
     timeout_s: f64,
 ) -> PyResult<Bound<'py, PyDict>> {
     let tenant = salt.map(SaltTag::of);
-    let done = py.detach(|| evict(&socket, namespace, tenant, host_only, timeout(timeout_s))).map_err(raise)?;
-    let EvictReport { num_namespaces, num_chunks, host_bytes, disk_bytes, num_in_use, is_cut_short } = done;
+    let done = py
+        .detach(|| evict(&socket, namespace, tenant, host_only, timeout(timeout_s)))
+        .map_err(raise)?;
+    let EvictReport {
+        num_namespaces,
+        num_chunks,
+        host_bytes,
+        disk_bytes,
+        num_in_use,
+        is_cut_short,
+    } = done;
     let numbers = [
         ("namespaces", num_namespaces),
         ("chunks", num_chunks),

@@ -1,6 +1,7 @@
 //! `Session`: conversions only; the meaning is in `kvloft_core::session`.
 //!
-//! Short calls keep the interpreter: the holder of a session's lock never waits for it. Long ones let it go.
+//! Short calls keep the interpreter: the holder of a session's lock never waits for it. Long ones
+//! let it go.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -41,8 +42,10 @@ impl Session {
         groups: Option<Vec<PyGroup>>,
         frame_bytes: u64,
     ) -> PyResult<Self> {
-        let groups =
-            groups.map_or_else(|| vec![Group::ONLY], |groups| groups.into_iter().map(|group| group.0).collect());
+        let groups = groups.map_or_else(
+            || vec![Group::ONLY],
+            |groups| groups.into_iter().map(|group| group.0).collect(),
+        );
         let inner = EngineSession::new(session, num_ranks, groups).map_err(raise)?;
         Ok(Self { inner: Arc::new(inner), frame_bytes })
     }
@@ -164,7 +167,8 @@ impl Session {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Where a worker opens the lifeline, and its inode; None for an engine's own store, or while there is none.
+    /// Where a worker opens the lifeline, and its inode; None for an engine's own store, or while
+    /// there is none.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
@@ -175,7 +179,8 @@ impl Session {
         self.inner.session().arena().map_or(0, |arena| arena.num_frames)
     }
 
-    /// Use the store that took the place of one that is gone: whether there is one. Nothing of the old one is there then.
+    /// Use the store that took the place of one that is gone: whether there is one. Nothing of the
+    /// old one is there then.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
@@ -199,7 +204,12 @@ impl Session {
     }
 
     /// Return the deepest hits of at most these numbers of units, in host memory and in any tier.
-    fn deepest_hit(&self, chain: &KeyChain, host_units: u32, stored_units: u32) -> PyResult<(u32, u32)> {
+    fn deepest_hit(
+        &self,
+        chain: &KeyChain,
+        host_units: u32,
+        stored_units: u32,
+    ) -> PyResult<(u32, u32)> {
         let most = Lookup { host_units, stored_units };
         let found = self.inner.deepest_hit(&*chain.lock()?, most).map_err(raise)?;
         Ok((found.host_units, found.stored_units))
@@ -212,8 +222,8 @@ impl Session {
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Reserve frames for units of many requests, after extending their chains; all or nothing. Of each request
-    /// (chunks, or None where there is nothing to save; units without a frame).
+    /// Reserve frames for units of many requests, after extending their chains; all or nothing. Of
+    /// each request (chunks, or None where there is nothing to save; units without a frame).
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // First all that may run Python code: no chain is held meanwhile.
@@ -233,8 +243,11 @@ impl Session {
         for (due, (known, ..)) in rows.iter().zip(&parts) {
             chains.push(due.chain.get().try_lock_at(*known)?);
         }
-        let mut pairs: Vec<_> =
-            chains.iter_mut().zip(&parts).map(|(chain, part)| (&mut **chain, &ids[part.1.clone()])).collect();
+        let mut pairs: Vec<_> = chains
+            .iter_mut()
+            .zip(&parts)
+            .map(|(chain, part)| (&mut **chain, &ids[part.1.clone()]))
+            .collect();
         key::append_to_each(&mut pairs).map_err(raise)?;
         let mut asked = Vec::with_capacity(rows.len());
         for ((chain, (_, _, own)), due) in chains.iter_mut().zip(&parts).zip(&rows) {
@@ -244,12 +257,20 @@ impl Session {
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for states: (chain, group, unit that each ends, block that holds it); all or nothing.
+    /// Reserve frames for states: (chain, group, unit that each ends, block that holds it); all or
+    /// nothing.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn reserve_states(&self, rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>) -> PyResult<Vec<Option<ChunkBatch>>> {
+    fn reserve_states(
+        &self,
+        rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
+    ) -> PyResult<Vec<Option<ChunkBatch>>> {
         let mut states = Vec::with_capacity(rows.len());
         for (chain, group, unit, block) in &rows {
-            states.push(self.inner.state_row(&*chain.get().lock()?, *group, *unit, *block).map_err(raise)?);
+            states.push(
+                self.inner
+                    .state_row(&*chain.get().lock()?, *group, *unit, *block)
+                    .map_err(raise)?,
+            );
         }
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
@@ -305,12 +326,20 @@ impl Session {
         self.inner.session().watch(capacity);
     }
 
-    /// ([(key, 1 if in host + 2 if on disk + 4 if coming to host)], whether keys were lost): chunks asked for, and up to `limit`
-    /// that came or went.
-    fn changes<'py>(&self, py: Python<'py>, asked: Vec<KeyBytes>, limit: usize) -> (Vec<TierRow<'py>>, bool) {
+    /// ([(key, 1 if in host + 2 if on disk + 4 if coming to host)], whether keys were lost): chunks
+    /// asked for, and up to `limit` that came or went.
+    fn changes<'py>(
+        &self,
+        py: Python<'py>,
+        asked: Vec<KeyBytes>,
+        limit: usize,
+    ) -> (Vec<TierRow<'py>>, bool) {
         let asked: Vec<_> = asked.into_iter().map(|key| key.0).collect();
         let Changes { rows, lost } = self.inner.session().changes(&asked, limit);
-        (rows.into_iter().map(|(key, tiers)| (PyBytes::new(py, &key.0), tiers.bits())).collect(), lost)
+        (
+            rows.into_iter().map(|(key, tiers)| (PyBytes::new(py, &key.0), tiers.bits())).collect(),
+            lost,
+        )
     }
 
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.
@@ -318,7 +347,8 @@ impl Session {
         py.detach(|| self.inner.session().flush(timeout(timeout_s)))
     }
 
-    /// Stop serving, write to disk what should be there until the timeout, give the disk directory up.
+    /// Stop serving, write to disk what should be there until the timeout, give the disk directory
+    /// up.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
         py.detach(|| self.inner.session().close(timeout(timeout_s)));

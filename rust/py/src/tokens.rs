@@ -1,9 +1,13 @@
 //! Token ids, block ids and row bytes out of Python objects, without a Python-level copy.
 //!
-//! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of exact ints are read
-//! through borrowed references; everything else goes the slow, owned way. A bad element always raises: no
-//! value is cut to fit. This is the one file of the extension with unsafe code.
-#![expect(unsafe_code, reason = "borrowed list items and buffer memory have no safe reader in the stable ABI")]
+//! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of
+//! exact ints are read through borrowed references; everything else goes the slow, owned way. A bad
+//! element always raises: no value is cut to fit. This is the one file of the extension with unsafe
+//! code.
+#![expect(
+    unsafe_code,
+    reason = "borrowed list items and buffer memory have no safe reader in the stable ABI"
+)]
 
 use std::ops::Range;
 
@@ -15,22 +19,38 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
 
 use crate::error::ConfigError;
 
-/// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in 0..2^32.
+/// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in
+/// 0..2^32.
 ///
-/// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another prefix.
-pub(crate) fn token_ids(sequence: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<Vec<u32>> {
+/// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another
+/// prefix.
+pub(crate) fn token_ids(
+    sequence: &Bound<'_, PyAny>,
+    start: i64,
+    stop: Option<i64>,
+) -> PyResult<Vec<u32>> {
     let mut ids = Vec::new();
     append_ids("token_ids", sequence, start, stop, &mut ids)?;
     Ok(ids)
 }
 
 /// The same behind those that are in `ids` already.
-pub(crate) fn append_token_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: u32, ids: &mut Vec<u32>) -> PyResult<()> {
+pub(crate) fn append_token_ids(
+    sequence: &Bound<'_, PyAny>,
+    start: u32,
+    stop: u32,
+    ids: &mut Vec<u32>,
+) -> PyResult<()> {
     append_ids("token_ids", sequence, start.into(), Some(stop.into()), ids)
 }
 
-/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or an item that is not an int in 0..2^31.
-pub(crate) fn block_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: Option<u32>) -> PyResult<Vec<i32>> {
+/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or an item
+/// that is not an int in 0..2^31.
+pub(crate) fn block_ids(
+    sequence: &Bound<'_, PyAny>,
+    start: u32,
+    stop: Option<u32>,
+) -> PyResult<Vec<i32>> {
     let mut ids = Vec::new();
     append_block_ids(sequence, start, stop, &mut ids)?;
     Ok(ids)
@@ -58,7 +78,9 @@ fn append_ids<T: TryFrom<u32>>(
         return append_list(name, list, range, ids);
     }
     if sequence.is_instance_of::<PyBytes>() || sequence.is_instance_of::<PyByteArray>() {
-        return Err(PyTypeError::new_err(format!("{name} is a bytes object; pass a sequence of ints")));
+        return Err(PyTypeError::new_err(format!(
+            "{name} is a bytes object; pass a sequence of ints"
+        )));
     }
     let sequence = sequence.cast::<PySequence>()?;
     for index in bounds(name, sequence.len()?, start, stop)? {
@@ -75,8 +97,13 @@ fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
 /// An int in 0..2^32. Faster than to extract it where it is an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
-    let value =
-        unsafe { if ffi::PyLong_CheckExact(item.as_ptr()) == 1 { ffi::PyLong_AsLong(item.as_ptr()) } else { -1 } };
+    let value = unsafe {
+        if ffi::PyLong_CheckExact(item.as_ptr()) == 1 {
+            ffi::PyLong_AsLong(item.as_ptr())
+        } else {
+            -1
+        }
+    };
     u32::try_from(value).or_else(|_| {
         drop(PyErr::take(item.py())); // PyLong_AsLong's OverflowError, if it set one
         item.extract()
@@ -87,7 +114,10 @@ fn bounds(name: &str, len: usize, start: i64, stop: Option<i64>) -> PyResult<Ran
     let stop_at = stop.map_or(Ok(len), usize::try_from);
     match (usize::try_from(start), stop_at) {
         (Ok(start), Ok(stop)) if start <= stop && stop <= len => Ok(start..stop),
-        _ => Err(ConfigError::new_err(format!("[{start}:{}] is not a part of {len} {name}", stop.unwrap_or(-1)))),
+        _ => Err(ConfigError::new_err(format!(
+            "[{start}:{}] is not a part of {len} {name}",
+            stop.unwrap_or(-1)
+        ))),
     }
 }
 
@@ -99,15 +129,19 @@ fn append_list<T: TryFrom<u32>>(
 ) -> PyResult<()> {
     ids.reserve(range.len());
     for index in range {
-        // SAFETY: `list` is a live list and this thread is attached. The index fits isize because it is below a list's
-        // length; should the list have shrunk meanwhile (only slow_id runs Python code), null comes back.
+        // SAFETY: `list` is a live list and this thread is attached. The index fits isize because
+        // it is below a list's length; should the list have shrunk meanwhile (only slow_id runs
+        // Python code), null comes back.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(list.py()));
         }
-        // SAFETY: `item` is not null, and the list keeps it alive: neither call runs Python code or detaches, and an abi3
-        // extension runs under the interpreter's lock, so it cannot be taken out of the list meanwhile.
-        let value = unsafe { if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 } };
+        // SAFETY: `item` is not null, and the list keeps it alive: neither call runs Python code or
+        // detaches, and an abi3 extension runs under the interpreter's lock, so it cannot be taken
+        // out of the list meanwhile.
+        let value = unsafe {
+            if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 }
+        };
         if let Ok(id) = u32::try_from(value) {
             ids.push(fitting(id)?);
         } else {
@@ -123,13 +157,16 @@ fn append_list<T: TryFrom<u32>>(
 fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
         let shown = item.repr().map_or_else(|_| "?".into(), |repr| repr.to_string());
-        let error = ConfigError::new_err(format!("{name}[{index}] = {shown:.80} is not an int in 0..2**32"));
+        let error = ConfigError::new_err(format!(
+            "{name}[{index}] = {shown:.80} is not an int in 0..2**32"
+        ));
         error.set_cause(item.py(), Some(cause));
         error
     })
 }
 
-/// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one length.
+/// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one
+/// length.
 ///
 /// For a scheduler's columns of hundreds of requests; few of them have a value.
 #[pyfunction]
@@ -143,8 +180,9 @@ pub(crate) fn first_of_each<'py>(
     }
     let mut found = Vec::new();
     for index in 0..len {
-        // SAFETY: `values` is a live list and this thread is attached. The index fits isize because it is below the length that
-        // the list had; should it have shrunk meanwhile, null comes back. Only the pointer is looked at.
+        // SAFETY: `values` is a live list and this thread is attached. The index fits isize because
+        // it is below the length that the list had; should it have shrunk meanwhile, null comes
+        // back. Only the pointer is looked at.
         let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(py));
@@ -164,7 +202,8 @@ pub(crate) fn first_of_each<'py>(
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
-    /// Exports `rows`; `ConfigError` if they are not C-contiguous, or have two dimensions and rows not of `row_bytes`.
+    /// Exports `rows`; `ConfigError` if they are not C-contiguous, or have two dimensions and rows
+    /// not of `row_bytes`.
     pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(rows)?;
         if !buffer.is_c_contiguous() {
@@ -173,20 +212,25 @@ impl RowBytes {
         if let [_, width] = *buffer.shape()
             && width.checked_mul(buffer.item_size()) != Some(row_bytes)
         {
-            let message = format!("rows of {width} x {} bytes are not rows of {row_bytes} bytes", buffer.item_size());
+            let message = format!(
+                "rows of {width} x {} bytes are not rows of {row_bytes} bytes",
+                buffer.item_size()
+            );
             return Err(ConfigError::new_err(message));
         }
         Ok(Self(buffer))
     }
 
-    /// The bytes. The caller promises that nothing writes to them meanwhile, as for any hash of a buffer.
+    /// The bytes. The caller promises that nothing writes to them meanwhile, as for any hash of a
+    /// buffer.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.0.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the buffer is C-contiguous, so its bytes are one run of len_bytes from buf_ptr, which is not null
-        // since there are some; the export, held by self, keeps the memory in place and allocated. That no other
-        // thread writes to it is the documented duty of append_embeds' caller.
+        // SAFETY: the buffer is C-contiguous, so its bytes are one run of len_bytes from buf_ptr,
+        // which is not null since there are some; the export, held by self, keeps the memory in
+        // place and allocated. That no other thread writes to it is the documented duty of
+        // append_embeds' caller.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
     }
 }

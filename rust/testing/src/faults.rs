@@ -1,7 +1,7 @@
 //! Fault injection: the operating system's files, with faults by script or at random from a seed.
 //!
-//! `FaultFiles` goes below the real disk tier (`DiskTier::open_with_files`), so tests of every layer meet a failing disk as
-//! an engine does. It is independent of slots and records.
+//! `FaultFiles` goes below the real disk tier (`DiskTier::open_with_files`), so tests of every
+//! layer meet a failing disk as an engine does. It is independent of slots and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -257,9 +257,13 @@ impl FaultFiles {
         }
         *script.calls.entry(call).or_default() += 1;
         // xorshift alone would stay at 0; the Weyl step does not.
-        script.random = script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        script.random =
+            script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
-        let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, place, random).then_some(*rule))
+        let Some(rule) = script
+            .rules
+            .iter_mut()
+            .find_map(|rule| rule.hits(call, place, random).then_some(*rule))
         else {
             return Ok(None);
         };
@@ -283,7 +287,12 @@ impl FaultFiles {
     }
 
     /// A change that happens whole or not at all.
-    fn change(&self, call: Call, file: &str, work: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    fn change(
+        &self,
+        call: Call,
+        file: &str,
+        work: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         let result = match self.meet(call, file)? {
             Some(Fault::Lost) => Ok(()),
             // The next process may see it or not.
@@ -310,7 +319,8 @@ fn dead() -> io::Error {
 pub fn du(dir: &Path) -> u64 {
     let Ok(meta) = std::fs::symlink_metadata(dir) else { return 0 };
     let own = (meta.blocks() * 512).max(meta.len());
-    let inside = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
+    let inside =
+        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
     own + inside
 }
 

@@ -1,7 +1,8 @@
 //! Conformance suite for every `LocalTier`: random calls against a model.
 //!
-//! An acknowledged chunk reads back exactly, or as an error; never as other bytes. A freed chunk is gone. A failed free
-//! changes nothing. The next open finds exactly the chunks that were acknowledged and not freed. The cap is never exceeded.
+//! An acknowledged chunk reads back exactly, or as an error; never as other bytes. A freed chunk is
+//! gone. A failed free changes nothing. The next open finds exactly the chunks that were
+//! acknowledged and not freed. The cap is never exceeded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -56,8 +57,8 @@ pub trait Place {
     fn open(&self) -> Opened;
     /// Starts (a number) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Then chunks may be gone or come back;
-    /// wrong bytes remain an error.
+    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Then chunks may
+    /// be gone or come back; wrong bytes remain an error.
     fn may_lose(&self) -> bool {
         false
     }
@@ -77,11 +78,20 @@ fn key_of(chunk: u32) -> ChunkKey {
 fn meta_of(chunk: u32) -> DiskMeta {
     let depth = std::iter::successors(parent_of(chunk), |&c| parent_of(c)).count();
     let parent = parent_of(chunk).map_or(ChunkKey([0; 32]), key_of);
-    DiskMeta { key: key_of(chunk), parent, depth: u32::try_from(depth).unwrap_or(u32::MAX), saved_s: 0 }
+    DiskMeta {
+        key: key_of(chunk),
+        parent,
+        depth: u32::try_from(depth).unwrap_or(u32::MAX),
+        saved_s: 0,
+    }
 }
 
 fn fill(frame: &mut [u8], chunk: u32, version: u32) {
-    blake3::Hasher::new().update(&chunk.to_le_bytes()).update(&version.to_le_bytes()).finalize_xof().fill(frame);
+    blake3::Hasher::new()
+        .update(&chunk.to_le_bytes())
+        .update(&version.to_le_bytes())
+        .finalize_xof()
+        .fill(frame);
 }
 
 /// Fails with a formatted sentence unless the condition holds.
@@ -97,8 +107,14 @@ macro_rules! hold {
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let (tier, found) = place.open();
     hold!(found.is_empty(), "a new place holds {} chunks", found.len());
-    let mut walk =
-        Walk { place, tier, written: BTreeMap::new(), stuck: BTreeSet::new(), maybe: BTreeSet::new(), next: 0 };
+    let mut walk = Walk {
+        place,
+        tier,
+        written: BTreeMap::new(),
+        stuck: BTreeSet::new(),
+        maybe: BTreeSet::new(),
+        next: 0,
+    };
     for &op in ops {
         match op {
             Op::Write(n) => walk.write(n % NUM_CHUNKS)?,
@@ -122,7 +138,8 @@ struct Walk<'a> {
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that could not be freed yet.
     stuck: BTreeSet<SlotId>,
-    /// (chunk, version) pairs that the next open may find: their record was being written, or could not be cleared.
+    /// (chunk, version) pairs that the next open may find: their record was being written, or could
+    /// not be cleared.
     maybe: BTreeSet<(u32, u32)>,
     next: u32,
 }
@@ -136,7 +153,8 @@ impl Walk<'_> {
         let tier = &self.tier;
         self.stuck.retain(|&slot| tier.free(slot).is_err());
         let Some(slot) = self.tier.reserve() else { return Ok(()) };
-        let taken = self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
+        let taken =
+            self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
         hold!(!taken, "{slot:?} was handed out twice");
         let version = self.next;
         self.next += 1;
@@ -174,7 +192,9 @@ impl Walk<'_> {
         let mut frame = PageBuffer::new(self.place.frame_bytes());
         match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes"),
-            Err(e) if e.kind() == ErrorKind::Corrupt => hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}"),
+            Err(e) if e.kind() == ErrorKind::Corrupt => {
+                hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}");
+            }
             Err(e) => hold!(e.kind() == ErrorKind::Io, "a read ended with {e}"),
         }
         Ok(())
@@ -186,8 +206,11 @@ impl Walk<'_> {
                 self.free(child)?;
             }
         }
-        let is_leaf = ![2 * chunk + 2, 2 * chunk + 3].iter().any(|child| self.written.contains_key(child));
-        let Some(&(slot, version)) = self.written.get(&chunk).filter(|_| is_leaf) else { return Ok(()) };
+        let is_leaf =
+            ![2 * chunk + 2, 2 * chunk + 3].iter().any(|child| self.written.contains_key(child));
+        let Some(&(slot, version)) = self.written.get(&chunk).filter(|_| is_leaf) else {
+            return Ok(());
+        };
         if self.tier.free(slot).is_err() {
             return self.read(chunk);
         }
@@ -215,7 +238,10 @@ impl Walk<'_> {
         let mut frame = PageBuffer::new(self.place.frame_bytes());
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
             if self.read_into(slot, chunk, &mut frame).is_ok() {
-                hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after a clear");
+                hold!(
+                    self.is(&frame, chunk, version),
+                    "chunk {chunk} has other bytes after a clear"
+                );
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
                 // A damaged slot is not free; a free slot is not freed twice.
@@ -236,9 +262,13 @@ impl Walk<'_> {
     fn reopen(&mut self) -> Result<(), String> {
         self.tier.close();
         let mut frame = PageBuffer::new(self.place.frame_bytes());
-        let closed = |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
+        let closed =
+            |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
         hold!(self.tier.reserve().is_none(), "a closed tier hands out slots");
-        hold!(closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))), "a closed tier forgets");
+        hold!(
+            closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
+            "a closed tier forgets"
+        );
         hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier is read");
         self.place.fault(None);
         let (tier, found) = self.place.open();
@@ -260,8 +290,14 @@ impl Walk<'_> {
     }
 
     /// Takes over an entry that the next open found.
-    fn found(&mut self, entry: &DiskEntry, before: &BTreeMap<u32, (SlotId, u32)>) -> Result<(), String> {
-        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.meta.key).ok_or("an unknown key was found")?;
+    fn found(
+        &mut self,
+        entry: &DiskEntry,
+        before: &BTreeMap<u32, (SlotId, u32)>,
+    ) -> Result<(), String> {
+        let chunk = (0..NUM_CHUNKS)
+            .find(|&chunk| key_of(chunk) == entry.meta.key)
+            .ok_or("an unknown key was found")?;
         let slot = entry.slot;
         hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
         let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
@@ -275,17 +311,32 @@ impl Walk<'_> {
             // Its next read returns the same.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
-        let version = version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
-        hold!(self.written.insert(chunk, (slot, version)).is_none(), "chunk {chunk} was found twice");
+        let version =
+            version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
+        hold!(
+            self.written.insert(chunk, (slot, version)).is_none(),
+            "chunk {chunk} was found twice"
+        );
         Ok(())
     }
 
     fn count(&self) -> Result<(), String> {
         let stats = self.tier.stats();
-        hold!(stats.slots_used == self.written.len() as u64, "{} chunks are used", stats.slots_used);
-        hold!(stats.slots_reserved == self.stuck.len() as u64, "{} slots are reserved", stats.slots_reserved);
+        hold!(
+            stats.slots_used == self.written.len() as u64,
+            "{} chunks are used",
+            stats.slots_used
+        );
+        hold!(
+            stats.slots_reserved == self.stuck.len() as u64,
+            "{} slots are reserved",
+            stats.slots_reserved
+        );
         let held = self.written.len() + self.stuck.len();
-        hold!(held <= self.place.capacity() && stats.bytes <= stats.cap_bytes, "the cap is exceeded: {stats:?}");
+        hold!(
+            held <= self.place.capacity() && stats.bytes <= stats.cap_bytes,
+            "the cap is exceeded: {stats:?}"
+        );
         Ok(())
     }
 }

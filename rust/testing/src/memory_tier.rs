@@ -1,4 +1,5 @@
-//! A `LocalTier` in memory: fails, hangs and panics on demand, and records each breach of the contract by its caller.
+//! A `LocalTier` in memory: fails, hangs and panics on demand, and records each breach of the
+//! contract by its caller.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -78,8 +79,11 @@ impl MemoryTier {
     /// Returns the chunks that an open finds, in the order of their writes.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
-        let entry =
-            |(sequence, &slot): (u64, &u32)| DiskEntry { slot: SlotId(slot), meta: slots.written[&slot].0, sequence };
+        let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {
+            slot: SlotId(slot),
+            meta: slots.written[&slot].0,
+            sequence,
+        };
         (0..).zip(&slots.order).map(entry).collect()
     }
 
@@ -156,7 +160,10 @@ impl LocalTier for MemoryTier {
             return Err(corrupt());
         }
         let mut slots = self.slots();
-        let found = slots.written.get(&slot.0).filter(|(meta, frame)| meta.key == *key && frame.len() == into.len());
+        let found = slots
+            .written
+            .get(&slot.0)
+            .filter(|(meta, frame)| meta.key == *key && frame.len() == into.len());
         let Some((_, bytes)) = found else {
             slots.violations.push(format!("{slot:?} was read for a key that is not there"));
             return Err(corrupt());

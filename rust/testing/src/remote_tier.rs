@@ -1,7 +1,8 @@
 //! Conformance suite for every `RemoteTier`: random calls against a model.
 //!
-//! A hit is exactly a frame that was put under its key, whole and of the requested size; everything else is a miss or an
-//! error. Hints have the order of their keys. Every call ends soon after its deadline, even without an answer.
+//! A hit is exactly a frame that was put under its key, whole and of the requested size; everything
+//! else is a miss or an error. Hints have the order of their keys. Every call ends soon after its
+//! deadline, even without an answer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -74,7 +75,11 @@ fn key_of(chunk: u32) -> ChunkKey {
 
 fn frame_of(chunk: u32, version: u32) -> Vec<u8> {
     let mut frame = vec![0; FRAME];
-    blake3::Hasher::new().update(&chunk.to_le_bytes()).update(&version.to_le_bytes()).finalize_xof().fill(&mut frame);
+    blake3::Hasher::new()
+        .update(&chunk.to_le_bytes())
+        .update(&version.to_le_bytes())
+        .finalize_xof()
+        .fill(&mut frame);
     frame
 }
 
@@ -123,7 +128,10 @@ impl Walk<'_> {
         self.next += 1;
         match put {
             Ok(()) => *is_there = !self.place.may_lose(),
-            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a put ended with {error}"),
+            Err(error) => hold!(
+                error.kind() == ErrorKind::Io && self.place.may_lose(),
+                "a put ended with {error}"
+            ),
         }
         Ok(())
     }
@@ -137,7 +145,10 @@ impl Walk<'_> {
                 hold!(is_right, "chunk {chunk} has bytes that were not put under its key");
             }
             Ok(false) => hold!(!is_there, "chunk {chunk} is lost"),
-            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a get ended with {error}"),
+            Err(error) => hold!(
+                error.kind() == ErrorKind::Io && self.place.may_lose(),
+                "a get ended with {error}"
+            ),
         }
         Ok(())
     }
@@ -146,23 +157,32 @@ impl Walk<'_> {
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
-        let is_refused = got.as_ref().map_or_else(|error| error.kind() != ErrorKind::Closed, |is_there| !is_there);
+        let is_refused = got
+            .as_ref()
+            .map_or_else(|error| error.kind() != ErrorKind::Closed, |is_there| !is_there);
         hold!(is_refused, "chunk {chunk} was read as a frame of {} bytes: {got:?}", frame.len());
         Ok(())
     }
 
     fn look(&mut self, from: u32) -> Result<(), String> {
-        let chunks: Vec<_> = (0..from % (NUM_KEYS + 1)).map(|nth| (from + 3 * nth) % NUM_KEYS).collect();
+        let chunks: Vec<_> =
+            (0..from % (NUM_KEYS + 1)).map(|nth| (from + 3 * nth) % NUM_KEYS).collect();
         let keys: Vec<_> = chunks.iter().map(|&chunk| key_of(chunk)).collect();
         match self.tier.contains_many(&keys, later()) {
             Ok(hints) => {
                 hold!(hints.len() == keys.len(), "{} keys, {} hints", keys.len(), hints.len());
                 for (chunk, hint) in chunks.iter().zip(hints) {
                     let is_there = self.versions.get(chunk).is_some_and(|(_, is_there)| *is_there);
-                    hold!(hint == is_there || self.place.may_lose(), "the hint of chunk {chunk} is wrong");
+                    hold!(
+                        hint == is_there || self.place.may_lose(),
+                        "the hint of chunk {chunk} is wrong"
+                    );
                 }
             }
-            Err(error) => hold!(error.kind() == ErrorKind::Io && self.place.may_lose(), "a look ended with {error}"),
+            Err(error) => hold!(
+                error.kind() == ErrorKind::Io && self.place.may_lose(),
+                "a look ended with {error}"
+            ),
         }
         Ok(())
     }

@@ -119,7 +119,8 @@ proptest! {
 
 #[test]
 fn each_broken_promise_is_found() {
-    let ops = [Op::Put(1), Op::Put(2), Op::Get(3), Op::Misread(1), Op::Look(8), Op::Look(5), Op::Hang(0)];
+    let ops =
+        [Op::Put(1), Op::Put(2), Op::Get(3), Op::Misread(1), Op::Look(8), Op::Look(5), Op::Hang(0)];
     assert_eq!(check(&in_memory(Flaw::None), &ops), Ok(()));
     for (flaw, part) in [
         (Flaw::OtherKey, "chunk 3 has bytes that were not put under its key"),

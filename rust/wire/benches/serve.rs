@@ -36,7 +36,8 @@ fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     for chain in prompts {
         let stop = u32::try_from(chain.keys().len()).expect("few");
         let range = 0..stop;
-        let (rows, _) = session.reserve(Prefix::from(chain), range).expect("the chain has the range");
+        let (rows, _) =
+            session.reserve(Prefix::from(chain), range).expect("the chain has the range");
         assert_eq!(session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), stop);
     }
 }
@@ -58,16 +59,21 @@ fn measure(prompts: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> (u128, u128
 fn main() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("run").join("kvloft.sock");
-    println!("{:>6} {:>9} {:>24} {:>10} {:>8} {:>7}", "keys", "store", "call", "median us", "p99 us", "");
+    println!(
+        "{:>6} {:>9} {:>24} {:>10} {:>8} {:>7}",
+        "keys", "store", "call", "median us", "p99 us", ""
+    );
     for tokens in [256, 16] {
         let num_blocks = PROMPT_TOKENS / tokens;
         let prompts: Vec<_> = (0..NUM_PROMPTS).map(|seed| prompt(seed, num_blocks)).collect();
         let host_bytes = u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES;
         let namespace = [num_blocks.to_le_bytes()[1]; 32];
-        let _server = Server::open(ServerConfig::new(socket.clone(), host_bytes)).expect("a server");
+        let _server =
+            Server::open(ServerConfig::new(socket.clone(), host_bytes)).expect("a server");
         let (frame_bytes, description) = (FRAME_BYTES, String::new());
         let deadline = Duration::from_secs(1);
-        let remote = ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
+        let remote =
+            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
         let remote = Client::open(remote).expect("a client");
         let local = StoreConfig {
             frame_bytes,
@@ -87,7 +93,9 @@ fn main() {
                 assert_eq!(session.poll(id).ready_units, num_blocks);
                 id
             };
-            let look_up = |chain: &KeyChain| assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks);
+            let look_up = |chain: &KeyChain| {
+                assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks);
+            };
             let both = measure(&prompts, |chain| {
                 look_up(chain);
                 session.release(lease(chain));
@@ -97,7 +105,8 @@ fn main() {
                 assert_eq!(black_box(session.frames(id)).len(), num_blocks as usize);
                 session.release(id);
             });
-            let halves: Vec<_> = (0..NUM_PROMPTS).map(|seed| branch(seed, num_blocks / 2, num_blocks)).collect();
+            let halves: Vec<_> =
+                (0..NUM_PROMPTS).map(|seed| branch(seed, num_blocks / 2, num_blocks)).collect();
             let half = measure(&halves, |chain| {
                 assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks / 2);
                 session.release(session.acquire(Prefix::from(chain)));
@@ -107,7 +116,8 @@ fn main() {
                 ("the same, half stored", half, true),
                 ("lease, frames, release", frames, false),
             ] {
-                let met = if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };
+                let met =
+                    if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };
                 let met = if has_target { met } else { "" };
                 println!("{num_blocks:>6} {name:>9} {call:>24} {median:>10} {p99:>8} {met:>7}");
             }

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 
 use crate::protocol::codec::LENGTH_BYTES;
@@ -48,9 +49,12 @@ pub(crate) fn enlarge_buffers(stream: &UnixStream) {
 /// Waits for one of `flags` or the end of the connection; returns false at the deadline.
 pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     loop {
-        let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(3600));
-        let timeout =
-            Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(0), tv_nsec: i64::from(left.subsec_nanos()) };
+        let left =
+            deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(3600));
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(0),
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
         let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), flags)];
         match rustix::event::poll(&mut fds, Some(&timeout)) {
             Ok(0) if left.is_zero() => return false,
@@ -69,7 +73,8 @@ pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant)
 /// As [`wait`], but polls without sleeping. Returns false at once on a single core, which the peer
 /// needs.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
-    static HAS_CORES: LazyLock<bool> = LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
+    static HAS_CORES: LazyLock<bool> =
+        LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
     while *HAS_CORES && Instant::now() < deadline {
         if wait(&fd, flags, Instant::now()) {
             return true;
@@ -80,11 +85,16 @@ pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
 }
 
 /// Sends all of `bytes`, with two descriptors attached to the first byte.
-pub(crate) fn send_with_fds(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
+pub(crate) fn send_with_fds(
+    mut stream: &UnixStream,
+    bytes: &[u8],
+    fds: [BorrowedFd<'_>; 2],
+) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&fds));
-    let sent = rustix::net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    let sent =
+        rustix::net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     stream.write_all(&bytes[sent..])
 }
 
@@ -157,7 +167,9 @@ impl ReceiveBuffer {
                 self.end += num;
                 if num == num_bytes { self.fill(stream) } else { Ok(()) }
             }
-            Err(error) if matches!(error.kind(), IoKind::WouldBlock | IoKind::Interrupted) => Ok(()),
+            Err(error) if matches!(error.kind(), IoKind::WouldBlock | IoKind::Interrupted) => {
+                Ok(())
+            }
             Err(error) => Err(error),
         }
     }
@@ -167,7 +179,8 @@ impl ReceiveBuffer {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [IoSliceMut::new(self.spare())];
-        let num = rustix::net::recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        let num =
+            rustix::net::recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
         if num == 0 {
             return Err(IoKind::UnexpectedEof.into());
         }
@@ -182,7 +195,9 @@ impl ReceiveBuffer {
     /// Returns the next whole message. Err if it is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];
-        let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
+        let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else {
+            return Ok(None);
+        };
         let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
         if length > max_bytes {
             return Err(IoKind::InvalidData.into());

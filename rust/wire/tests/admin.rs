@@ -7,7 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
+use common::{
+    FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk,
+};
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
@@ -32,7 +34,12 @@ fn chain(namespace: u8, salt: Option<&str>, has_adapter: bool, seed: u32) -> Key
     chain
 }
 
-fn evict_tenant(socket: &Path, namespace: &str, salt: &str, host_only: bool) -> Result<EvictReport> {
+fn evict_tenant(
+    socket: &Path,
+    namespace: &str,
+    salt: &str,
+    host_only: bool,
+) -> Result<EvictReport> {
     evict(socket, namespace, Some(SaltTag::of(salt)), host_only, LONG)
 }
 
@@ -45,7 +52,9 @@ fn evict_removes_one_tenant_from_every_namespace() {
     let socket = socket(dir.path());
     for nth in [1, 2] {
         let engine = engine(dir.path(), nth);
-        for (salt, has_adapter) in [(None, false), (Some("a"), false), (Some("a"), true), (Some("b"), false)] {
+        for (salt, has_adapter) in
+            [(None, false), (Some("a"), false), (Some("a"), true), (Some("b"), false)]
+        {
             assert_eq!(save(&engine, &chain(nth, salt, has_adapter, 0)), 6);
         }
         assert!(engine.flush(LONG));
@@ -56,9 +65,17 @@ fn evict_removes_one_tenant_from_every_namespace() {
     let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 1);
     let error = evict_tenant(&socket, "03", "a", false).expect_err("there is none");
-    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace"),
+        "{error}"
+    );
     let said = evict_tenant(&socket, "", "a", false).expect("done");
-    let wanted = EvictReport { num_namespaces: 2, num_chunks: 24, disk_bytes: 24 * FRAME, ..EvictReport::default() };
+    let wanted = EvictReport {
+        num_namespaces: 2,
+        num_chunks: 24,
+        disk_bytes: 24 * FRAME,
+        ..EvictReport::default()
+    };
     assert_eq!(said, wanted);
     let again = evict_tenant(&socket, "", "a", false).expect("done");
     assert_eq!(again, EvictReport { num_namespaces: 2, ..EvictReport::default() });
@@ -67,7 +84,10 @@ fn evict_removes_one_tenant_from_every_namespace() {
     let other = engine(dir.path(), 2);
     for (engine, nth) in [(&one, 1), (&other, 2)] {
         let of = |salt, has_adapter| found(engine, &chain(nth, salt, has_adapter, 0));
-        assert_eq!([of(None, false), of(Some("a"), false), of(Some("a"), true), of(Some("b"), false)], [6, 0, 0, 6]);
+        assert_eq!(
+            [of(None, false), of(Some("a"), false), of(Some("a"), true), of(Some("b"), false)],
+            [6, 0, 0, 6]
+        );
     }
 }
 
@@ -97,12 +117,19 @@ fn evict_host_only_keeps_the_disk() {
 fn evict_without_engines_finds_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    assert_eq!(evict_tenant(&socket(dir.path()), "", "a", false).expect("done"), EvictReport::default());
+    assert_eq!(
+        evict_tenant(&socket(dir.path()), "", "a", false).expect("done"),
+        EvictReport::default()
+    );
 }
 
 /// Saves and loads until `is_over`; checks every loaded byte. Returns the number of chunks loaded.
 fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
-    let memory = File::options().read(true).write(true).open(&session.arena().expect("an arena").path).expect("memory");
+    let memory = File::options()
+        .read(true)
+        .write(true)
+        .open(&session.arena().expect("an arena").path)
+        .expect("memory");
     let mut num_loaded = 0;
     while !is_over.load(Ordering::Relaxed) {
         for chain in (0..4).map(|seed| chain(1, Some(salt), seed % 2 == 0, seed)) {
@@ -116,7 +143,11 @@ fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
             for row in session.frames(lease) {
                 let mut bytes = vec![0; usize::try_from(FRAME).expect("small")];
                 memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * FRAME).expect("room");
-                assert!(bytes == row.key.0.repeat(bytes.len() / 32), "another's bytes in frame {}", row.frame.0);
+                assert!(
+                    bytes == row.key.0.repeat(bytes.len() / 32),
+                    "another's bytes in frame {}",
+                    row.frame.0
+                );
                 num_loaded += 1;
             }
             session.release(lease);
@@ -163,9 +194,17 @@ fn log_has_the_tag_and_the_namespaces_of_an_eviction() {
     let tag = format!("{:016x}", u64::from_be_bytes(SaltTag::of("a").0));
     let (first, second) = ("0101010101010101", "0202020202020202");
     evict_tenant(&socket, "", "a", false).expect("done");
-    assert_eq!(said(), format!("kvloft evict: evicted 6 chunks of tenant {tag} in namespaces {first}, {second}"));
+    assert_eq!(
+        said(),
+        format!("kvloft evict: evicted 6 chunks of tenant {tag} in namespaces {first}, {second}")
+    );
     evict(&socket, "01", None, true, LONG).expect("done");
-    assert_eq!(said(), format!("kvloft evict: evicted 0 chunks of all tenants from host memory in namespace {first}"));
+    assert_eq!(
+        said(),
+        format!(
+            "kvloft evict: evicted 0 chunks of all tenants from host memory in namespace {first}"
+        )
+    );
 }
 
 #[test]

@@ -38,11 +38,8 @@ enum Step {
 }
 
 fn part() -> impl Strategy<Value = Part> {
-    (0..3_u32, 0..8_u32, 0..8_u32, any::<bool>()).prop_map(|(prompt, one, other, is_attached)| Part {
-        prompt,
-        start: one.min(other),
-        stop: one.max(other),
-        is_attached,
+    (0..3_u32, 0..8_u32, 0..8_u32, any::<bool>()).prop_map(|(prompt, one, other, is_attached)| {
+        Part { prompt, start: one.min(other), stop: one.max(other), is_attached }
     })
 }
 
@@ -120,7 +117,8 @@ impl Twins {
             Step::Lookup(parts) => {
                 let asked = asked(parts);
                 let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
-                let each: Vec<_> = prefixes.iter().map(|prefix| self.one_by_one.lookup(*prefix)).collect();
+                let each: Vec<_> =
+                    prefixes.iter().map(|prefix| self.one_by_one.lookup(*prefix)).collect();
                 assert_eq!(self.at_once.lookup_many(&prefixes), each);
             }
             Step::Acquire(parts) => {
@@ -133,10 +131,16 @@ impl Twins {
                 let asked = asked(parts);
                 let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
                 let (reserved, got) = self.at_once.reserve_many(&to_save).expect("in range");
-                let each: Vec<_> = asked.iter().map(|each| each.reserve_one_by_one(&*self.one_by_one)).collect();
-                let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
-                let wanted: Vec<_> = each.iter().map(|(rows, dropped)| (rows.len(), *dropped)).collect();
-                assert_eq!((&reserved, counts), (&each.iter().flat_map(|(rows, _)| rows.clone()).collect(), wanted));
+                let each: Vec<_> =
+                    asked.iter().map(|each| each.reserve_one_by_one(&*self.one_by_one)).collect();
+                let counts: Vec<_> =
+                    got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
+                let wanted: Vec<_> =
+                    each.iter().map(|(rows, dropped)| (rows.len(), *dropped)).collect();
+                assert_eq!(
+                    (&reserved, counts),
+                    (&each.iter().flat_map(|(rows, _)| rows.clone()).collect(), wanted)
+                );
                 self.tickets.extend(reserved.iter().map(|row| row.ticket));
             }
             Step::Release(at) if !self.leases.is_empty() => {
@@ -148,7 +152,8 @@ impl Twins {
             }
             Step::Release(_) => {}
             Step::Settle => {
-                let (saved, failed): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(|ticket| ticket % 4 > 0);
+                let (saved, failed): (Vec<_>, Vec<_>) =
+                    self.tickets.drain(..).partition(|ticket| ticket % 4 > 0);
                 for session in [&self.at_once, &self.one_by_one] {
                     session.abort(&failed);
                     session.commit(&saved);
@@ -161,7 +166,8 @@ impl Twins {
         for (one, each) in &self.leases {
             let every: Progress = each.iter().map(|lease| self.one_by_one.poll(*lease)).sum();
             assert_eq!(self.at_once.poll(*one), every);
-            let frames: Vec<LeasedFrame> = each.iter().flat_map(|lease| self.one_by_one.frames(*lease)).collect();
+            let frames: Vec<LeasedFrame> =
+                each.iter().flat_map(|lease| self.one_by_one.frames(*lease)).collect();
             assert_eq!(self.at_once.frames(*one), frames);
         }
         let of_store = |session: &dyn Session| {
@@ -190,7 +196,8 @@ fn local() -> Box<dyn Session> {
 }
 
 fn live(steps: &[Step], mut open: impl FnMut() -> Box<dyn Session>) {
-    let mut twins = Twins { at_once: open(), one_by_one: open(), leases: Vec::new(), tickets: Vec::new() };
+    let mut twins =
+        Twins { at_once: open(), one_by_one: open(), leases: Vec::new(), tickets: Vec::new() };
     for step in steps {
         twins.take(step);
         twins.check();
@@ -225,9 +232,11 @@ proptest! {
 #[test]
 fn large_batches_are_split_into_messages() {
     let dir = tempfile::tempdir().expect("a directory");
-    let _server = Server::open(ServerConfig { host_bytes: 20_000 * FRAME, ..server_config(dir.path()) });
+    let _server =
+        Server::open(ServerConfig { host_bytes: 20_000 * FRAME, ..server_config(dir.path()) });
     let engine = connect(dir.path());
-    let parts: Vec<_> = (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_attached: true }).collect();
+    let parts: Vec<_> =
+        (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_attached: true }).collect();
     let asked = asked(&parts);
     let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
     let (reserved, _) = engine.reserve_many(&to_save).expect("in range");
@@ -275,7 +284,11 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
     };
     let save = |prompt, end: u32| {
         let (own, (root, keys)) = (chain(prompt, end), state(prompt, end));
-        let kv = ToSave { prefix: Prefix::new(own.root(), own.keys()), units: 0..end, is_attached: false };
+        let kv = ToSave {
+            prefix: Prefix::new(own.root(), own.keys()),
+            units: 0..end,
+            is_attached: false,
+        };
         let beside = ToSave { prefix: Prefix::new(root, &keys), units: 0..1, is_attached: true };
         for asked in [kv, beside] {
             let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
@@ -289,7 +302,8 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
             if before > 0 {
                 let (own, (root, keys)) = (chain(chat, before), state(chat, before));
                 let needs = [Prefix::new(own.root(), own.keys()), Prefix::new(root, &keys[..1])];
-                let has: Vec<_> = session.lookup_many(&needs).iter().map(|found| found.host_units).collect();
+                let has: Vec<_> =
+                    session.lookup_many(&needs).iter().map(|found| found.host_units).collect();
                 if has == [before, 1] {
                     num_found += before;
                     session.release(session.acquire_all(&needs));
@@ -327,7 +341,8 @@ fn attached_states_with_a_chunk_key_get_more_hits() {
 
 #[test]
 fn attached_states_with_a_chunk_key_get_more_hits_over_a_socket() {
-    let dirs = [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
+    let dirs =
+        [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
     let config = |dir| {
         let host_bytes = ROOM_FOR_CHATS * FRAME;
         ServerConfig { host_bytes, eviction: Eviction::Adaptive, ..server_config(dir) }

@@ -47,9 +47,14 @@ impl Engine {
     fn replayed(&self, chain: &KeyChain) -> Lookup {
         let count = |is_there: &dyn Fn(&Tiers) -> bool| {
             let keys = chain.keys().iter().zip(1..);
-            keys.take_while(|(key, _)| self.known.get(*key).is_some_and(is_there)).last().map_or(0, |(_, num)| num)
+            keys.take_while(|(key, _)| self.known.get(*key).is_some_and(is_there))
+                .last()
+                .map_or(0, |(_, num)| num)
         };
-        Lookup { host_units: count(&|tiers| tiers.host), stored_units: count(&|tiers| tiers.host || tiers.disk) }
+        Lookup {
+            host_units: count(&|tiers| tiers.host),
+            stored_units: count(&|tiers| tiers.host || tiers.disk),
+        }
     }
 }
 
@@ -91,7 +96,8 @@ struct World {
 impl World {
     fn new(dir: &Path, capacities: &[usize]) -> Self {
         let server = Server::open(Self::config(dir)).expect("a server");
-        let engines = capacities.iter().map(|capacity| Engine::new(connect(dir), *capacity)).collect();
+        let engines =
+            capacities.iter().map(|capacity| Engine::new(connect(dir), *capacity)).collect();
         let prompts: Vec<_> = (0..NUM_PROMPTS).map(|seed| chain(seed, NUM_BLOCKS)).collect();
         let universe = prompts.iter().flat_map(|chain| chain.keys().to_vec()).collect();
         Self { dir: dir.to_owned(), server: Some(server), engines, prompts, universe }
@@ -99,7 +105,8 @@ impl World {
 
     /// Host memory and disk for fewer chunks than the prompts have.
     fn config(dir: &Path) -> ServerConfig {
-        let mut config = ServerConfig { host_bytes: 8 * FRAME, max_connections: 64, ..with_disk(dir) };
+        let mut config =
+            ServerConfig { host_bytes: 8 * FRAME, max_connections: 64, ..with_disk(dir) };
         config.disk.as_mut().expect("it has one").cap_bytes = 28 * FRAME;
         config
     }
@@ -110,7 +117,8 @@ impl World {
         match step {
             Step::Save { prompt, num_blocks } => {
                 let chain = &self.prompts[*prompt as usize];
-                let (rows, _) = engine.remote.reserve(Prefix::from(chain), 0..(*num_blocks)).expect("in range");
+                let (rows, _) =
+                    engine.remote.reserve(Prefix::from(chain), 0..(*num_blocks)).expect("in range");
                 engine.remote.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
             }
             Step::Discard { prompt, block } => {
@@ -134,8 +142,9 @@ impl World {
         let server = self.server.take().expect("one");
         server.close(LONG);
         drop(server);
-        let is_lost =
-            |engine: &Engine| engine.remote.take_events().iter().any(|event| event.contains("lost the connection"));
+        let is_lost = |engine: &Engine| {
+            engine.remote.take_events().iter().any(|event| event.contains("lost the connection"))
+        };
         self.engines.iter().for_each(|engine| until("gone", || is_lost(engine)));
         self.server = Some(Server::open(Self::config(&self.dir)).expect("a server"));
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));

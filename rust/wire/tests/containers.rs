@@ -21,8 +21,9 @@ fn elsewhere() -> Option<Command> {
         command.args(APART).args(way).stdin(Stdio::null()).stderr(Stdio::null());
         (command, way)
     });
-    let way =
-        ways.find_map(|(mut command, way)| command.arg("true").status().is_ok_and(|s| s.success()).then_some(way))?;
+    let way = ways.find_map(|(mut command, way)| {
+        command.arg("true").status().is_ok_and(|s| s.success()).then_some(way)
+    })?;
     let mut command = Command::new("unshare");
     command.args(APART).args(way);
     Some(command)
@@ -52,7 +53,9 @@ fn engine_in_another_pid_namespace_is_served() {
     };
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).expect("ours");
-    command.arg(std::env::current_exe().expect("this test")).args(["--exact", "server_in_another_pid_namespace"]);
+    command
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", "server_in_another_pid_namespace"]);
     command.env(SERVED_DIR, dir.path()).stdin(Stdio::piped()).stdout(Stdio::null());
     let _server = Ended(command.spawn().expect("unshare"));
     let path = socket(dir.path());

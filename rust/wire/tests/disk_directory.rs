@@ -26,7 +26,11 @@ fn second_server_reports_a_used_disk_and_claims_it_later() {
     assert_eq!((first.disk_trouble(), is_unused(&first)), (None, false));
     let second = Server::open(of_second).expect("it serves");
     let trouble = second.disk_trouble().expect("no engine came, and it is known already");
-    let whose = format!("disk_path {} is in use by process {}", dir.path().join("disk").display(), std::process::id());
+    let whose = format!(
+        "disk_path {} is in use by process {}",
+        dir.path().join("disk").display(),
+        std::process::id()
+    );
     assert!(trouble.starts_with(&whose) && is_unused(&second), "{trouble}");
     assert!(second.take_events().is_empty(), "who started it was told");
     let engine = connect(dir.path());
@@ -60,18 +64,28 @@ fn status_has_the_free_space_of_a_claimed_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let [of_second, of_first] = servers(dir.path());
     std::fs::create_dir_all(dir.path().join("disk").join("0123456789abcdef")).expect("room");
-    std::fs::write(dir.path().join("disk").join("0123456789abcdef").join("frames.dat"), [1; 12_000]).expect("room");
+    std::fs::write(
+        dir.path().join("disk").join("0123456789abcdef").join("frames.dat"),
+        [1; 12_000],
+    )
+    .expect("room");
     let first = Server::open(of_first).expect("a server");
     let free = room(&first, "server_disk_free_bytes").expect("it was looked at as it started");
     let found = rustix::fs::statvfs(dir.path()).expect("a file system");
     let (now, all) = (found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize);
-    assert!(free <= all && free.abs_diff(now) < 1 << 33, "{free} of {all}, and {now} now: others write there, too");
+    assert!(
+        free <= all && free.abs_diff(now) < 1 << 33,
+        "{free} of {all}, and {now} now: others write there, too"
+    );
     let closed = room(&first, "server_disk_closed_bytes").expect("it was looked at");
     assert!((12_000..100_000).contains(&closed), "{closed}");
     let second = Server::open(of_second).expect("it serves");
     assert_eq!(room(&second, "server_disk_free_bytes"), None, "the directory is another's");
-    let none =
-        ServerConfig { disk: None, socket: dir.path().join("third").join("kvloft.sock"), ..with_disk(dir.path()) };
+    let none = ServerConfig {
+        disk: None,
+        socket: dir.path().join("third").join("kvloft.sock"),
+        ..with_disk(dir.path())
+    };
     assert_eq!(room(&Server::open(none).expect("a server"), "server_disk_closed_bytes"), None);
 }
 
@@ -88,7 +102,11 @@ fn reopened_namespace_is_not_counted_twice() {
     assert!(room(&server, "server_disk_closed_bytes").expect("it was looked at") >= 3 * FRAME);
     let engine = connect(dir.path());
     assert_eq!(found(&engine, &chain(1, 3)), 3);
-    assert_eq!(room(&server, "server_disk_closed_bytes"), Some(0), "it is not looked at again for seconds");
+    assert_eq!(
+        room(&server, "server_disk_closed_bytes"),
+        Some(0),
+        "it is not looked at again for seconds"
+    );
 }
 
 #[test]

@@ -15,7 +15,8 @@ use proptest::prelude::*;
 const NUM_BLOCKS: u32 = 900;
 
 fn serve(dir: &std::path::Path, num_frames: u64) -> Server {
-    Server::open(ServerConfig { host_bytes: num_frames * FRAME, ..server_config(dir) }).expect("a server")
+    Server::open(ServerConfig { host_bytes: num_frames * FRAME, ..server_config(dir) })
+        .expect("a server")
 }
 
 fn lookup(session: &dyn Session, chain: &KeyChain) -> u32 {
@@ -83,7 +84,10 @@ fn keys_that_differ_in_the_last_byte_are_misses() {
         assert_eq!(engine.lookup(forged).host_units as usize, num_same);
         let lease = engine.acquire(forged);
         let frames = engine.frames(lease);
-        assert!(frames.iter().map(|frame| frame.key).eq(stored.keys()[..num_same].iter().copied()), "{num_same}");
+        assert!(
+            frames.iter().map(|frame| frame.key).eq(stored.keys()[..num_same].iter().copied()),
+            "{num_same}"
+        );
         engine.release(lease);
     }
 }
@@ -97,7 +101,11 @@ fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
     save(&engine, &long);
     assert_eq!(lookup(&engine, &long), 400);
     save(&other, &chain(2, 100)); // takes frames from the end of the long one
-    assert_eq!(lookup(&engine, &long), 300, "not known to the server any more, so asked about again");
+    assert_eq!(
+        lookup(&engine, &long),
+        300,
+        "not known to the server any more, so asked about again"
+    );
     assert_eq!(leased(&engine, &long), &long.keys()[..300]);
     other.clear();
     assert_eq!(lookup(&engine, &long), 0);
@@ -109,7 +117,10 @@ fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
 fn restarted_server_finds_a_long_prefix_on_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { host_bytes: 300 * FRAME, ..with_disk(dir.path()) };
-    let disk = config.disk.clone().map(|disk| kvloft_core::store::DiskSettings { cap_bytes: 4 << 20, ..disk });
+    let disk = config
+        .disk
+        .clone()
+        .map(|disk| kvloft_core::store::DiskSettings { cap_bytes: 4 << 20, ..disk });
     let config = ServerConfig { disk, ..config };
     let server = Server::open(config.clone()).expect("a server");
     let engine = connect(dir.path());
@@ -137,18 +148,34 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys cross");
     assert_eq!(lookup(&other, &chain(2, 50)), 0);
     assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
-    assert_eq!(lookup(&other, &chain(1, 100)), 100, "a lease's anchors are not the next question's");
-    let asked =
-        ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
+    assert_eq!(
+        lookup(&other, &chain(1, 100)),
+        100,
+        "a lease's anchors are not the next question's"
+    );
+    let asked = [
+        "lookups",
+        "lookup_chunks",
+        "lookup_chunks_found",
+        "load_chunks",
+        "save_chunks",
+        "late_calls",
+        "late_chunks",
+    ];
     let status = server.status();
     // In any order: both connected at the same time.
-    let counted: BTreeSet<_> = status.engines().map(|engine| asked.map(|name| stat(&engine.counters, name))).collect();
+    let counted: BTreeSet<_> =
+        status.engines().map(|engine| asked.map(|name| stat(&engine.counters, name))).collect();
     assert_eq!(counted, BTreeSet::from([[0, 0, 0, 0, 300, 0, 0], [3, 550, 400, 200, 0, 0, 0]]));
     other.close(Duration::ZERO);
     until("it is gone", || server.status().engines().count() == 1);
     let status = server.status();
     let totals = &status.namespaces[0].stats;
-    assert_eq!(asked.map(|name| stat(totals, name)), [3, 550, 400, 200, 300, 0, 0], "of engines that are gone, too");
+    assert_eq!(
+        asked.map(|name| stat(totals, name)),
+        [3, 550, 400, 200, 300, 0, 0],
+        "of engines that are gone, too"
+    );
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }
 
@@ -161,7 +188,8 @@ fn lookup_of_an_attached_chunk_keeps_the_prefix_cache() {
     let long = chain(1, 400);
     save(&engine, &long);
     assert_eq!(lookup(&engine, &long), 400);
-    let lookups = || server.status().engines().map(|engine| stat(&engine.counters, "lookups")).sum::<u64>();
+    let lookups =
+        || server.status().engines().map(|engine| stat(&engine.counters, "lookups")).sum::<u64>();
     assert_eq!(lookups(), 1);
     for root in [chain(2, 1), chain(3, 1)] {
         assert_eq!(lookup(&engine, &root), 0);

@@ -3,11 +3,13 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers};
+use kvloft_core::store::{
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
+};
 use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats, TenantStatus};
 use kvloft_wire::protocol::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes,
-    SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentChanges,
+    SentPrefixes, SentRange, VERSION,
 };
 use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
@@ -26,24 +28,34 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=19_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
-    (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
-        kind,
-        number,
-        root,
-        keys,
-        numbers,
-        small,
-        text,
-    })
+    let fields = (
+        1..=19_u8,
+        any::<u64>(),
+        any::<[u8; 32]>(),
+        vec(any::<[u8; 32]>(), 0..5),
+        vec(any::<u64>(), 0..5),
+    );
+    (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(
+        |((kind, number, root, keys, numbers), small, text)| Parts {
+            kind,
+            number,
+            root,
+            keys,
+            numbers,
+            small,
+            text,
+        },
+    )
 }
 
 fn request(parts: &Parts) -> Request<'_> {
     let keys = Keys::Bytes(&parts.keys);
     // Some root keys repeat, others do not.
     let roots = || parts.numbers.iter().map(|number| ChunkKey([number.to_le_bytes()[0] % 2; 32]));
-    let all =
-        roots().zip(0..).map(|(root, nth)| (root, Keys::Bytes(&parts.keys[..parts.keys.len().min(nth)]))).collect();
+    let all = roots()
+        .zip(0..)
+        .map(|(root, nth)| (root, Keys::Bytes(&parts.keys[..parts.keys.len().min(nth)])))
+        .collect();
     let prefixes = SentPrefixes { num_same: parts.small[0], all };
     let units = parts.small[1]..parts.small[2];
     match parts.kind {
@@ -84,7 +96,11 @@ fn request(parts: &Parts) -> Request<'_> {
         15 => Request::Bye,
         16 => Request::Admin(parts.small[0], parts.text.as_bytes()),
         18 => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
-        _ => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
+        _ => Request::Changes(SentChanges {
+            capacity: parts.small[0],
+            limit: parts.small[1],
+            asked: keys,
+        }),
     }
 }
 
@@ -107,8 +123,10 @@ fn answer(parts: &Parts) -> Answer {
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
         10 => {
-            let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
-            let rows = parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
+            let tiers =
+                |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
+            let rows =
+                parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
             Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
         }
         _ => Answer::Admin(parts.text.clone().into_bytes()),
@@ -121,15 +139,21 @@ fn admin_request(parts: &Parts) -> AdminRequest {
     match parts.kind % 3 {
         0 => AdminRequest::Status,
         1 => AdminRequest::Clear { namespace },
-        _ => AdminRequest::Evict(EvictRequest { namespace, tenant, host_only: parts.small[1].is_multiple_of(2) }),
+        _ => AdminRequest::Evict(EvictRequest {
+            namespace,
+            tenant,
+            host_only: parts.small[1].is_multiple_of(2),
+        }),
     }
 }
 
 fn status(parts: &Parts) -> Status {
     let ([one, two, ..], num_rows) = (parts.small, parts.numbers.len());
-    let stats: Stats = parts.numbers.iter().map(|number| (format!("{}{number}", parts.text), *number)).collect();
+    let stats: Stats =
+        parts.numbers.iter().map(|number| (format!("{}{number}", parts.text), *number)).collect();
     let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
-    let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counters: stats.clone() };
+    let engine =
+        EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counters: stats.clone() };
     let tenant = TenantStatus {
         tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
         num_host: one,
@@ -148,7 +172,13 @@ fn status(parts: &Parts) -> Status {
         engines: vec![engine; num_rows],
     };
     let settings = [(parts.text.clone(), "x".to_owned())].into();
-    Status { host_bytes: 5, slab_bytes: parts.number, stats, settings, namespaces: vec![namespace; num_rows] }
+    Status {
+        host_bytes: 5,
+        slab_bytes: parts.number,
+        stats,
+        settings,
+        namespaces: vec![namespace; num_rows],
+    }
 }
 
 /// Checks the length of a message and returns the rest.
@@ -245,10 +275,14 @@ fn admin_requests_are_bounded_and_have_no_unknown_fields() {
     let padded = |num: usize| [br#""status""#.as_slice(), &vec![b' '; num]].concat();
     assert_eq!(AdminRequest::parse(&padded(MAX_HELLO - 8)), Some(AdminRequest::Status));
     assert_eq!(AdminRequest::parse(&padded(MAX_HELLO - 7)), None, "too long");
-    let evict = |tenant: &str| format!(r#"{{"evict":{{"namespace":"","tenant":{tenant},"host_only":false}}}}"#);
+    let evict = |tenant: &str| {
+        format!(r#"{{"evict":{{"namespace":"","tenant":{tenant},"host_only":false}}}}"#)
+    };
     assert!(AdminRequest::parse(evict("null").as_bytes()).is_some());
     assert!(AdminRequest::parse(evict(r#""00000000000000ff""#).as_bytes()).is_some());
-    for tenant in [r#""ff""#, r#""+0000000000000ff""#, r#""00000000000000FF""#, "255", r#"null,"salt":"a""#] {
+    for tenant in
+        [r#""ff""#, r#""+0000000000000ff""#, r#""00000000000000FF""#, "255", r#"null,"salt":"a""#]
+    {
         assert_eq!(AdminRequest::parse(evict(tenant).as_bytes()), None, "{tenant}");
     }
     assert_eq!(AdminRequest::parse("[".repeat(MAX_HELLO).as_bytes()), None, "deeply nested");

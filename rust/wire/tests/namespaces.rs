@@ -8,22 +8,30 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, accepted, chain, found, refusal, remote_config, save, serve, server_config, socket, stat, until,
-    with_disk,
+    FRAME, LONG, accepted, chain, found, refusal, remote_config, save, serve, server_config,
+    socket, stat, until, with_disk,
 };
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
-use kvloft_wire::{Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status};
+use kvloft_wire::{
+    Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status,
+};
 
 /// A client of namespace `nth` with frames of `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
-    let config = ClientConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
+    let config =
+        ClientConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
     Client::open(config).expect("a client")
 }
 
 fn space(server: &Server, nth: u8) -> NamespaceStatus {
-    server.status().namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
+    server
+        .status()
+        .namespaces
+        .into_iter()
+        .find(|space| space.namespace == [nth; 32])
+        .expect("it is open")
 }
 
 /// Saves chunks with content that depends on namespace and key; returns the number committed.
@@ -51,7 +59,11 @@ fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     for row in &frames {
         let mut bytes = vec![0; usize::try_from(pages * FRAME).expect("small")];
         memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * pages * FRAME).expect("room");
-        assert!(bytes == row.key.0.repeat(bytes.len() / 32), "another's bytes in frame {}", row.frame.0);
+        assert!(
+            bytes == row.key.0.repeat(bytes.len() / 32),
+            "another's bytes in frame {}",
+            row.frame.0
+        );
     }
     session.release(lease);
     frames.len()
@@ -76,7 +88,9 @@ fn namespaces_share_memory_but_no_chunks() {
         });
         space(&server, 2).num_slabs == 8
     });
-    let counts = |engine: &Client, pages, len| (0..40).map(|seed| compare(engine, pages, seed, len)).sum::<usize>();
+    let counts = |engine: &Client, pages, len| {
+        (0..40).map(|seed| compare(engine, pages, seed, len)).sum::<usize>()
+    };
     assert!(counts(&other, 2, 3) > 8 && counts(&one, 1, 5) > 8);
     other.clear();
     assert_eq!(counts(&other, 2, 3), 0);
@@ -88,9 +102,12 @@ fn namespaces_share_memory_but_no_chunks() {
 #[test]
 fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
     let default = "the system chooses the NUMA nodes";
-    for (numa, said) in [(vec![0, 63], default), (vec![0, 0], "on NUMA nodes 0, 0"), (vec![0], "on NUMA node 0")] {
+    for (numa, said) in
+        [(vec![0, 63], default), (vec![0, 0], "on NUMA nodes 0, 0"), (vec![0], "on NUMA node 0")]
+    {
         let dir = tempfile::tempdir().expect("a directory");
-        let server = Server::open(ServerConfig { numa, ..server_config(dir.path()) }).expect("a server");
+        let server =
+            Server::open(ServerConfig { numa, ..server_config(dir.path()) }).expect("a server");
         let one = engine(dir.path(), 1, 2);
         let events = server.take_events().join("; ");
         assert!(events.contains(said) || events.contains(default), "{events}");
@@ -125,13 +142,16 @@ fn shares_are_applied_and_invalid_ones_are_refused() {
     let shares = |percent| vec![("01".to_owned(), percent), ("02".to_owned(), 20)];
     for percent in [0, 81] {
         let error =
-            Server::open(ServerConfig { shares: shares(percent), ..server_config(dir.path()) }).expect_err("wrong");
+            Server::open(ServerConfig { shares: shares(percent), ..server_config(dir.path()) })
+                .expect_err("wrong");
         assert!(
-            error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("at most 100 in total"),
+            error.kind() == ErrorKind::InvalidConfig
+                && error.to_string().contains("at most 100 in total"),
             "{error}"
         );
     }
-    let server = Server::open(ServerConfig { shares: shares(50), ..server_config(dir.path()) }).expect("a server");
+    let server = Server::open(ServerConfig { shares: shares(50), ..server_config(dir.path()) })
+        .expect("a server");
     let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 1));
     for seed in 0..12 {
         save(&one, &chain(seed, 6));
@@ -148,7 +168,11 @@ fn shares_are_applied_and_invalid_ones_are_refused() {
     }
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (13, 3));
     let _third = engine(dir.path(), 3, 1);
-    let percents = server.status().namespaces.into_iter().map(|space| space.stats.get("share_percent").copied());
+    let percents = server
+        .status()
+        .namespaces
+        .into_iter()
+        .map(|space| space.stats.get("share_percent").copied());
     assert_eq!(percents.collect::<Vec<_>>(), [Some(50), Some(20), None]);
 }
 
@@ -183,7 +207,12 @@ fn killed_engine_does_not_affect_other_namespaces() {
     let server = serve(dir.path());
     let other = engine(dir.path(), 2, 2);
     let mut child = Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "child_that_is_killed_with_all_its_memory_reserved", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "child_that_is_killed_with_all_its_memory_reserved",
+            "--ignored",
+            "--nocapture",
+        ])
         .env("KV_SERVE_DIR", dir.path())
         .spawn()
         .expect("a child");
@@ -251,20 +280,33 @@ fn error_for_too_large_chunks_has_the_servers_option() {
          that; running without the cache and retrying in the background"
     );
     drop(server);
-    let _server = Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
+    let _server =
+        Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
     let said = refusal(remote_config(dir.path()));
-    assert!(said.starts_with("--host-size of this engine's kvloft server = 256 KiB is more than the 4 KiB"), "{said}");
+    assert!(
+        said.starts_with(
+            "--host-size of this engine's kvloft server = 256 KiB is more than the 4 KiB"
+        ),
+        "{said}"
+    );
 }
 
 #[test]
 fn number_of_namespaces_and_size_of_frames_are_bounded() {
     let dir = tempfile::tempdir().expect("a directory");
-    let config = ServerConfig { max_connections: 100, gpu_settle: Duration::ZERO, ..server_config(dir.path()) };
+    let config = ServerConfig {
+        max_connections: 100,
+        gpu_settle: Duration::ZERO,
+        ..server_config(dir.path())
+    };
     let _server = Server::open(config).expect("a server");
     let num = u8::try_from(MAX_NAMESPACES).expect("few");
     let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();
-    let another =
-        |pages| ClientConfig { namespace: [200; 32], frame_bytes: pages * FRAME, ..remote_config(dir.path()) };
+    let another = |pages| ClientConfig {
+        namespace: [200; 32],
+        frame_bytes: pages * FRAME,
+        ..remote_config(dir.path())
+    };
     let said = refusal(another(5));
     assert!(said.contains("too large for this server's slabs"), "{said}");
     let said = refusal(another(1));
@@ -301,7 +343,10 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
     assert!(ids.contains(&3) && ids.contains(&50) && !ids.contains(&40), "{ids:?}");
     let events = server.take_events();
     let left = events.iter().filter(|event| event.contains("disconnected")).collect::<Vec<_>>();
-    assert!(left.len() == 3 && left[0].contains("disconnected from namespace 2828282828282828 after "), "{left:?}");
+    assert!(
+        left.len() == 3 && left[0].contains("disconnected from namespace 2828282828282828 after "),
+        "{left:?}"
+    );
     assert!(left[0].ends_with(" s; it saved 1 chunk (4 KiB)"), "{left:?}");
 }
 
@@ -333,8 +378,15 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
     std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
-    let said = refusal(ClientConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
-    assert!(said.contains("too large for this server's slabs"), "other slabs would close it, too: {said}");
+    let said = refusal(ClientConfig {
+        namespace: [2; 32],
+        frame_bytes: 5 * FRAME,
+        ..remote_config(dir.path())
+    });
+    assert!(
+        said.contains("too large for this server's slabs"),
+        "other slabs would close it, too: {said}"
+    );
     drop(other);
     until("cleared, and closed", || server.status().namespaces.is_empty());
     let back = engine(dir.path(), 1, 1);

@@ -7,7 +7,9 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, with_disk};
+use common::{
+    FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, with_disk,
+};
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
@@ -25,7 +27,10 @@ fn lookups_are_misses_until_a_server_starts() {
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
     assert_eq!(engine.reserve(Prefix::from(&chain), 0..3).expect("in range"), (Vec::new(), 3));
     assert!(engine.reserve(Prefix::from(&chain), 0..4).is_err());
-    assert_eq!((engine.commit(&[1]), engine.discard(chain.keys()), found(&engine, &chain)), (0, 0, 0));
+    assert_eq!(
+        (engine.commit(&[1]), engine.discard(chain.keys()), found(&engine, &chain)),
+        (0, 0, 0)
+    );
     engine.abort(&[1]);
     engine.release(lease);
     assert!(!engine.flush(Duration::ZERO));
@@ -43,19 +48,28 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert_eq!(save(&engine, &chain), 4);
     assert!(engine.flush(LONG));
     let lease = engine.acquire(Prefix::from(&chain));
-    let (_, before) = (engine.reserve(Prefix::from(&common::chain(2, 2)), 0..2).expect("in range"), engine.arena());
+    let (_, before) = (
+        engine.reserve(Prefix::from(&common::chain(2, 2)), 0..2).expect("in range"),
+        engine.arena(),
+    );
     drop(server);
     until("gone", || found(&engine, &chain) == 0);
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
     let config = ServerConfig { host_bytes: 32 * FRAME, ..with_disk(dir.path()) };
     let _server = Server::open(config).expect("a server");
-    until("found", || engine.take_events().iter().any(|event| event.starts_with("connected to the kvloft server")));
+    until("found", || {
+        engine.take_events().iter().any(|event| event.starts_with("connected to the kvloft server"))
+    });
     assert_eq!((engine.arena(), found(&engine, &chain)), (before.clone(), 0), "not before renew");
     assert!(engine.renew() && !engine.renew());
     let after = engine.arena().expect("an arena");
     assert_ne!(after.id, before.expect("an arena").id);
     assert_eq!(after.num_frames, 32);
-    assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0), "a lease of the old store");
+    assert_eq!(
+        (engine.poll(lease), engine.frames(lease).len()),
+        (Progress::default(), 0),
+        "a lease of the old store"
+    );
     assert_eq!(found(&engine, &chain), 4, "from disk");
     let lease = engine.acquire(Prefix::from(&chain));
     until("read", || engine.poll(lease) == Progress { ready_units: 4, pending_units: 0 });
@@ -114,11 +128,16 @@ fn stopped_server_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let chain = chain(1, 4);
-    let late = |engine: &Client| engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num);
+    let late = |engine: &Client| {
+        engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num)
+    };
     let mut on_time = None;
     until("a client whose server was never late", || {
-        let engine = Client::open(ClientConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
-            .expect("a client");
+        let engine = Client::open(ClientConfig {
+            deadline: Duration::from_millis(200),
+            ..remote_config(dir.path())
+        })
+        .expect("a client");
         until("connected", || engine.renew() || engine.arena().is_some());
         until("saved", || save(&engine, &chain) == 4 || found(&engine, &chain) == 4);
         if late(&engine) == Some(0) {
@@ -141,21 +160,34 @@ fn stopped_server_costs_one_deadline() {
         let lease = engine.acquire(Prefix::from(&chain));
         assert_eq!(engine.frames(lease).len(), 0);
         engine.release(lease);
-        assert_eq!(engine.reserve(Prefix::from(&common::chain(seed, 4)), 0..4).expect("in range").1, 4);
+        assert_eq!(
+            engine.reserve(Prefix::from(&common::chain(seed, 4)), 0..4).expect("in range").1,
+            4
+        );
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
     // Of 6000 calls one lookup and one save waited; with a wait for each call it would be 20
     // minutes.
-    assert!(first >= Duration::from_millis(200) && start.elapsed() < LONG, "{first:?}, then {:?}", start.elapsed());
+    assert!(
+        first >= Duration::from_millis(200) && start.elapsed() < LONG,
+        "{first:?}, then {:?}",
+        start.elapsed()
+    );
     assert_eq!(num_late(), Some(num_late_before + 2));
-    let is_late =
-        |event: &String| event.contains("got no answer from the kvloft server at") && event.contains("within 200ms");
-    assert_eq!(engine.take_events().iter().filter(|event| is_late(event)).count(), 1, "the first is told at once");
+    let is_late = |event: &String| {
+        event.contains("got no answer from the kvloft server at") && event.contains("within 200ms")
+    };
+    assert_eq!(
+        engine.take_events().iter().filter(|event| is_late(event)).count(),
+        1,
+        "the first is told at once"
+    );
     signal(&child, "CONT");
     until("it goes on", || found(&engine, &chain) == 4);
     until("nothing that came late is held", || {
-        let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), 0..4).expect("in range");
+        let (rows, num_dropped) =
+            engine.reserve(Prefix::from(&common::chain(7, 4)), 0..4).expect("in range");
         engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
         (rows.len(), num_dropped) == (4, 0)
     });
@@ -167,23 +199,31 @@ fn stopped_server_costs_one_deadline() {
         until("it stands still", || all_stopped(child.id()));
         match what {
             "a save" => {
-                assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), 0..4).expect("in range").1, 4);
+                assert_eq!(
+                    engine.reserve(Prefix::from(&common::chain(8, 4)), 0..4).expect("in range").1,
+                    4
+                );
             }
             "many saves" => {
                 let asked: Vec<_> = every.iter().map(|prefix| (*prefix, 0..1).into()).collect();
                 let (reserved, got) = engine.reserve_many(&asked).expect("in range");
                 assert!(reserved.is_empty() && got.iter().all(|got| got.num_dropped == 1));
             }
-            "many lookups" => assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]),
+            "many lookups" => {
+                assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]);
+            }
             // There is nothing to release: these leases do not exist.
-            "a lease" => assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default()),
+            "a lease" => {
+                assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default());
+            }
             _ => assert_eq!(engine.poll(engine.acquire_all(&every)), Progress::default()),
         }
         assert_eq!(num_late(), Some(num_late_before + 1), "{what} waited once");
         signal(&child, "CONT");
         until("it goes on", || found(&engine, &chain) == 4 || save(&engine, &chain) == 4);
         until("what came late is given back", || {
-            let held = status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
+            let held =
+                status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
             held.len() == 1 && (held[0].num_reserved, held[0].num_leases) == (0, 0)
         });
     }
@@ -210,7 +250,8 @@ fn commit_after_an_unanswered_clear_releases_its_frames() {
     assert_eq!(engine.commit(&tickets), 0);
     signal(&child, "CONT");
     until("no frame is reserved", || {
-        let held = status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
+        let held =
+            status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
         held.len() == 1 && held[0].num_reserved == 0
     });
     assert_eq!(found(&connect(dir.path()), &chain), 0, "the clear came first");
@@ -249,7 +290,10 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     let engine = Client::open(config).expect("a client");
     engine.watch(100);
     let chain = chain(1, 2);
-    let told = |tiers: Tiers, lost| Changes { rows: chain.keys().iter().map(|key| (*key, tiers)).collect(), lost };
+    let told = |tiers: Tiers, lost| Changes {
+        rows: chain.keys().iter().map(|key| (*key, tiers)).collect(),
+        lost,
+    };
     let (host, nowhere) = (Tiers { host: true, ..Tiers::default() }, Tiers::default());
     let ask = || engine.changes(chain.keys(), 0);
     // Polls until the chunks are reported or not; returns whether `lost` was set meanwhile.
@@ -303,12 +347,19 @@ fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
 /// Returns whether every thread is stopped: a signal takes a moment to reach each thread.
 fn all_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
-    let state = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-    tasks.flatten().map(state).all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
+    let state = |task: std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("stat")).unwrap_or_default()
+    };
+    tasks
+        .flatten()
+        .map(state)
+        .all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
 }
 
 fn signal(child: &std::process::Child, name: &str) {
-    let done = std::process::Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
+    let done = std::process::Command::new("kill")
+        .args([&format!("-{name}"), &child.id().to_string()])
+        .status();
     assert!(done.expect("kill is there").success());
 }
 
@@ -326,7 +377,9 @@ fn malformed_answer_closes_the_connection() {
     std::fs::create_dir_all(dir.path().join("run")).expect("room");
     let listener = UnixListener::bind(socket(dir.path())).expect("the path is free");
     let answers = std::thread::spawn(move || {
-        for bytes in [&b"\x05\0\0\0\x01\0\0\0\x63"[..], b"\xff\xff\xff\xff", b"HTTP/1.1 400\r\n\r\n", b""] {
+        for bytes in
+            [&b"\x05\0\0\0\x01\0\0\0\x63"[..], b"\xff\xff\xff\xff", b"HTTP/1.1 400\r\n\r\n", b""]
+        {
             let (mut stream, _) = listener.accept().expect("a client");
             let mut some = [0; 64];
             let _read = stream.read(&mut some);
@@ -334,7 +387,8 @@ fn malformed_answer_closes_the_connection() {
         }
     });
     for _ in 0..4 {
-        let config = ClientConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
+        let config =
+            ClientConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
         let engine = Client::open(config);
         assert!(engine.as_ref().map_or(true, |engine| engine.arena().is_none()));
         if answers.is_finished() {

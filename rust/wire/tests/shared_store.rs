@@ -11,8 +11,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, accepted, chain, connect, found, numbers, refusal, remote_config, save, serve, server_config, socket,
-    stat, until,
+    FRAME, LONG, accepted, chain, connect, found, numbers, refusal, remote_config, save, serve,
+    server_config, socket, stat, until,
 };
 use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
@@ -20,7 +20,8 @@ use kvloft_core::store::{Prefix, Progress};
 use kvloft_core::{ChunkKey, ErrorKind};
 use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::protocol::{
-    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
+    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes,
+    SentRange, VERSION,
 };
 use kvloft_wire::{Client, ClientConfig, Server, status};
 
@@ -110,14 +111,17 @@ fn closed_engine_releases_everything() {
     let _lease = one.acquire(Prefix::from(&chain(1, 3)));
     one.reserve(Prefix::from(&chain(2, 3)), 0..3).expect("in range");
     one.close(Duration::ZERO);
-    until("freed", || stat(&pairs(&other), "frames_reserved") == 0 && stat(&pairs(&other), "pins") == 0);
+    until("freed", || {
+        stat(&pairs(&other), "frames_reserved") == 0 && stat(&pairs(&other), "pins") == 0
+    });
     assert_eq!(found(&one, &chain(1, 3)), 0, "closed");
     assert_eq!(server.status().engines().count(), 1);
 }
 
 /// Opens the lifeline, as a worker does before it maps the arena.
 fn open_lifeline(engine: &Client) -> std::fs::File {
-    let lifeline = engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
+    let lifeline =
+        engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
     std::fs::File::options().write(true).open(lifeline.path).expect("its engine lives")
 }
 
@@ -139,7 +143,10 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
             until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
             std::thread::sleep(Duration::from_millis(500)); // longer than the GPU settles
             let status = server.status();
-            assert_eq!((stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")), (5, 3));
+            assert_eq!(
+                (stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")),
+                (5, 3)
+            );
             assert_eq!(status.engines().count(), 1);
             drop(worker);
         }
@@ -152,7 +159,10 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
 fn each_connection_has_its_lifeline() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    let (one, other) = (connect(dir.path()).arena().expect("an arena"), connect(dir.path()).arena().expect("an arena"));
+    let (one, other) = (
+        connect(dir.path()).arena().expect("an arena"),
+        connect(dir.path()).arena().expect("an arena"),
+    );
     assert_eq!(one.id, other.id);
     assert_ne!(one.lifeline.expect("a server's").id, other.lifeline.expect("a server's").id);
 }
@@ -168,7 +178,9 @@ fn killed_engine_frees_its_frames_and_commits_nothing() {
         .env("KV_SERVE_DIR", dir.path())
         .spawn()
         .expect("a child");
-    until("it saves", || stat(&pairs(&other), "frames_reserved") == 5 && found(&other, &chain(2, 7)) == 2);
+    until("it saves", || {
+        stat(&pairs(&other), "frames_reserved") == 5 && found(&other, &chain(2, 7)) == 2
+    });
     child.kill().expect("it lives");
     child.wait().expect("it ended");
     until("freed", || stat(&pairs(&other), "frames_reserved") == 0);
@@ -200,7 +212,8 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
-        accepted(other.clone()).is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+        accepted(other.clone())
+            .is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
     });
 }
 
@@ -220,7 +233,10 @@ fn reservations_respect_the_frame_limit_of_their_engine() {
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     one.limit_frames(4);
     for (seed, num_dropped) in [(1, 2), (2, 6)] {
-        assert_eq!(one.reserve(Prefix::from(&chain(seed, 6)), 0..6).expect("in range").1, num_dropped);
+        assert_eq!(
+            one.reserve(Prefix::from(&chain(seed, 6)), 0..6).expect("in range").1,
+            num_dropped
+        );
         assert_eq!(other.reserve(Prefix::from(&chain(seed + 9, 6)), 0..6).expect("in range").1, 0);
     }
 }
@@ -246,7 +262,10 @@ fn directory_writable_by_others_is_refused() {
     let folder = dir.path().join("run");
     std::fs::create_dir(&folder).expect("room");
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).expect("ours");
-    assert_eq!(Server::open(server_config(dir.path())).expect_err("not private").kind(), ErrorKind::InvalidConfig);
+    assert_eq!(
+        Server::open(server_config(dir.path())).expect_err("not private").kind(),
+        ErrorKind::InvalidConfig
+    );
 }
 
 /// The client sends requests and reads no answers.
@@ -284,9 +303,15 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     let server = serve(dir.path());
     let engine = connect(dir.path());
     save(&engine, &chain(1, 3));
-    let message = |body: &[u8]| [&u32::try_from(body.len()).expect("short").to_le_bytes()[..], body].concat();
+    let message =
+        |body: &[u8]| [&u32::try_from(body.len()).expect("short").to_le_bytes()[..], body].concat();
     let mut hello = Vec::new();
-    let fields = Hello { version: VERSION, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
+    let fields = Hello {
+        version: VERSION,
+        namespace: [7; 32],
+        frame_bytes: FRAME,
+        description: String::new(),
+    };
     Request::Hello(fields.clone()).encode(1, &mut hello);
     let mut other_version = Vec::new();
     Request::Hello(Hello { version: 99, ..fields }).encode(1, &mut other_version);
@@ -297,7 +322,8 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     Request::Lookup(prefixes).encode(2, &mut lying);
     let mut of_nothing = Vec::new();
     let two = kvloft_wire::protocol::Keys::Bytes(&[[1; 32], [2; 32]]);
-    Request::Lookup(SentPrefixes { num_same: 0, all: vec![(ChunkKey([1; 32]), two)] }).encode(2, &mut of_nothing);
+    Request::Lookup(SentPrefixes { num_same: 0, all: vec![(ChunkKey([1; 32]), two)] })
+        .encode(2, &mut of_nothing);
     Request::Lookup(SentPrefixes { num_same: 2, all: Vec::new() }).encode(3, &mut of_nothing);
     let mut huge = Vec::new();
     let range = u32::MAX..u32::MAX;
@@ -311,14 +337,23 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     .encode(2, &mut huge);
     let mut without_keys = Vec::new();
     let range = 2..3;
-    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, units: range, is_attached: false }])
-        .encode(2, &mut without_keys);
+    Request::Reserve(vec![SentRange {
+        root: ChunkKey([1; 32]),
+        first: 3,
+        keys,
+        units: range,
+        is_attached: false,
+    }])
+    .encode(2, &mut without_keys);
     let stored = chain(1, 3);
     let anchored = |stride, last, num_keys: usize, num_same| {
-        let keys: Vec<_> = stored.keys()[1..].iter().chain(stored.keys()).copied().take(num_keys).collect();
+        let keys: Vec<_> =
+            stored.keys()[1..].iter().chain(stored.keys()).copied().take(num_keys).collect();
         let mut bytes = Vec::new();
-        Request::Anchors(SentAnchors { stride, last, keys: Keys::Own(&keys) }).encode(2, &mut bytes);
-        let prefixes = SentPrefixes { num_same, all: vec![(ChunkKey([1; 32]), Keys::Own(stored.keys()))] };
+        Request::Anchors(SentAnchors { stride, last, keys: Keys::Own(&keys) })
+            .encode(2, &mut bytes);
+        let prefixes =
+            SentPrefixes { num_same, all: vec![(ChunkKey([1; 32]), Keys::Own(stored.keys()))] };
         Request::Lookup(prefixes).encode(3, &mut bytes);
         after_hello(&bytes)
     };
@@ -327,13 +362,17 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         Request::Admin(version, json).encode(1, &mut bytes);
         bytes
     };
-    let malformed = String::from_utf8(say(&socket(dir.path()), &admin(VERSION, b"{"))).expect("text");
+    let malformed =
+        String::from_utf8(say(&socket(dir.path()), &admin(VERSION, b"{"))).expect("text");
     assert!(malformed.ends_with("malformed request"), "{malformed}");
     for (name, bytes) in [
         ("an admin request of another version", admin(VERSION + 1, br#""status""#)),
         ("an admin request that is no JSON", admin(VERSION, &[0xff; 9])),
         ("an unknown admin request", admin(VERSION, br#"{"evict_all":{}}"#)),
-        ("an admin request that is too long", after_hello(&admin(VERSION, &vec![b' '; MAX_HELLO + 1]))),
+        (
+            "an admin request that is too long",
+            after_hello(&admin(VERSION, &vec![b' '; MAX_HELLO + 1])),
+        ),
         ("a prefix from before its anchor", anchored(2, 2, 1, 1)),
         ("a prefix from behind its anchor", anchored(2, 2, 1, 3)),
         ("no anchor", anchored(1, 1, 0, 0)),
@@ -343,7 +382,10 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         ("anchors beyond every number", anchored(u32::MAX, u32::MAX, 3, 0)),
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
-        ("too long before hello", u32::try_from(MAX_HELLO + 1).expect("short").to_le_bytes().to_vec()),
+        (
+            "too long before hello",
+            u32::try_from(MAX_HELLO + 1).expect("short").to_le_bytes().to_vec(),
+        ),
         ("no kind", message(&[1, 0, 0, 0, 200])),
         ("empty", message(&[])),
         ("before hello", message(&[1, 0, 0, 0, 12])),
@@ -360,7 +402,10 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         assert!(answer.len() > LENGTH_BYTES, "{name}: it says why");
         assert_eq!(stat(&numbers(&server.status()), "server_refused"), before + 1, "{name}");
     }
-    assert!(say(&socket(dir.path()), &after_hello(&1000_u32.to_le_bytes())).len() > LENGTH_BYTES, "cut off");
+    assert!(
+        say(&socket(dir.path()), &after_hello(&1000_u32.to_le_bytes())).len() > LENGTH_BYTES,
+        "cut off"
+    );
     assert_eq!(found(&engine, &chain(1, 3)), 3);
     until("gone", || server.status().engines().count() == 1);
 }
@@ -370,7 +415,8 @@ fn connections_are_bounded_and_silent_ones_are_closed() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());
-    let silent: Vec<_> = (0..7).map(|_| UnixStream::connect(socket(dir.path())).expect("room")).collect();
+    let silent: Vec<_> =
+        (0..7).map(|_| UnixStream::connect(socket(dir.path())).expect("room")).collect();
     let error = status(&socket(dir.path()), LONG).expect_err("full");
     assert!(error.to_string().contains("limit of 8 connections"), "{error}");
     until("they said nothing", || status(&socket(dir.path()), LONG).is_ok());
@@ -390,7 +436,10 @@ fn status_works_before_and_after_the_first_engine() {
     let _lease = engine.acquire(Prefix::from(&chain(1, 3)));
     let status = status(&socket(dir.path()), LONG).expect("it answers");
     let space = &status.namespaces[0];
-    assert_eq!((space.namespace, space.frame_bytes, space.description.as_str()), ([7; 32], FRAME, "a test"));
+    assert_eq!(
+        (space.namespace, space.frame_bytes, space.description.as_str()),
+        ([7; 32], FRAME, "a test")
+    );
     assert_eq!((status.host_bytes, status.slab_bytes, space.num_slabs), (64 * FRAME, 4 * FRAME, 1));
     assert_eq!(stat(&numbers(&status), "frames_reserved"), 3);
     assert_eq!((space.engines[0].pid, space.engines[0].num_reserved), (std::process::id(), 3));
@@ -408,9 +457,12 @@ fn batched_reservations_equal_single_ones() {
     let part = |start, stop| start..stop;
     // Stored chunks, more chunks than frames (64), and the same chunks twice.
     let long = chain(9, 60);
-    let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
-    let mut asked: Vec<_> =
-        ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), range.clone()).into()).collect();
+    let ranges =
+        [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
+    let mut asked: Vec<_> = ranges
+        .iter()
+        .map(|(nth, range)| (Prefix::from(&chains[*nth]), range.clone()).into())
+        .collect();
     asked.push((Prefix::from(&long), part(0, 60)).into());
     let mut wrong = asked.clone();
     wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
@@ -425,7 +477,10 @@ fn batched_reservations_equal_single_ones() {
     let tickets: Vec<_> = rows.iter().map(|row| row.ticket).collect();
     assert!(tickets.is_sorted());
     assert_eq!(engine.commit(&tickets), 64);
-    assert_eq!((found(&engine, &chains[0]), found(&engine, &chains[1]), found(&engine, &long)), (8, 8, 48));
+    assert_eq!(
+        (found(&engine, &chains[0]), found(&engine, &chains[1]), found(&engine, &long)),
+        (8, 8, 48)
+    );
 }
 
 #[test]

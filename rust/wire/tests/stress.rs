@@ -24,7 +24,8 @@ struct Pick(u64);
 
 impl Pick {
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % end
     }
 
@@ -35,13 +36,15 @@ impl Pick {
 
 fn engine(dir: &Path, nth: usize) -> Client {
     let namespace = [u8::try_from(nth).expect("few") + 1; 32];
-    Client::open(ClientConfig { namespace, frame_bytes: PAGES[nth] * FRAME, ..remote_config(dir) }).expect("a client")
+    Client::open(ClientConfig { namespace, frame_bytes: PAGES[nth] * FRAME, ..remote_config(dir) })
+        .expect("a client")
 }
 
 fn chain(nth: usize, salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
     let root = root_key(&[u8::try_from(nth).expect("few"); 32], None, salt).expect("short");
     let mut chain = KeyChain::new(root, 1).expect("a chain");
-    let tokens: Vec<_> = (0..num_blocks).map(|at| if at < 2 { prompt / 4 } else { prompt * 100 + at }).collect();
+    let tokens: Vec<_> =
+        (0..num_blocks).map(|at| if at < 2 { prompt / 4 } else { prompt * 100 + at }).collect();
     chain.append_tokens(&tokens).expect("tokens");
     chain
 }
@@ -64,8 +67,11 @@ fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
 /// Runs some steps of one engine, which may end with open leases and reservations.
 fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
     let engine = engine(dir, nth);
-    let memory =
-        File::options().read(true).write(true).open(engine.arena().expect("an arena").path).expect("it is there");
+    let memory = File::options()
+        .read(true)
+        .write(true)
+        .open(engine.arena().expect("an arena").path)
+        .expect("it is there");
     let (mut held, mut num_saved, mut num_compared) = (Vec::new(), 0, 0);
     for _ in 0..10 + pick.below(60) {
         let salt = SALTS[pick.number(3) as usize];
@@ -80,8 +86,14 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
         for lease in &held {
             for row in engine.frames(*lease) {
                 let mut found = content(nth, &[0; 32]);
-                memory.read_exact_at(&mut found, u64::from(row.frame.0) * PAGES[nth] * FRAME).expect("room");
-                assert!(found == content(nth, &row.key.0), "another's bytes in frame {} of {nth}", row.frame.0);
+                memory
+                    .read_exact_at(&mut found, u64::from(row.frame.0) * PAGES[nth] * FRAME)
+                    .expect("room");
+                assert!(
+                    found == content(nth, &row.key.0),
+                    "another's bytes in frame {} of {nth}",
+                    row.frame.0
+                );
                 num_compared += 1;
             }
         }
@@ -98,8 +110,12 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     let salted = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let limits = TenantLimits { salted, ..TenantLimits::default() };
     // The engines are threads of this process, which continues.
-    let config =
-        ServerConfig { limits, gpu_settle: Duration::ZERO, max_connections: 1000, ..server_config(dir.path()) };
+    let config = ServerConfig {
+        limits,
+        gpu_settle: Duration::ZERO,
+        max_connections: 1000,
+        ..server_config(dir.path())
+    };
     let server = Server::open(config).expect("a server");
     let first = engine(dir.path(), 0); // its chunks decide on slabs
     let end = Instant::now() + Duration::from_secs(2);
@@ -109,7 +125,9 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
             scope.spawn(move || {
                 let (mut pick, mut sum) = (Pick(thread as u64 + 1), (0, 0));
                 // Longer on a busy machine.
-                while Instant::now() < end || ((sum.0 == 0 || sum.1 == 0) && Instant::now() < end + LONG) {
+                while Instant::now() < end
+                    || ((sum.0 == 0 || sum.1 == 0) && Instant::now() < end + LONG)
+                {
                     let (num_saved, num_compared) = live(dir, nth, &mut pick);
                     sum = (sum.0 + num_saved, sum.1 + num_compared);
                 }
@@ -133,13 +151,19 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
     let num_frames = engine.arena().expect("an arena").num_frames;
-    let memory = File::options().write(true).open(engine.arena().expect("an arena").path).expect("it is there");
+    let memory = File::options()
+        .write(true)
+        .open(engine.arena().expect("an arena").path)
+        .expect("it is there");
     until("all memory is its own", || {
         for prompt in 0..num_frames {
             save(&engine, &memory, nth, &chain(nth, None, 1000 + 4 * prompt, 1));
         }
         let status = server.status();
-        let own = status.namespaces.iter().find(|space| space.namespace == [u8::try_from(nth).expect("few") + 1; 32]);
+        let own = status
+            .namespaces
+            .iter()
+            .find(|space| space.namespace == [u8::try_from(nth).expect("few") + 1; 32]);
         let own = own.expect("it is open");
         let used = stat(&own.stats, "frames_visible");
         own.num_slabs == NUM_SLABS && used == u64::from(num_frames)

@@ -5,7 +5,9 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
+use common::{
+    FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk,
+};
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Quota, TenantLimits, ToSave};
@@ -17,8 +19,11 @@ fn engine(dir: &Path, nth: u8) -> Client {
 }
 
 fn chain(namespace: u8, salt: Option<&str>, seed: u32, num_blocks: u32) -> KeyChain {
-    let mut chain = KeyChain::new(root_key(&[namespace; 32], None, salt).expect("short"), 1).expect("a chain");
-    chain.append_tokens(&(0..num_blocks).map(|at| seed * 100 + at).collect::<Vec<_>>()).expect("tokens");
+    let mut chain =
+        KeyChain::new(root_key(&[namespace; 32], None, salt).expect("short"), 1).expect("a chain");
+    chain
+        .append_tokens(&(0..num_blocks).map(|at| seed * 100 + at).collect::<Vec<_>>())
+        .expect("tokens");
     chain
 }
 
@@ -38,8 +43,13 @@ fn salted(limits: Limits) -> TenantLimits {
 #[test]
 fn engines_of_one_tenant_share_its_quota() {
     let dir = tempfile::tempdir().expect("a directory");
-    let limits = Limits { host: Some(Quota::Share(125_000)), disk: Some(Quota::Bytes(10 * FRAME)), ttl_s: None };
-    let _server = Server::open(ServerConfig { limits: salted(limits), ..with_disk(dir.path()) }).expect("a server");
+    let limits = Limits {
+        host: Some(Quota::Share(125_000)),
+        disk: Some(Quota::Bytes(10 * FRAME)),
+        ttl_s: None,
+    };
+    let _server = Server::open(ServerConfig { limits: salted(limits), ..with_disk(dir.path()) })
+        .expect("a server");
     let engines = [engine(dir.path(), 7), engine(dir.path(), 7)];
     assert_eq!(save(&engines[0], &chain(7, Some("b"), 0, 6)), 6);
     assert_eq!(save(&engines[1], &chain(7, None, 0, 6)), 6);
@@ -48,15 +58,28 @@ fn engines_of_one_tenant_share_its_quota() {
         assert!(engines[0].flush(LONG));
     }
     let of_a = tenant(dir.path(), 7, Some("a")).expect("it has something");
-    assert_eq!((of_a.num_host, of_a.max_host, of_a.max_disk, of_a.ttl_s), (8, Some(8), Some(10), None));
+    assert_eq!(
+        (of_a.num_host, of_a.max_host, of_a.max_disk, of_a.ttl_s),
+        (8, Some(8), Some(10), None)
+    );
     assert!((6..=10).contains(&of_a.num_disk), "{of_a:?}");
-    assert_eq!(tenant(dir.path(), 7, None).map(|tenant| (tenant.num_host, tenant.max_host)), Some((6, None)));
+    assert_eq!(
+        tenant(dir.path(), 7, None).map(|tenant| (tenant.num_host, tenant.max_host)),
+        Some((6, None))
+    );
     for (salt, len) in [(Some("b"), 6), (None, 6), (Some("a"), 4)] {
         let seed = if salt == Some("a") { 9 } else { 0 };
-        assert_eq!(engines[0].lookup((&chain(7, salt, seed, len)).into()).host_units, len, "{salt:?}");
+        assert_eq!(
+            engines[0].lookup((&chain(7, salt, seed, len)).into()).host_units,
+            len,
+            "{salt:?}"
+        );
     }
     let stats = space(dir.path(), 7).stats;
-    assert_eq!([stat(&stats, "quota_evictions"), stat(&stats, "host_evictions"), stat(&stats, "salts")], [32, 32, 2]);
+    assert_eq!(
+        [stat(&stats, "quota_evictions"), stat(&stats, "host_evictions"), stat(&stats, "salts")],
+        [32, 32, 2]
+    );
     assert!(stat(&stats, "quota_disk_evictions") >= 30 && stat(&stats, "quota_dropped") == 0);
 }
 
@@ -64,7 +87,9 @@ fn engines_of_one_tenant_share_its_quota() {
 fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
-    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let _server =
+        Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) })
+            .expect("a server");
     let (one, other) = (engine(dir.path(), 7), engine(dir.path(), 7));
     assert_eq!(save(&one, &chain(7, Some("a"), 0, 4)), 4);
     let _lease = one.acquire((&chain(7, Some("a"), 0, 4)).into());
@@ -81,7 +106,9 @@ fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
 fn lookup_after_a_dropped_save_is_not_counted() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
-    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let _server =
+        Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) })
+            .expect("a server");
     let engine = engine(dir.path(), 7);
     let lookups = || {
         let engine = space(dir.path(), 7).engines.remove(0);
@@ -89,7 +116,11 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     };
     let (long, other) = (chain(7, Some("a"), 0, 6), chain(7, Some("b"), 1, 3));
     assert_eq!((save(&engine, &long), save(&engine, &other)), (4, 3));
-    assert_eq!((found(&engine, &long), lookups()), (4, [1, 6, 4]), "the last save had all its places");
+    assert_eq!(
+        (found(&engine, &long), lookups()),
+        (4, [1, 6, 4]),
+        "the last save had all its places"
+    );
     assert_eq!(save(&engine, &long), 0);
     let after = |prefix: &KeyChain, blocks, counted: [u64; 3]| {
         assert_eq!(found(&engine, prefix), blocks);
@@ -112,7 +143,9 @@ fn lookup_after_a_dropped_save_is_not_counted() {
 fn quota_follows_the_share_of_the_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
-    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let _server =
+        Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) })
+            .expect("a server");
     let one = engine(dir.path(), 1);
     assert_eq!(save(&one, &chain(1, Some("a"), 0, 40)), 32);
     drop(one);
@@ -120,7 +153,9 @@ fn quota_follows_the_share_of_the_namespace() {
     std::thread::sleep(Duration::from_millis(1500)); // the store looks once a second
     assert_eq!(tenant(dir.path(), 1, Some("a")).map(|tenant| tenant.num_host), Some(32));
     let (one, _other) = (engine(dir.path(), 1), engine(dir.path(), 2));
-    until("half of the half is left", || tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.num_host == 16));
+    until("half of the half is left", || {
+        tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.num_host == 16)
+    });
     assert_eq!(tenant(dir.path(), 1, Some("a")).and_then(|tenant| tenant.max_host), Some(16));
     assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
 }
@@ -158,7 +193,10 @@ fn expired_chunks_are_removed_for_good() {
     std::thread::sleep(Duration::from_secs(TTL_S.into()) + Duration::from_millis(500));
     let _server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 7);
-    assert_eq!([found(&one, &chain(7, Some("a"), 0, 6)), found(&one, &chain(7, None, 0, 6))], [0, 6]);
+    assert_eq!(
+        [found(&one, &chain(7, Some("a"), 0, 6)), found(&one, &chain(7, None, 0, 6))],
+        [0, 6]
+    );
     until("it is forgotten", || stat(&space(dir.path(), 7).stats, "expired") == 6);
     until("it is off the disk", || stat(&space(dir.path(), 7).stats, "disk_used") == 6);
 }

@@ -1,4 +1,5 @@
-"""`kvloft check` of a model of the zoo, with engines that start as a user's do, or that the zygote forks (`../forked.py`).
+"""`kvloft check` of a model of the zoo, with engines that start as a user's do, or that the zygote
+forks (`../forked.py`).
 
 What came of it is left in build/models, which scripts/models_table.py reads.
 """
@@ -16,8 +17,18 @@ from .models import ZOO
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = ROOT / "build" / "models"
-DRAFTED_STATES = tuple(f"{drafter}-states" for drafter in ("dflash", "draft-model", "eagle", "eagle3", "mtp", "ngram"))
-STATES = ("falcon-h1", "granite4", "lfm2", "nemotron-h", "ngram-mamba2", "qwen3-next", *DRAFTED_STATES)
+DRAFTED_STATES = tuple(
+    f"{drafter}-states" for drafter in ("dflash", "draft-model", "eagle", "eagle3", "mtp", "ngram")
+)
+STATES = (
+    "falcon-h1",
+    "granite4",
+    "lfm2",
+    "nemotron-h",
+    "ngram-mamba2",
+    "qwen3-next",
+    *DRAFTED_STATES,
+)
 NOT_SERVED = {
     *(("deepseek-v2", groups) for groups in ("auto", "one")),
     *((name, "one") for name in STATES),
@@ -25,7 +36,8 @@ NOT_SERVED = {
 }
 """Models with a setting of kv_groups; whatever begins to be served loses its row."""
 AS_A_USER, FORKED = (
-    f"import sys; from kvloft.cli import __main__, check_engine; {change}sys.exit(__main__.main(sys.argv[1:]))"
+    "import sys; from kvloft.cli import __main__, check_engine; "
+    f"{change}sys.exit(__main__.main(sys.argv[1:]))"
     for change in ("", "check_engine.MODULE = 'e2e.forked'; ")
 )
 """Programs that are `kvloft`."""
@@ -37,28 +49,54 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            flags += [flag] if value else [] if name == "disable_log_stats" else [f"--no-{flag[2:]}"]
+            flags += (
+                [flag] if value else [] if name == "disable_log_stats" else [f"--no-{flag[2:]}"]
+            )
         elif name != "model":
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 
-def check(name: str, folder: Path, kv_groups: str, zygote: Zygote | None = None) -> tuple[int, dict[str, Any], str]:
-    """Exit status, report and stderr. Without ``zygote`` only models run whose kernels are vLLM's own."""
+def check(
+    name: str, folder: Path, kv_groups: str, zygote: Zygote | None = None
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, report and stderr. Without ``zygote`` only models run whose kernels are vLLM's
+    own.
+    """
     model = ZOO[name]
     files = model.write(folder / "files")
-    program, env = AS_A_USER, os.environ | ENV | {"PYTHONPATH": str(ROOT / "tests"), "TMPDIR": str(folder)}
+    program, env = (
+        AS_A_USER,
+        os.environ | ENV | {"PYTHONPATH": str(ROOT / "tests"), "TMPDIR": str(folder)},
+    )
     if zygote is not None:
         zygote.wait()
         program, env = FORKED, env | {"ZYGOTE": str(zygote.address), "ZOO_PREPARE": model.prepare}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, "check", str(files), "--json", "--extra", json.dumps({"kv_groups": kv_groups}),
-         "--", *flags_of(engine_kwargs(files, **model.engine(files)))],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            program,
+            "check",
+            str(files),
+            "--json",
+            "--extra",
+            json.dumps({"kv_groups": kv_groups}),
+            "--",
+            *flags_of(engine_kwargs(files, **model.engine(files))),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
     if report:
-        report |= {"model": name, "flags": [flag.replace(str(folder), "") for flag in report["flags"]]}
+        report |= {
+            "model": name,
+            "flags": [flag.replace(str(folder), "") for flag in report["flags"]],
+        }
         KEPT.mkdir(parents=True, exist_ok=True)
         (KEPT / f"{name}-{kv_groups}.json").write_text(json.dumps(report, indent=1))
     assert not list(folder.glob("kvloft-check-*")), "the temporary directory is still there"

@@ -1,4 +1,6 @@
-"""The zoo runs where pytest is asked for it by name, or with KV_ZOO=all; `make test` has a phase for kvloft check over it."""
+"""The zoo runs where pytest is asked for it by name, or with KV_ZOO=all; `make test` has a phase
+for kvloft check over it.
+"""
 
 import os
 import sys

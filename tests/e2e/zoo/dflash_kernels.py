@@ -1,7 +1,8 @@
-"""What the CPU build lacks for DFlash: its Triton kernel that lays out a step's guesses, and norms of several layers at once.
+"""What the CPU build lacks for DFlash: its Triton kernel that lays out a step's guesses, and norms
+of several layers at once.
 
-The doubles take what the kernels take and write the same; what is guessed, and when, is decided by the code around them,
-which stays vLLM's.
+The doubles take what the kernels take and write the same; what is guessed, and when, is decided by
+the code around them, which stays vLLM's.
 """
 
 from typing import Any
@@ -25,9 +26,21 @@ class _Expand:
         """Nothing is compiled."""
 
     def __call__(self, **named: Any) -> None:
-        bounds, num_queries, num_drafts = named["query_start_loc_ptr"], named["num_query_per_req"], named["num_speculative_tokens"]
-        positions, table, block = named["target_positions_ptr"], named["block_table_ptr"], named["block_size"]
-        rejected = named["num_rejected_tokens_ptr"] if named["has_num_rejected"] else torch.zeros(len(bounds), dtype=torch.int32)
+        bounds, num_queries, num_drafts = (
+            named["query_start_loc_ptr"],
+            named["num_query_per_req"],
+            named["num_speculative_tokens"],
+        )
+        positions, table, block = (
+            named["target_positions_ptr"],
+            named["block_table_ptr"],
+            named["block_size"],
+        )
+        rejected = (
+            named["num_rejected_tokens_ptr"]
+            if named["has_num_rejected"]
+            else torch.zeros(len(bounds), dtype=torch.int32)
+        )
 
         def slots(of: int, at: torch.Tensor) -> torch.Tensor:
             column = (at // block).clamp(max=named["block_table_stride"] - 1)

@@ -1,7 +1,9 @@
-"""What the CPU build lacks for states beside drafts: vLLM's two Triton kernels that move states, and the rows of drafts.
+"""What the CPU build lacks for states beside drafts: vLLM's two Triton kernels that move states,
+and the rows of drafts.
 
-The kernels' doubles take the kernels' own arguments and copy the same bytes; which state goes where is decided by the code
-around them, which stays vLLM's. And a drafter that is right often. Must know nothing of what a layer computes (kernels.py).
+The kernels' doubles take the kernels' own arguments and copy the same bytes; which state goes where
+is decided by the code around them, which stays vLLM's. And a drafter that is right often. Must know
+nothing of what a layer computes (kernels.py).
 """
 
 import ctypes
@@ -21,7 +23,9 @@ class Row:
     slots: list[int]
     """Where states are: one, or with drafts one for each token that the step may compute."""
     rejected_from: int = 0
-    """Drafts of the step before that were accepted: its states from there on are not the request's."""
+    """Drafts of the step before that were accepted: its states from there on are not the
+    request's.
+    """
     is_new: bool = False
     """There is no state yet."""
     is_drafted: bool = False
@@ -29,11 +33,16 @@ class Row:
 
 
 def rows(step: Any) -> Iterator[tuple[Any, Row]]:
-    """Each request's tokens (an index of the step's rows) and row, from vLLM's metadata of gated delta nets."""
+    """Each request's tokens (an index of the step's rows) and row, from vLLM's metadata of gated
+    delta nets.
+    """
     every = torch.arange(step.num_actual_tokens)
     others = every if step.spec_sequence_masks is None else step.non_spec_token_indx
     if (num_others := step.num_decodes + step.num_prefills) > 0:
-        bounds, slots = step.non_spec_query_start_loc.tolist(), step.non_spec_state_indices_tensor.tolist()
+        bounds, slots = (
+            step.non_spec_query_start_loc.tolist(),
+            step.non_spec_state_indices_tensor.tolist(),
+        )
         for i in range(num_others):
             is_new = i >= step.num_decodes and not bool(step.has_initial_state[i])
             yield others[bounds[i] : bounds[i + 1]], Row([slots[i]], is_new=is_new)
@@ -41,7 +50,10 @@ def rows(step: Any) -> Iterator[tuple[Any, Row]]:
         return
     bounds, accepted = step.spec_query_start_loc.tolist(), step.num_accepted_tokens.tolist()
     for i, slots in enumerate(step.spec_state_indices_tensor.tolist()[: step.num_spec_decodes]):
-        yield step.spec_token_indx[bounds[i] : bounds[i + 1]], Row(slots, accepted[i] - 1, is_drafted=True)
+        yield (
+            step.spec_token_indx[bounds[i] : bounds[i + 1]],
+            Row(slots, accepted[i] - 1, is_drafted=True),
+        )
 
 
 def moved_states() -> None:
@@ -63,7 +75,14 @@ class _Launched:
 
 
 def _before_a_step(
-    columns: Any, source_columns: Any, biases: Any, tables: Any, stride: int, *more: Any, HAS_IDX_MAPPING: bool, **constants: Any
+    columns: Any,
+    source_columns: Any,
+    biases: Any,
+    tables: Any,
+    stride: int,
+    *more: Any,
+    HAS_IDX_MAPPING: bool,
+    **constants: Any,
 ) -> None:
     """precopy_mamba_align_fused_kernel."""
     *layout, _, num_reqs = more
@@ -71,13 +90,31 @@ def _before_a_step(
     for i in range(num_reqs):
         source, target = int(source_columns[i]), int(columns[i])
         if source >= 0 and source != target:
-            _copy(i, source, target, int(biases[i]), tables, stride, layout, constants["CONV_STATE_DIM_FIRST"])
+            _copy(
+                i,
+                source,
+                target,
+                int(biases[i]),
+                tables,
+                stride,
+                layout,
+                constants["CONV_STATE_DIM_FIRST"],
+            )
 
 
 def _behind_a_step(
-    accepted: Any, columns: Any, scheduled: Any, computed: Any, drafts: Any, tables: Any, stride: int, *more: Any,
-    block_size: int, CONV_STATE_DIM_FIRST: bool, **_constants: Any,
-) -> None:  # fmt: skip
+    accepted: Any,
+    columns: Any,
+    scheduled: Any,
+    computed: Any,
+    drafts: Any,
+    tables: Any,
+    stride: int,
+    *more: Any,
+    block_size: int,
+    CONV_STATE_DIM_FIRST: bool,
+    **_constants: Any,
+) -> None:
     """postprocess_mamba_fused_kernel."""
     *layout, accepted_out, _, num_reqs = more
     for i, num_accepted in enumerate(accepted[:num_reqs].tolist()):
@@ -92,13 +129,26 @@ def _behind_a_step(
             _copy(i, source, target, bias, tables, stride, layout, CONV_STATE_DIM_FIRST)
 
 
-def _copy(row: int, source: int, target: int, bias: int, tables: Any, stride: int, layout: list[Any], is_dim_first: bool) -> None:
-    """_copy_mamba_state_block, of every state of every layer: columns of a block table, and tokens to pass over."""
+def _copy(
+    row: int,
+    source: int,
+    target: int,
+    bias: int,
+    tables: Any,
+    stride: int,
+    layout: list[Any],
+    is_dim_first: bool,
+) -> None:
+    """_copy_mamba_state_block, of every state of every layer: columns of a block table, and tokens
+    to pass over.
+    """
 
     def block(group: int, column: int) -> int:
         return ctypes.c_int32.from_address(int(tables[group]) + 4 * (row * stride + column)).value
 
-    for base, block_bytes, size, inner, width, group, dims, dim_bytes in zip(*(t.tolist() for t in layout), strict=True):
+    for base, block_bytes, size, inner, width, group, dims, dim_bytes in zip(
+        *(t.tolist() for t in layout), strict=True
+    ):
         to = base + block(group, target) * block_bytes
         if not width:  # a state of its own for each token
             ctypes.memmove(to, base + block(group, source + bias) * block_bytes, inner * size)
@@ -106,16 +156,22 @@ def _copy(row: int, source: int, target: int, bias: int, tables: Any, stride: in
         at = base + block(group, source) * block_bytes
         for i in range(dims if is_dim_first else 1):
             token = size if is_dim_first else inner * size
-            ctypes.memmove(to + i * dim_bytes, at + i * dim_bytes + bias * token, (width - bias) * token)
+            ctypes.memmove(
+                to + i * dim_bytes, at + i * dim_bytes + bias * token, (width - bias) * token
+            )
 
 
 def drafted_convolutions() -> None:
-    """Let Mamba2 layers begin behind the drafts that were accepted: vLLM's convolution for CPUs does not ask how many were."""
+    """Let Mamba2 layers begin behind the drafts that were accepted: vLLM's convolution for CPUs
+    does not ask how many were.
+    """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
     update = mamba_mixer2.causal_conv1d_update
 
-    def by_requests(x: Any, states: Any, weight: Any, bias: Any, activation: Any, **more: Any) -> Any:
+    def by_requests(
+        x: Any, states: Any, weight: Any, bias: Any, activation: Any, **more: Any
+    ) -> Any:
         if more["num_accepted_tokens"] is None:
             return update(x, states, weight, bias, activation, **more)
         bounds, width, out = more["query_start_loc"].tolist(), weight.shape[1], torch.empty_like(x)
@@ -123,7 +179,10 @@ def drafted_convolutions() -> None:
             tokens = slice(bounds[i], bounds[i + 1])
             state = states[more["conv_state_indices"][i, 0]]  # (channels, width - 1 + drafts)
             inputs = torch.cat([state[:, accepted - 1 : accepted + width - 2], x[tokens].T], dim=1)
-            out[tokens] = ((inputs.unfold(1, width, 1) * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])).T
+            out[tokens] = (
+                (inputs.unfold(1, width, 1) * weight[:, None]).sum(-1)
+                + (0 if bias is None else bias[:, None])
+            ).T
             state[:, : inputs.shape[1] - 1] = inputs[:, 1:]
         return torch.nn.functional.silu(out) if activation in ("silu", "swish") else out
 
@@ -131,12 +190,16 @@ def drafted_convolutions() -> None:
 
 
 def drafted_scans() -> None:
-    """Let Mamba2 layers go on from the state behind the drafts that were accepted, and keep the state behind each token."""
+    """Let Mamba2 layers go on from the state behind the drafts that were accepted, and keep the
+    state behind each token.
+    """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
     update = mamba_mixer2.selective_state_update
 
-    def by_tokens(states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, *more: Any, **named: Any) -> None:
+    def by_tokens(
+        states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, *more: Any, **named: Any
+    ) -> None:
         if (accepted := named["num_accepted_tokens"]) is None:
             update(states, x, dt, A, B, C, D, *more, **named)
             return
@@ -147,8 +210,12 @@ def drafted_scans() -> None:
             for nth, t in enumerate(range(bounds[i], bounds[i + 1])):
                 step = torch.nn.functional.softplus(dt[t] + more[0])
                 b, c = (one[t].repeat_interleave(repeat, dim=0) for one in (B, C))
-                state = state * torch.exp(step[..., None] * A) + (step * x[t])[..., None] * b[:, None]
-                named["out"][t] = ((state * c[:, None]).sum(-1) + D * x[t]).view(named["out"][t].shape)
+                state = (
+                    state * torch.exp(step[..., None] * A) + (step * x[t])[..., None] * b[:, None]
+                )
+                named["out"][t] = ((state * c[:, None]).sum(-1) + D * x[t]).view(
+                    named["out"][t].shape
+                )
                 states[slots[i][nth]] = state
 
     mamba_mixer2.selective_state_update = by_tokens
@@ -159,15 +226,25 @@ BOOK = "ZOO_BOOK"
 
 
 def well_read_ngram() -> None:
-    """Let the ngram drafter look into texts that the tests wrote down, too: in random ones it finds nearly nothing.
+    """Let the ngram drafter look into texts that the tests wrote down, too: in random ones it finds
+    nearly nothing.
 
-    Every fifth token of what it finds there is wrong, so that steps accept none, some, and all of their drafts.
+    Every fifth token of what it finds there is wrong, so that steps accept none, some, and all of
+    their drafts.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     propose, book = NgramProposer.propose, Book()
 
-    def look_up(self: Any, num_drafts: int, sampled: Any, num_tokens: Any, ids: Any, *more: Any, **named: Any) -> Any:
+    def look_up(
+        self: Any,
+        num_drafts: int,
+        sampled: Any,
+        num_tokens: Any,
+        ids: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
         drafts = propose(self, num_drafts, sampled, num_tokens, ids, *more, **named)
         for i, said in enumerate(sampled):
             if said and (found := book.after(ids[i, : num_tokens[i]].tolist(), num_drafts)):
@@ -194,4 +271,6 @@ class Book:
             self._at = file.tell()
         n = len(begin)
         text = next((text for text in self._texts if len(text) > n and text[:n] == begin), [])
-        return [token if (n + i) % 5 else token ^ 1 for i, token in enumerate(text[n : n + num_tokens])]
+        return [
+            token if (n + i) % 5 else token ^ 1 for i, token in enumerate(text[n : n + num_tokens])
+        ]

@@ -1,8 +1,9 @@
 """Qwen3-Next with drafters that have KV of their own, right by construction, as in drafts.py.
 
-The target's first layer is of full attention and decides nearly everything, the gated delta nets behind it add to it. Its
-predictor (MTP) is a copy of that first layer, experts and all: vLLM keeps both layers in one group and marks it as draft. Other
-drafters copy the first layer of a target in which a Llama's does the same (`plain_weights`); there vLLM marks no group.
+The target's first layer is of full attention and decides nearly everything, the gated delta nets
+behind it add to it. Its predictor (MTP) is a copy of that first layer, experts and all: vLLM keeps
+both layers in one group and marks it as draft. Other drafters copy the first layer of a target in
+which a Llama's does the same (`plain_weights`); there vLLM marks no group.
 """
 
 from typing import Any
@@ -18,13 +19,17 @@ from .states import QK_NORM, delta_net, qwen3_next_config, qwen_experts
 
 LAYERS = ("full", "state", "state", "state")
 MORE_LAYERS = (*LAYERS, "state", "state")
-"""So that vLLM has all layers of full attention in one group: DFlash has four, and they must be in the same."""
+"""So that vLLM has all layers of full attention in one group: DFlash has four, and they must be in
+the same.
+"""
 STATES_GAIN = 0.18
 """How much a gated delta net adds, of what it does in qwen3-next."""
 
 
 def qwen3_next_mtp_config() -> dict[str, Any]:
-    """Experts in the first layer only: the predictor's is numbered 0, too, and vLLM wants experts in it."""
+    """Experts in the first layer only: the predictor's is numbered 0, too, and vLLM wants experts
+    in it.
+    """
     return qwen3_next_config(LAYERS, experts_in=0)
 
 
@@ -45,21 +50,31 @@ def _delta_nets(made: Weights, experts_in: int = 0, num_layers: int = len(LAYERS
         else:
             made.mlp(at + "mlp.")
         for name, tensor in made.tensors.items():
-            if name.startswith(at) and name.endswith(("linear_attn.out_proj.weight", "down_proj.weight")):
+            if name.startswith(at) and name.endswith(
+                ("linear_attn.out_proj.weight", "down_proj.weight")
+            ):
                 tensor *= STATES_GAIN
 
 
 def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
-    """The target, and a predictor whose norm of the embedding gives the embedding back and that hears no hidden state."""
+    """The target, and a predictor whose norm of the embedding gives the embedding back and that
+    hears no hidden state.
+    """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
     embed = made.tensors["model.embed_tokens.weight"]
-    embed *= EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)  # so that a norm is one factor
+    embed *= (
+        EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
+    )  # so that a norm is one factor
     first = "model.layers.0."
     _first_layer(made, first)
     _delta_nets(made)
     at = "mtp.layers.0."
-    made.tensors |= {at + name.removeprefix(first): t for name, t in made.tensors.items() if name.startswith(first)}
+    made.tensors |= {
+        at + name.removeprefix(first): t
+        for name, t in made.tensors.items()
+        if name.startswith(first)
+    }
     made.norms("mtp.", "norm", "pre_fc_norm_hidden", value=0.0)
     made.norms("mtp.", "pre_fc_norm_embedding", value=EMBED_STD - 1)
     made.tensors["mtp.fc.weight"] = np.eye(HIDDEN, 2 * HIDDEN, dtype=np.float32)
@@ -72,7 +87,9 @@ def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
 
 
 def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
-    """The target. Norms of queries and keys only multiply: each head turns a third of its input, and thirds are alike in size."""
+    """The target. Norms of queries and keys only multiply: each head turns a third of its input,
+    and thirds are alike in size.
+    """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
     thirds = made.tensors["model.embed_tokens.weight"].reshape(-1, HIDDEN // HEAD_DIM, HEAD_DIM)
@@ -102,7 +119,11 @@ def small_weights() -> Tensors:
     """A Llama of one layer between the target's ends."""
     target = plain_weights()
     ends = {name: target[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    norms = (
+        "model.norm",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    )
     ones = {f"{name}.weight": np.ones(HIDDEN, np.float32) for name in norms}
     return ends | ones | drafts.first_layer(target, "model.layers.0.")
 
@@ -113,7 +134,9 @@ def eagle_weights() -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3 with the layers that it hears: those that vLLM takes by itself are three only of a larger model."""
+    """EAGLE-3 with the layers that it hears: those that vLLM takes by itself are three only of a
+    larger model.
+    """
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 

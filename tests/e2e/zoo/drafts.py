@@ -1,8 +1,9 @@
 """Drafters that are right most of the time, by construction and without training.
 
-The target is a Llama whose first layer decides nearly everything: later ones add little. A drafter at position p knows token p and
-its own KV of tokens 1 to p, so it copies the target's first layer and computes nearly what the target will: the more so, the
-less the target's later layers add (REST_GAIN). Its KV matters as much as the target's: with a page of it lost it guesses wrong.
+The target is a Llama whose first layer decides nearly everything: later ones add little. A drafter
+at position p knows token p and its own KV of tokens 1 to p, so it copies the target's first layer
+and computes nearly what the target will: the more so, the less the target's later layers add
+(REST_GAIN). Its KV matters as much as the target's: with a page of it lost it guesses wrong.
 """
 
 from typing import Any
@@ -18,7 +19,9 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""Of DFlash: the token that it puts where it guesses, layers that copy, and how they find the position before."""
+"""Of DFlash: the token that it puts where it guesses, layers that copy, and how they find the
+position before.
+"""
 PROJECTIONS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -50,7 +53,9 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     made = weights(seed)
     made.ends(embed_std=EMBED_STD)
     embed = made.tensors["model.embed_tokens.weight"]
-    embed *= EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)  # so that a norm is one factor, for EAGLE
+    embed *= (
+        EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
+    )  # so that a norm is one factor, for EAGLE
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
@@ -83,7 +88,11 @@ def small_config() -> dict[str, Any]:
 
 def small_weights() -> Tensors:
     """Tensors of the target, but for its later layers."""
-    return {name: t for name, t in llama_weights().items() if ".layers." not in name or ".layers.0." in name}
+    return {
+        name: t
+        for name, t in llama_weights().items()
+        if ".layers." not in name or ".layers.0." in name
+    }
 
 
 def eagle_config() -> dict[str, Any]:
@@ -92,36 +101,57 @@ def eagle_config() -> dict[str, Any]:
 
 
 def eagle_weights(target: Tensors | None = None) -> Tensors:
-    """EAGLE's layer has no first norm: its embedding comes in normed, and its branches are scaled like that."""
+    """EAGLE's layer has no first norm: its embedding comes in normed, and its branches are scaled
+    like that.
+    """
     made = first_layer(target or llama_weights(), "layers.0.")
     scale = np.float32(1 / EMBED_STD)
-    made["fc.weight"] = np.concatenate([scale * np.eye(HIDDEN, dtype=np.float32), np.zeros((HIDDEN, HIDDEN), np.float32)], axis=1)
+    made["fc.weight"] = np.concatenate(
+        [scale * np.eye(HIDDEN, dtype=np.float32), np.zeros((HIDDEN, HIDDEN), np.float32)], axis=1
+    )
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         made[f"layers.0.{name}.weight"] = scale * made[f"layers.0.{name}.weight"]
     return made | {"layers.0.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32)}
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3: attention over the embedding beside a mixture of three of the target's hidden states; a head of its own."""
+    """EAGLE-3: attention over the embedding beside a mixture of three of the target's hidden
+    states; a head of its own.
+    """
     return llama_config(1, draft_vocab_size=VOCAB)
 
 
 def eagle3_weights(target: Tensors | None = None) -> Tensors:
-    """The mixture is nearly nothing, so what is missing is the embedding in the residual: a little more often wrong than EAGLE."""
+    """The mixture is nearly nothing, so what is missing is the embedding in the residual: a little
+    more often wrong than EAGLE.
+    """
     target = target or llama_weights()
     made = first_layer(target, "midlayer.")
     for name in "qkv":
         rows = made[f"midlayer.self_attn.{name}_proj.weight"]
-        made[f"midlayer.self_attn.{name}_proj.weight"] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
+        made[f"midlayer.self_attn.{name}_proj.weight"] = np.concatenate(
+            [rows, np.zeros_like(rows)], axis=1
+        )
     ones = np.ones(HIDDEN, np.float32)
-    made |= {f"midlayer.{name}.weight": ones for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    made |= {
+        f"midlayer.{name}.weight": ones
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
     made["fc.weight"] = np.tile(1e-3 * np.eye(HIDDEN, dtype=np.float32), (1, 3))
     return made | {"norm.weight": ones, "lm_head.weight": target["lm_head.weight"]}
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with one layer that predicts a token further. vLLM asks for the architecture only; transformers knows none."""
-    return config("MiMoForCausalLM", "qwen2", num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1, use_sliding_window=False)
+    """MiMo: a Qwen2 with one layer that predicts a token further. vLLM asks for the architecture
+    only; transformers knows none.
+    """
+    return config(
+        "MiMoForCausalLM",
+        "qwen2",
+        num_hidden_layers=NUM_LAYERS,
+        num_nextn_predict_layers=1,
+        use_sliding_window=False,
+    )
 
 
 def mimo_weights(seed: int = 52) -> Tensors:
@@ -129,10 +159,14 @@ def mimo_weights(seed: int = 52) -> Tensors:
     made = _target(seed)
     at = "model.mtp_layers.0."
     made.tensors |= first_layer(made.tensors, at)
-    made.norms(at, "input_layernorm", "post_attention_layernorm", "final_layernorm", "hidden_layernorm")
+    made.norms(
+        at, "input_layernorm", "post_attention_layernorm", "final_layernorm", "hidden_layernorm"
+    )
     made.norms(at, "token_layernorm", value=EMBED_STD)
     zeros = np.zeros((HIDDEN, HIDDEN), np.float32)
-    made.tensors[at + "input_proj.weight"] = np.concatenate([zeros, np.eye(HIDDEN, dtype=np.float32)], axis=1)
+    made.tensors[at + "input_proj.weight"] = np.concatenate(
+        [zeros, np.eye(HIDDEN, dtype=np.float32)], axis=1
+    )
     for layer in [f"model.layers.{i}." for i in range(NUM_LAYERS)] + [at]:
         for name, heads in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS)):
             made.fill(f"{layer}self_attn.{name}_proj.bias", heads * HEAD_DIM, value=0.0)
@@ -140,7 +174,10 @@ def mimo_weights(seed: int = 52) -> Tensors:
 
 
 def _head_norms(at: str, gain: float) -> Tensors:
-    return {f"{at}self_attn.{name}.weight": np.full(HEAD_DIM, gain, np.float32) for name in ("q_norm", "k_norm")}
+    return {
+        f"{at}self_attn.{name}.weight": np.full(HEAD_DIM, gain, np.float32)
+        for name in ("q_norm", "k_norm")
+    }
 
 
 def qwen3_weights() -> Tensors:
@@ -153,23 +190,38 @@ def qwen3_weights() -> Tensors:
 
 
 def dflash_config() -> dict[str, Any]:
-    """DFlash: guesses in place of masks. What it keeps of the prompt is made of the target's hidden states: here the embeddings."""
-    return config("DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True) | {
-        "dflash_config": {"target_layer_ids": [-1], "mask_token_id": MASK}
-    }
+    """DFlash: guesses in place of masks. What it keeps of the prompt is made of the target's hidden
+    states: here the embeddings.
+    """
+    return config(
+        "DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True
+    ) | {"dflash_config": {"target_layer_ids": [-1], "mask_token_id": MASK}}
 
 
 def dflash_weights(target: Tensors | None = None) -> Tensors:
-    """Layers that copy the embedding before a mask into it, a part each, and the target's first layer, one position further."""
+    """Layers that copy the embedding before a mask into it, a part each, and the target's first
+    layer, one position further.
+    """
     target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
-    made: Tensors = {"fc.weight": np.eye(HIDDEN, dtype=np.float32), "hidden_norm.weight": ones, "norm.weight": ones}
+    made: Tensors = {
+        "fc.weight": np.eye(HIDDEN, dtype=np.float32),
+        "hidden_norm.weight": ones,
+        "norm.weight": ones,
+    }
     for layer in range(NUM_COPIES + 1):
         at = f"layers.{layer}."
         is_copy = layer < NUM_COPIES
         made |= {name: 0 * t if is_copy else t for name, t in first_layer(target, at).items()}
-        made |= {f"{at}{name}.weight": ones for name in ("input_layernorm", "post_attention_layernorm")}
+        made |= {
+            f"{at}{name}.weight": ones for name in ("input_layernorm", "post_attention_layernorm")
+        }
         made |= _head_norms(at, SHARP if is_copy else QK_GAIN)
-        for name, size in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS), ("o", HIDDEN // HEAD_DIM)):
+        for name, size in (
+            ("q", NUM_HEADS),
+            ("k", NUM_KV_HEADS),
+            ("v", NUM_KV_HEADS),
+            ("o", HIDDEN // HEAD_DIM),
+        ):
             made[f"{at}self_attn.{name}_proj.bias"] = np.zeros(size * HEAD_DIM, np.float32)
         if is_copy:
             part = np.arange(layer * HEAD_DIM, (layer + 1) * HEAD_DIM)
@@ -191,5 +243,8 @@ def _turned(queries: Any) -> Any:
     half = HEAD_DIM // 2
     angles = -(10000.0 ** -(np.arange(half) / half))
     first, second = queries[:, :half], queries[:, half:]
-    turned = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
+    turned = [
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+    ]
     return np.concatenate(turned, axis=1).astype(np.float32)

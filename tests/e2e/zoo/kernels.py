@@ -1,8 +1,10 @@
-"""What the CPU build's state kernels lack, put in their place; runs in an engine's process, before the model is built.
+"""What the CPU build's state kernels lack, put in their place; runs in an engine's process, before
+the model is built.
 
-vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a cold one's. Its Mamba2 scan
-gives the last state only, where prefix caching wants one in the middle of a prompt, which a Triton kernel then stores. The
-functions here do the same arithmetic in float32, wherever a step begins. Scheduler, slots, layout and the rest stay vLLM's.
+vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a
+cold one's. Its Mamba2 scan gives the last state only, where prefix caching wants one in the middle
+of a prompt, which a Triton kernel then stores. The functions here do the same arithmetic in
+float32, wherever a step begins. Scheduler, slots, layout and the rest stay vLLM's.
 """
 
 from typing import Any
@@ -10,7 +12,14 @@ from typing import Any
 import torch
 
 from .dflash_kernels import masks_to_guess as masks_to_guess
-from .draft_kernels import Row, drafted_convolutions, drafted_scans, moved_states, rows, well_read_ngram
+from .draft_kernels import (
+    Row,
+    drafted_convolutions,
+    drafted_scans,
+    moved_states,
+    rows,
+    well_read_ngram,
+)
 from .held import held_forwards as held_forwards
 
 
@@ -20,7 +29,11 @@ def exact_delta_net() -> None:
     from vllm.utils.torch_utils import LayerNameType
 
     def core(
-        mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
     ) -> None:
         _delta_net(mixed_qkv, b, a, core_attn_out, layer_name)
 
@@ -56,11 +69,15 @@ def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: A
 
 
 def _convolve(layer: Any, row: Row, x: Any) -> Any:
-    """Convolution over time; the state is the input of the last tokens, and with drafts of as many more as can be rejected."""
+    """Convolution over time; the state is the input of the last tokens, and with drafts of as many
+    more as can be rejected.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     state = layer.kv_cache[0][row.slots[0]]
-    state = state.transpose(0, 1) if is_conv_state_dim_first() else state  # (width - 1 + drafts, channels)
+    state = (
+        state.transpose(0, 1) if is_conv_state_dim_first() else state
+    )  # (width - 1 + drafts, channels)
     weight = layer.conv1d.weight.view(x.shape[1], -1)
     before = state[row.rejected_from : row.rejected_from + weight.shape[1] - 1]
     inputs = torch.cat([torch.zeros_like(before) if row.is_new else before, x])
@@ -71,7 +88,9 @@ def _convolve(layer: Any, row: Row, x: Any) -> Any:
 
 
 def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
-    """The recurrence; the state is one matrix a head, keys by values. With drafts each token's goes into a slot of its own."""
+    """The recurrence; the state is one matrix a head, keys by values. With drafts each token's goes
+    into a slot of its own.
+    """
     states = layer.kv_cache[1]
     states = states.view(states.shape[0], states.shape[1], states.shape[3], states.shape[2])
     state = states[row.slots[row.rejected_from]].clone()
@@ -80,9 +99,15 @@ def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
     query, key, value = torch.split(x, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     repeat = layer.num_v_heads // layer.num_k_heads
     query, key = (
-        _normed(t.view(len(t), layer.num_k_heads, layer.head_k_dim)).repeat_interleave(repeat, dim=1) for t in (query, key)
+        _normed(t.view(len(t), layer.num_k_heads, layer.head_k_dim)).repeat_interleave(
+            repeat, dim=1
+        )
+        for t in (query, key)
     )
-    query, value = query * layer.head_k_dim**-0.5, value.reshape(len(value), layer.num_v_heads, layer.head_v_dim)
+    query, value = (
+        query * layer.head_k_dim**-0.5,
+        value.reshape(len(value), layer.num_v_heads, layer.head_v_dim),
+    )
     decay = torch.exp(-torch.exp(layer.A_log) * torch.nn.functional.softplus(a + layer.dt_bias))
     beta, out = torch.sigmoid(b), torch.empty_like(value)
     for t in range(len(value)):
@@ -108,15 +133,30 @@ def mamba2_checkpoints() -> None:
 
     scan = ssd_combined._mamba_chunk_scan_combined_fwd
 
-    def scan_by_chunks(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, out: Any, **more: Any) -> Any:
+    def scan_by_chunks(
+        x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, out: Any, **more: Any
+    ) -> Any:
         if not more.pop("return_intermediate_states", False):
             return scan(x, dt, A, B, C, chunk_size, out, **more)
-        bounds, owners, initial = more["cu_chunk_seqlens"].tolist(), more["seq_idx"].tolist(), more["initial_states"]
+        bounds, owners, initial = (
+            more["cu_chunk_seqlens"].tolist(),
+            more["seq_idx"].tolist(),
+            more["initial_states"],
+        )
         states: list[Any] = []
         for i, owner in enumerate(owners):
             s = slice(bounds[i], bounds[i + 1])
-            known = states[-1] if i and owners[i - 1] == owner else None if initial is None else initial[owner : owner + 1]
-            own = more | {"initial_states": known, "cu_seqlens": torch.tensor([0, s.stop - s.start], dtype=torch.int32)}
+            known = (
+                states[-1]
+                if i and owners[i - 1] == owner
+                else None
+                if initial is None
+                else initial[owner : owner + 1]
+            )
+            own = more | {
+                "initial_states": known,
+                "cu_seqlens": torch.tensor([0, s.stop - s.start], dtype=torch.int32),
+            }
             states.append(scan(x[s], dt[s], A, B[s], C[s], chunk_size, out[s], **own))
         return torch.cat(states)
 
@@ -128,7 +168,15 @@ def mamba2_checkpoints() -> None:
 
 
 def _store_checkpoint(
-    checkpoint: Any, chunk: Any, x: Any, conv_state: Any, chunk_states: Any, ssm_state: Any, starts: Any, *, state_len: int
+    checkpoint: Any,
+    chunk: Any,
+    x: Any,
+    conv_state: Any,
+    chunk_states: Any,
+    ssm_state: Any,
+    starts: Any,
+    *,
+    state_len: int,
 ) -> None:
     for row, offset in enumerate(checkpoint.checkpoint_offsets.tolist()):
         if not offset:

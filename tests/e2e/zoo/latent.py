@@ -1,4 +1,5 @@
-"""DeepSeek-V2 without experts: multi-head latent attention, one latent vector and one rotated key a token for all heads.
+"""DeepSeek-V2 without experts: multi-head latent attention, one latent vector and one rotated key a
+token for all heads.
 
 The CPU's kernel knows one size only: 512 latent values and 64 rotated ones, in blocks of 16 tokens.
 """
@@ -37,7 +38,9 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """What a block of the cache holds is ``kv_a_proj_with_mqa`` of its tokens, its first part normed."""
+    """What a block of the cache holds is ``kv_a_proj_with_mqa`` of its tokens, its first part
+    normed.
+    """
     made = weights(seed)
     made.ends()
     for layer in range(NUM_LAYERS):

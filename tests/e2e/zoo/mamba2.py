@@ -1,6 +1,8 @@
-"""Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, whose every layer has a state beside its KV.
+"""Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, whose every layer has a
+state beside its KV.
 
-The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is still in it at the end.
+The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is
+still in it at the end.
 """
 
 from typing import Any
@@ -35,7 +37,9 @@ def granite4_config() -> dict[str, Any]:
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
         num_hidden_layers=len(LAYERS),
-        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in LAYERS],
+        layer_types=[
+            "linear_attention" if kind == "state" else "full_attention" for kind in LAYERS
+        ],
         num_local_experts=0,
         num_experts_per_tok=0,
         shared_intermediate_size=FFN,
@@ -108,7 +112,9 @@ FALCON_LAYERS = 2
 
 
 def falcon_h1_config() -> dict[str, Any]:
-    """Falcon-H1: each layer adds what attention and what Mamba2 make of the same input; no norm within Mamba2."""
+    """Falcon-H1: each layer adds what attention and what Mamba2 make of the same input; no norm
+    within Mamba2.
+    """
     return config(
         "FalconH1ForCausalLM",
         "falcon_h1",
@@ -130,7 +136,9 @@ def falcon_h1_weights(seed: int = 35) -> Tensors:
     for layer in range(FALCON_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "pre_ff_layernorm")
-        made.attention(at + "self_attn.", Heads(out_gain=8.0))  # so that it outweighs the state that it is added to
+        made.attention(
+            at + "self_attn.", Heads(out_gain=8.0)
+        )  # so that it outweighs the state that it is added to
         _mamba2(made, at + "mamba.", norm=False)
         made.mlp(at + "feed_forward.")
     return made.tensors

@@ -1,4 +1,5 @@
-"""The zoo: each model with the engine arguments that it needs and the groups that vLLM 0.32.0 makes of it.
+"""The zoo: each model with the engine arguments that it needs and the groups that vLLM 0.32.0 makes
+of it.
 
 The tests go through `chosen` of ``ZOO``; README.md tells what is not in it and why.
 """
@@ -18,7 +19,9 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """How an engine guesses tokens ahead. ``files`` says where its weights are: "draft", "target", or nowhere."""
+    """How an engine guesses tokens ahead. ``files`` says where its weights are: "draft", "target",
+    or nowhere.
+    """
 
     method: str
     num_tokens: int
@@ -47,7 +50,9 @@ class ZooModel:
     kv_groups: str = "all"
     """What kvloft is told to serve it with."""
     alone: bool = False
-    """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a time."""
+    """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a
+    time.
+    """
 
     def write(self, folder: Path) -> Path:
         """Write the model's files, and the drafter's beside them; returns the model's folder."""
@@ -60,34 +65,54 @@ class ZooModel:
         return SMALL | {k: v for k, v in self.arguments.items() if k != "mamba_cache_mode"}
 
     def engine(self, folder: Path) -> dict[str, Any]:
-        """Arguments of an engine with vLLM's prefix cache, and with the drafter, for the model in ``folder``."""
+        """Arguments of an engine with vLLM's prefix cache, and with the drafter, for the model in
+        ``folder``.
+        """
         arguments = SMALL | {"enable_prefix_caching": True} | self.arguments
         if self.draft is None:
             return arguments
         files = {"draft": folder.parent / "draft", "target": folder}
-        speculative = {"method": self.draft.method, "num_speculative_tokens": self.draft.num_tokens} | self.draft.settings
+        speculative = {
+            "method": self.draft.method,
+            "num_speculative_tokens": self.draft.num_tokens,
+        } | self.draft.settings
         return arguments | {
-            "speculative_config": speculative | ({"model": str(files[self.draft.files])} if self.draft.files else {})
+            "speculative_config": speculative
+            | ({"model": str(files[self.draft.files])} if self.draft.files else {})
         }
 
     def own_hit(self, num_tokens: int) -> int:
         """Tokens that vLLM's own prefix cache finds of a prompt that is asked for again at once."""
         whole = (num_tokens - 1) // self.hit_tokens * self.hit_tokens
-        return max(0, whole - self.hit_tokens) if self.drops_a_block else whole if self.is_cached_by_vllm else 0
+        return (
+            max(0, whole - self.hit_tokens)
+            if self.drops_a_block
+            else whole
+            if self.is_cached_by_vllm
+            else 0
+        )
 
     @property
     def drops_a_block(self) -> bool:
-        """Whether vLLM gives up the last block of a hit, for the drafter's KV there depends on the token after it."""
+        """Whether vLLM gives up the last block of a hit, for the drafter's KV there depends on the
+        token after it.
+        """
         return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 
     @property
     def is_cached_by_vllm(self) -> bool:
-        """Whether vLLM's own prefix cache serves it: on CPUs it switches that off for latent attention."""
+        """Whether vLLM's own prefix cache serves it: on CPUs it switches that off for latent
+        attention.
+        """
         return "latent" not in self.kinds
 
     def target_layers(self, layers: list[str]) -> list[str]:
         """Those of ``layers`` that are not the drafter's."""
-        return [name for name in layers if not (self.draft and self.draft.layer and self.draft.layer in name)]
+        return [
+            name
+            for name in layers
+            if not (self.draft and self.draft.layer and self.draft.layer in name)
+        ]
 
 
 SMALL: dict[str, Any] = {"num_blocks": 300, "max_model_len": 1024, "enable_prompt_embeds": False}
@@ -108,26 +133,85 @@ LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
 ZOO = {
     model.name: model
     for model in (
-        ZooModel("gemma3", windows.gemma3_config, windows.gemma3_weights, (*("window 64",) * 3, "full")),
+        ZooModel(
+            "gemma3", windows.gemma3_config, windows.gemma3_weights, (*("window 64",) * 3, "full")
+        ),
         ZooModel("gpt-oss", windows.gpt_oss_config, windows.gpt_oss_weights, ("window 64", "full")),
-        ZooModel("llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")),
-        ZooModel("gemma4", windows.gemma4_config, windows.gemma4_weights, (*("window 64",) * 3, "full"), 64),
-        ZooModel("gemma4-wide", windows.wide_gemma4_config, windows.wide_gemma4_weights, (*("window 96",) * 3, "full"), 64),
+        ZooModel(
+            "llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")
+        ),
+        ZooModel(
+            "gemma4",
+            windows.gemma4_config,
+            windows.gemma4_weights,
+            (*("window 64",) * 3, "full"),
+            64,
+        ),
+        ZooModel(
+            "gemma4-wide",
+            windows.wide_gemma4_config,
+            windows.wide_gemma4_weights,
+            (*("window 96",) * 3, "full"),
+            64,
+        ),
         ZooModel("mistral", windows.mistral_config, windows.mistral_weights, ("window 64",)),
-        ZooModel("qwen3-next", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net"),
+        ZooModel(
+            "qwen3-next",
+            states.qwen3_next_config,
+            states.qwen3_next_weights,
+            THREE_STATES,
+            64,
+            STATES,
+            "exact_delta_net",
+        ),
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
         ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),
-        ZooModel("falcon-h1", mamba2.falcon_h1_config, mamba2.falcon_h1_weights, ("full", "state (align)"), *MAMBA2[1:]),
-        ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES, alone=True),
-        ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT, alone=True),
+        ZooModel(
+            "falcon-h1",
+            mamba2.falcon_h1_config,
+            mamba2.falcon_h1_weights,
+            ("full", "state (align)"),
+            *MAMBA2[1:],
+        ),
+        ZooModel(
+            "lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES, alone=True
+        ),
+        ZooModel(
+            "deepseek-v2",
+            latent.deepseek_v2_config,
+            latent.deepseek_v2_weights,
+            ("latent",),
+            16,
+            LATENT,
+            alone=True,
+        ),
         ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(
             "draft-model",
             *LLAMA,
-            draft=Draft("draft_model", 3, "draft", drafts.small_config, drafts.small_weights, layer="draft_model."),
+            draft=Draft(
+                "draft_model",
+                3,
+                "draft",
+                drafts.small_config,
+                drafts.small_weights,
+                layer="draft_model.",
+            ),
         ),
-        ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
-        ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
+        ZooModel(
+            "eagle",
+            *LLAMA,
+            draft=Draft(
+                "eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER
+            ),
+        ),
+        ZooModel(
+            "eagle3",
+            *LLAMA,
+            draft=Draft(
+                "eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER
+            ),
+        ),
         ZooModel(
             "ngram-states",
             states.qwen3_next_config,
@@ -170,9 +254,27 @@ ZOO = {
                 Draft(method, 3, "draft", config, weights, layer=layer),
             )
             for name, method, config, weights, layer in (
-                ("draft-model", "draft_model", drafts.small_config, draft_states.small_weights, "draft_model."),
-                ("eagle", "eagle", drafts.eagle_config, draft_states.eagle_weights, f".layers.{BEHIND}."),
-                ("eagle3", "eagle3", draft_states.eagle3_config, draft_states.eagle3_weights, f".layers.{BEHIND}."),
+                (
+                    "draft-model",
+                    "draft_model",
+                    drafts.small_config,
+                    draft_states.small_weights,
+                    "draft_model.",
+                ),
+                (
+                    "eagle",
+                    "eagle",
+                    drafts.eagle_config,
+                    draft_states.eagle_weights,
+                    f".layers.{BEHIND}.",
+                ),
+                (
+                    "eagle3",
+                    "eagle3",
+                    draft_states.eagle3_config,
+                    draft_states.eagle3_weights,
+                    f".layers.{BEHIND}.",
+                ),
             )
         ),
         ZooModel(
@@ -183,14 +285,28 @@ ZOO = {
             64,
             STATES,
             "delta_net_and_masks",
-            Draft("dflash", 3, "draft", drafts.dflash_config, draft_states.dflash_weights, layer=f".layers.{FAR_BEHIND}."),
+            Draft(
+                "dflash",
+                3,
+                "draft",
+                drafts.dflash_config,
+                draft_states.dflash_weights,
+                layer=f".layers.{FAR_BEHIND}.",
+            ),
         ),
-        ZooModel("ngram-windows", *WINDOWS, ("full", *("window 64",) * 2), draft=Draft("ngram", 3, settings=NGRAM)),
+        ZooModel(
+            "ngram-windows",
+            *WINDOWS,
+            ("full", *("window 64",) * 2),
+            draft=Draft("ngram", 3, settings=NGRAM),
+        ),
         ZooModel(
             "eagle-windows",
             *WINDOWS,
             ("full", "window 64"),
-            draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER),
+            draft=Draft(
+                "eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER
+            ),
         ),
         ZooModel(
             "dflash",
@@ -198,9 +314,17 @@ ZOO = {
             drafts.qwen3_weights,
             ("full",),
             prepare="masks_to_guess",
-            draft=Draft("dflash", 3, "draft", drafts.dflash_config, drafts.dflash_weights, layer=READER),
+            draft=Draft(
+                "dflash", 3, "draft", drafts.dflash_config, drafts.dflash_weights, layer=READER
+            ),
         ),
-        ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
+        ZooModel(
+            "mtp",
+            drafts.mimo_config,
+            drafts.mimo_weights,
+            ("full",),
+            draft=Draft("mtp", 1, "target", layer=AFTER),
+        ),
     )
 }
 

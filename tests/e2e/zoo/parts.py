@@ -1,7 +1,8 @@
-"""What the zoo's models are made of: random tensors by name, and the config fields that all of them have.
+"""What the zoo's models are made of: random tensors by name, and the config fields that all of them
+have.
 
-Scales are those of ../tiny.py unless a model says otherwise: attention that is sharp and outweighs what it is added to, so that
-greedy output depends on every page. Must not know vLLM or kvloft.
+Scales are those of ../tiny.py unless a model says otherwise: attention that is sharp and outweighs
+what it is added to, so that greedy output depends on every page. Must not know vLLM or kvloft.
 """
 
 import json
@@ -12,7 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from e2e.tiny import EMBED_STD, FFN, HEAD_DIM, HEAD_GAIN, HIDDEN, NUM_HEADS, NUM_KV_HEADS, OUT_GAIN, QK_GAIN, VOCAB
+from e2e.tiny import (
+    EMBED_STD,
+    FFN,
+    HEAD_DIM,
+    HEAD_GAIN,
+    HIDDEN,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    OUT_GAIN,
+    QK_GAIN,
+    VOCAB,
+)
 
 MAX_POSITIONS = 4096
 Tensors = dict[str, NDArray[np.float32]]
@@ -20,7 +32,9 @@ Tensors = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and gains of one attention layer. ``q_rows`` is for a query projection that also has a gate."""
+    """Sizes and gains of one attention layer. ``q_rows`` is for a query projection that also has a
+    gate.
+    """
 
     width: int = HIDDEN
     num: int = NUM_HEADS
@@ -71,7 +85,12 @@ class Weights:
         self.dense(at + "down_proj", width, ffn)
 
     def ends(
-        self, *, embed_std: float = EMBED_STD, head_gain: float = HEAD_GAIN, norm: str = "model.norm", one: float = 1.0
+        self,
+        *,
+        embed_std: float = EMBED_STD,
+        head_gain: float = HEAD_GAIN,
+        norm: str = "model.norm",
+        one: float = 1.0,
     ) -> None:
         """Embedding, final norm (``one`` is the value that multiplies by one) and head."""
         self.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=embed_std)
@@ -114,6 +133,8 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": 2})
+    )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -1,4 +1,5 @@
-"""What the tests ask of an engine from inside its process: its groups, what a hit needs, and damage to one page.
+"""What the tests ask of an engine from inside its process: its groups, what a hit needs, and damage
+to one page.
 
 Each public function is called as ``function(llm_engine, **arguments)`` and answers with JSON.
 """
@@ -51,11 +52,16 @@ def _kind(spec: Any) -> Kind:
 
 
 def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """What vLLM's own prefix cache has of a prompt: tokens, and each group's block ids, 0 where it needs none."""
+    """What vLLM's own prefix cache has of a prompt: tokens, and each group's block ids, 0 where it
+    needs none.
+    """
     scheduler = llm.engine_core.engine_core.scheduler
     blocks, num_tokens, _ = scheduler.kv_cache_manager.get_computed_blocks(_request(llm, ids))
     null = scheduler.kv_cache_manager.block_pool.null_block.block_id
-    return {"tokens": num_tokens, "blocks": [[0 if b == null else b for b in group] for group in blocks.get_block_ids()]}
+    return {
+        "tokens": num_tokens,
+        "blocks": [[0 if b == null else b for b in group] for group in blocks.get_block_ids()],
+    }
 
 
 def tables(llm: Any) -> list[list[int]]:
@@ -82,7 +88,9 @@ def _request(llm: Any, ids: list[int]) -> Any:
 
 
 def damage(llm: Any, group: int, block: int, layers: list[str] | None = None, seed: int = 0) -> int:
-    """Overwrite a page of a group in all its layers, or in ``layers``, with values as large as there; returns how many."""
+    """Overwrite a page of a group in all its layers, or in ``layers``, with values as large as
+    there; returns how many.
+    """
     return sum(llm.collective_rpc(_damage, args=(group, block, layers, seed)))
 
 
@@ -95,7 +103,9 @@ def _damage(worker: Any, group: int, block: int, layers: list[str] | None, seed:
     for name in layers or runner.kv_cache_config.kv_cache_groups[group].layer_names:
         cache = runner.compilation_config.static_forward_context[name].kv_cache
         for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
-            assert tensor.shape[0] == runner.kv_cache_config.num_blocks, f"{name}: {tuple(tensor.shape)}"
+            assert tensor.shape[0] == runner.kv_cache_config.num_blocks, (
+                f"{name}: {tuple(tensor.shape)}"
+            )
             page = tensor[block]
             size = float(page.float().square().mean().sqrt())
             page.copy_(torch.randn(page.shape, generator=chance) * size)

@@ -1,6 +1,8 @@
-"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2 (convolutions); also mamba2.py.
+"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
+(convolutions); also mamba2.py.
 
-The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is still in it at the end.
+The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is
+still in it at the end.
 """
 
 from typing import Any
@@ -20,12 +22,16 @@ QK_NORM = 0.6
 
 
 def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) -> dict[str, Any]:
-    """Qwen3-Next: three gated delta nets to one layer of full attention; experts in one layer, usually the last."""
+    """Qwen3-Next: three gated delta nets to one layer of full attention; experts in one layer,
+    usually the last.
+    """
     return config(
         "Qwen3NextForCausalLM",
         "qwen3_next",
         num_hidden_layers=len(layers),
-        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in layers],
+        layer_types=[
+            "linear_attention" if kind == "state" else "full_attention" for kind in layers
+        ],
         mlp_only_layers=[i for i in range(len(layers)) if i != experts_in % len(layers)],
         num_experts=QWEN_EXPERTS,
         num_experts_per_tok=1,
@@ -61,7 +67,9 @@ def qwen_experts(made: Weights, at: str) -> None:
         made.mlp(f"{at}experts.{expert}.")
 
 
-def qwen3_next_weights(seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False) -> Tensors:
+def qwen3_next_weights(
+    seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False
+) -> Tensors:
     """Norms multiply by one more than their weight; queries come with a gate."""
     made = weights(seed)
     made.ends(one=0.0)
@@ -99,7 +107,9 @@ def lfm2_config() -> dict[str, Any]:
 
 
 def lfm2_weights(seed: int = 34) -> Tensors:
-    """Norms of queries and keys; feed-forward layers are w1, w2 and w3; the head is the embedding."""
+    """Norms of queries and keys; feed-forward layers are w1, w2 and w3; the head is the
+    embedding.
+    """
     made = weights(seed)
     made.ends(norm="model.embedding_norm")
     for layer, kind in enumerate(LAYERS):
@@ -108,10 +118,14 @@ def lfm2_weights(seed: int = 34) -> Tensors:
         if kind == "state":
             made.dense(at + "conv.in_proj", 3 * HIDDEN, HIDDEN)
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
-            made.dense(at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1))  # each outweighs what came before
+            made.dense(
+                at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1)
+            )  # each outweighs what came before
         else:
             made.attention(at + "self_attn.", Heads(out_gain=12.0))
-            made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(at + "self_attn.o_proj.weight")
+            made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(
+                at + "self_attn.o_proj.weight"
+            )
             made.norms(at + "self_attn.", "q_layernorm", "k_layernorm", width=HEAD_DIM, value=1.6)
         for name, rows, cols in (("w1", FFN, HIDDEN), ("w2", HIDDEN, FFN), ("w3", FFN, HIDDEN)):
             made.dense(at + "feed_forward." + name, rows, cols)

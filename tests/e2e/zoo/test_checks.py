@@ -1,4 +1,6 @@
-"""`kvloft check` says of every tiny model whether it is served, and docs/models.md says the same."""
+"""`kvloft check` says of every tiny model whether it is served, and docs/models.md says the
+same.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +13,9 @@ from e2e.client import Zygote
 from .checking import NOT_SERVED, ROOT, check
 from .models import IS_WHOLE, ZOO
 
-WITHOUT_GROUPS = [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
+WITHOUT_GROUPS = (
+    [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
+)
 """Are checked with kv_groups=one, too: where there are several groups, it decides."""
 TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
 
@@ -23,9 +27,13 @@ def _release(vllm_release: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "kv_groups"), TRIED)
-def test_a_model_is_served_or_what_is_missing_is_said(name: str, kv_groups: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_a_model_is_served_or_what_is_missing_is_said(
+    name: str, kv_groups: str, zygote: Zygote, tmp_path: Path
+) -> None:
     if name == "deepseek-v2" and "amx_tile" in Path("/proc/cpuinfo").read_text():
-        pytest.skip("vLLM computes MLA models in another way on CPUs with AMX, where this was never tried")
+        pytest.skip(
+            "vLLM computes MLA models in another way on CPUs with AMX, where this was never tried"
+        )
     status, report, progress = check(name, tmp_path, kv_groups, zygote)
     assert not any(one["wrong"] for one in report["passes"])
     if (name, kv_groups) in NOT_SERVED:
@@ -39,10 +47,14 @@ def test_a_model_is_served_or_what_is_missing_is_said(name: str, kv_groups: str,
 
 def assert_is_on_the_page(report: dict[str, Any]) -> None:
     """But for accepted drafts, which rounding decides, and so the machine."""
-    spec = importlib.util.spec_from_file_location("models_table", ROOT / "scripts" / "models_table.py")
+    spec = importlib.util.spec_from_file_location(
+        "models_table", ROOT / "scripts" / "models_table.py"
+    )
     assert spec is not None and spec.loader is not None
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     found = f"| {' | '.join(table.row(report)[:-1])} |"
     page = table.PAGE.read_text()
-    assert found in page or not table.is_shown(report), "docs/models.md is outdated; CONTRIBUTING.md describes how to update it"
+    assert found in page or not table.is_shown(report), (
+        "docs/models.md is outdated; CONTRIBUTING.md describes how to update it"
+    )

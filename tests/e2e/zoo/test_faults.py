@@ -1,6 +1,8 @@
-"""What vLLM 0.32 alone answers wrongly on hits of its own prefix cache, and kvloft refuses for that (vllm/support.py).
+"""What vLLM 0.32 alone answers wrongly on hits of its own prefix cache, and kvloft refuses for that
+(vllm/support.py).
 
-kvloft is in none of these engines. Where a test here fails, vLLM has mended it: then what it stands for can be tried anew.
+kvloft is in none of these engines. Where a test here fails, vLLM has mended it: then what it stands
+for can be tried anew.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +28,14 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
 
     def launch(model: ZooModel, **more: Any) -> tuple[Engine, Truth]:
         folder, book = model.write(tmp_path), tmp_path / "book"
-        truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **model.plain()), prepare=model.prepare), book)
+        truth = Truth(
+            lambda: zygote.engine(engine_kwargs(folder, **model.plain()), prepare=model.prepare),
+            book,
+        )
         arguments = engine_kwargs(folder, **model.engine(folder) | more)
-        running.append((zygote.engine(arguments, prepare=model.prepare, env={BOOK: str(book)}), truth))
+        running.append(
+            (zygote.engine(arguments, prepare=model.prepare, env={BOOK: str(book)}), truth)
+        )
         return running[-1]
 
     yield launch
@@ -46,9 +53,16 @@ ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
-    """Of prompts with 1, 2 and 20 tokens behind a hit, which begin together, where three of five others end."""
-    hits = [prompt(truth, 9300 + i, rest, 12) for i, rest in enumerate((2 * size + 1, 2 * size + 2, 3 * size + 20))]
-    others = [prompt(truth, 9000 + i, 150 + 7 * i, 30) for i in range(2)] + [prompt(truth, 8000 + i, 140 + i, 4) for i in range(3)]
+    """Of prompts with 1, 2 and 20 tokens behind a hit, which begin together, where three of five
+    others end.
+    """
+    hits = [
+        prompt(truth, 9300 + i, rest, 12)
+        for i, rest in enumerate((2 * size + 1, 2 * size + 2, 3 * size + 20))
+    ]
+    others = [prompt(truth, 9000 + i, 150 + 7 * i, 30) for i in range(2)] + [
+        prompt(truth, 8000 + i, 140 + i, 4) for i in range(3)
+    ]
     wrong = 0
     for order in ORDERS:
         assert engine.reset()
@@ -58,7 +72,9 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
         asked = [hit.again() for hit in hits]
         engine.add(*asked)
         results = engine.run()
-        wrong += sum(results[a.id].tokens != truth.tokens(hit) for a, hit in zip(asked, hits, strict=True))
+        wrong += sum(
+            results[a.id].tokens != truth.tokens(hit) for a, hit in zip(asked, hits, strict=True)
+        )
     return wrong
 
 
@@ -66,21 +82,31 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
     ("name", "is_wrong"),
     [
         ("ngram-mamba2", True),
-        *((f"{drafter}-states", False) for drafter in ("ngram", "mtp", "eagle", "eagle3", "dflash", "draft-model")),
+        *(
+            (f"{drafter}-states", False)
+            for drafter in ("ngram", "mtp", "eagle", "eagle3", "dflash", "draft-model")
+        ),
     ],
 )
-def test_a_last_token_beside_a_short_rest_is_answered_wrongly_with_mamba2_only(name: str, is_wrong: bool, start: Start) -> None:
-    """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's rest its row counts as a prompt.
+def test_a_last_token_beside_a_short_rest_is_answered_wrongly_with_mamba2_only(
+    name: str, is_wrong: bool, start: Start
+) -> None:
+    """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's
+    rest its row counts as a prompt.
 
-    Then only the state behind the padding is kept. Gated delta nets ask each row whether it is drafted, and not where it stands.
+    Then only the state behind the padding is kept. Gated delta nets ask each row whether it is
+    drafted, and not where it stands.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(is_async: bool, start: Start) -> None:
-    """They are copied to the host as a step ends, and sorted as the next step's rows are, once more if they were there early.
+def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(
+    is_async: bool, start: Start
+) -> None:
+    """They are copied to the host as a step ends, and sorted as the next step's rows are, once more
+    if they were there early.
 
     On a CPU they always are; on a GPU that is a race.
     """
@@ -92,4 +118,9 @@ def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_
         engine.add(asked[-1])
         engine.step(2)
     results = engine.run()
-    assert any(results[a.id].tokens != truth.tokens(one) for a, one in zip(asked, prompts, strict=True)) is is_async
+    assert (
+        any(
+            results[a.id].tokens != truth.tokens(one) for a, one in zip(asked, prompts, strict=True)
+        )
+        is is_async
+    )

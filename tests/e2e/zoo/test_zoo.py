@@ -1,7 +1,8 @@
-"""The zoo itself: vLLM forms the groups that models.py names, and what is said depends on every page that a hit needs.
+"""The zoo itself: vLLM forms the groups that models.py names, and what is said depends on every
+page that a hit needs.
 
-Without this a cache test proves nothing: a model that says the same with a page of rubbish would say the same with a wrong page.
-kvloft is in none of these engines.
+Without this a cache test proves nothing: a model that says the same with a page of rubbish would
+say the same with a wrong page. kvloft is in none of these engines.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,13 @@ from .draft_kernels import BOOK
 from .models import ZOO, ZooModel, chosen
 
 NUM_TOKENS = 418
-"""Of each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and a tail of two tokens."""
+"""Of each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and a
+tail of two tokens.
+"""
 PROMPTS = (500, 501, 502)
-"""Seeds: sharp attention passes over a page now and then, so a page counts if one of these prompts reads it."""
+"""Seeds: sharp attention passes over a page now and then, so a page counts if one of these prompts
+reads it.
+"""
 PROMPTS_OF_A_DRAFTER = 4
 
 
@@ -33,7 +38,9 @@ class Cage:
 
     def prompt(self, seed: int, num_tokens: int = NUM_TOKENS, max_tokens: int = 12) -> Req:
         """A prompt whose output rounding cannot change."""
-        return self.truth.pick(lambda s: Req(random_ids(s, num_tokens), max_tokens=max_tokens), seed)
+        return self.truth.pick(
+            lambda s: Req(random_ids(s, num_tokens), max_tokens=max_tokens), seed
+        )
 
     def cold(self, *requests: Req) -> list[Result]:
         """Results with an empty prefix cache."""
@@ -51,7 +58,12 @@ class Cage:
 
     def damage(self, group: int, block: int) -> None:
         """Overwrite a page in the target's layers of a group."""
-        assert self.engine.probe("damage", group=group, block=block, layers=self.model.target_layers(self.groups[group]["layers"]))
+        assert self.engine.probe(
+            "damage",
+            group=group,
+            block=block,
+            layers=self.model.target_layers(self.groups[group]["layers"]),
+        )
 
     def begin(self, request: Req) -> list[list[int]]:
         """Compute a prompt; returns the block tables of the request, which goes on running."""
@@ -62,7 +74,9 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Drafted tokens that were right in one request: cold, on a hit, or on a hit whose draft KV is rubbish."""
+        """Drafted tokens that were right in one request: cold, on a hit, or on a hit whose draft KV
+        is rubbish.
+        """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":
             assert self.engine.reset()
@@ -78,14 +92,20 @@ class Cage:
 
 
 @pytest.fixture(scope="module", params=chosen())
-def cage(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cage]:
+def cage(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cage]:
     """Each chosen model in turn."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     plain = model.plain()
     book = folder.parent / "book"
-    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **plain), prepare=model.prepare), book)
-    engine = zygote.engine(engine_kwargs(folder, **model.engine(folder)), prepare=model.prepare, env={BOOK: str(book)})
+    truth = Truth(
+        lambda: zygote.engine(engine_kwargs(folder, **plain), prepare=model.prepare), book
+    )
+    engine = zygote.engine(
+        engine_kwargs(folder, **model.engine(folder)), prepare=model.prepare, env={BOOK: str(book)}
+    )
     yield Cage(model, engine, truth)
     engine.kill()
     truth.close()
@@ -120,13 +140,17 @@ def test_a_hit_needs_the_blocks_that_its_kind_says_and_says_the_truth(cage: Cage
     assert hit["tokens"] == cage.model.own_hit(NUM_TOKENS)
     for group, blocks in zip(cage.groups, hit["blocks"], strict=True):
         there = [i for i, block in enumerate(blocks) if block]
-        assert there == list(needed(group["kind"], hit["tokens"], group["block_tokens"])), group["kind"]
+        assert there == list(needed(group["kind"], hit["tokens"], group["block_tokens"])), group[
+            "kind"
+        ]
     again = cage.engine.ask(request.again())[0]
     assert (again.tokens, again.cached) == (cage.truth.tokens(request), hit["tokens"])
 
 
 def test_what_is_said_depends_on_no_rounding(cage: Cage) -> None:
-    """Random weights can make another token of a rounding difference, and then no comparison means anything."""
+    """Random weights can make another token of a rounding difference, and then no comparison means
+    anything.
+    """
     requests = [cage.prompt(600 + i, 190 + 61 * i) for i in range(4)]
     assert cage.engine.reset()
     for how in ("in a batch", "on hits in a batch"):
@@ -143,7 +167,9 @@ def test_what_a_hit_says_depends_on_every_page_of_every_group(cage: Cage) -> Non
         there = [i for i, block in enumerate(cage.hit(cage.prompt(500))["blocks"][group]) if block]
         assert there, f"a hit needs nothing of group {group}: choose another length"
         for index in some(there):
-            assert any(hit_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), f"{group} {kind} {index}"
+            assert any(hit_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), (
+                f"{group} {kind} {index}"
+            )
 
 
 def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
@@ -154,17 +180,25 @@ def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_what_is_said_next_depends_on_every_page_that_a_running_request_needs(cage: Cage) -> None:
-    """The same between prefill and decode. A state's group has blocks for earlier boundaries and drafts, too: one is read."""
+    """The same between prefill and decode. A state's group has blocks for earlier boundaries and
+    drafts, too: one is read.
+    """
     for group, kind in enumerate(cage.model.kinds):
         block_tokens = cage.groups[group]["block_tokens"]
         for index in (
-            [(NUM_TOKENS - 1) // block_tokens] if kind.startswith("state") else some(list(needed(kind, NUM_TOKENS, block_tokens)))
+            [(NUM_TOKENS - 1) // block_tokens]
+            if kind.startswith("state")
+            else some(list(needed(kind, NUM_TOKENS, block_tokens)))
         ):
-            assert any(output_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), f"{group} {kind} {index}"
+            assert any(
+                output_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS
+            ), f"{group} {kind} {index}"
 
 
 def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """Whether a request says something else once block ``index`` of ``group`` is overwritten after its prompt."""
+    """Whether a request says something else once block ``index`` of ``group`` is overwritten after
+    its prompt.
+    """
     running = request.again()
     table = cage.begin(running)[group]
     cage.damage(group, table[index])
@@ -172,7 +206,9 @@ def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
-    """Tokens stay right with a drafter's pages lost: it is accepted less often. So a cache of draft KV is judged by that."""
+    """Tokens stay right with a drafter's pages lost: it is accepted less often. So a cache of draft
+    KV is judged by that.
+    """
     draft = cage.model.draft
     if draft is None or not draft.layer:
         pytest.skip("no drafter with KV of its own")

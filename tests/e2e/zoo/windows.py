@@ -1,5 +1,5 @@
-"""Models whose attention is local: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4 (chunks) in some layers,
-Mistral (windows) in every one.
+"""Models whose attention is local: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and
+Llama 4 (chunks) in some layers, Mistral (windows) in every one.
 
 The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
 """
@@ -18,7 +18,9 @@ THREE_AND_ONE = ("local", "local", "local", "full") * 2
 ONE_AND_ONE = ("local", "full") * 2
 
 GEMMA_QK_NORM, GEMMA_BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what they are added to."""
+"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what
+they are added to.
+"""
 
 
 def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
@@ -27,7 +29,9 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
         "Gemma3ForCausalLM",
         "gemma3_text",
         num_hidden_layers=len(layers),
-        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in layers],
+        layer_types=[
+            "sliding_attention" if kind == "local" else "full_attention" for kind in layers
+        ],
         sliding_window=window,
         query_pre_attn_scalar=HEAD_DIM,
         hidden_activation="gelu_pytorch_tanh",
@@ -38,7 +42,9 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
     return {k: v for k, v in fields.items() if k not in ("hidden_act", "rope_parameters")}
 
 
-def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS) -> Tensors:
+def gemma3_weights(
+    seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS
+) -> Tensors:
     """Norms on both sides of each branch, of queries and of keys; the head is the embedding."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
@@ -47,7 +53,9 @@ def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_
         at = f"model.layers.{layer}."
         made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=GEMMA_QK_NORM)
         made.norms(at, "input_layernorm", "pre_feedforward_layernorm", value=0.0)
-        made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=GEMMA_BRANCH_NORM)
+        made.norms(
+            at, "post_attention_layernorm", "post_feedforward_layernorm", value=GEMMA_BRANCH_NORM
+        )
         made.attention(at + "self_attn.", Heads(num=num_heads, qk_gain=1.0, out_gain=1.0))
         made.mlp(at + "mlp.")
     return made.tensors
@@ -58,12 +66,21 @@ GPT_OSS_EXPERTS = 4
 
 def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
     """GPT-OSS: every other layer has the window; YaRN that scales nothing."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
     return config(
         "GptOssForCausalLM",
         "gpt_oss",
         num_hidden_layers=len(ONE_AND_ONE),
-        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in ONE_AND_ONE],
+        layer_types=[
+            "sliding_attention" if kind == "local" else "full_attention" for kind in ONE_AND_ONE
+        ],
         sliding_window=window,
         num_local_experts=GPT_OSS_EXPERTS,
         num_experts_per_tok=2,
@@ -87,18 +104,24 @@ def gpt_oss_weights(seed: int = 22) -> Tensors:
         made.dense(at + "mlp.router", GPT_OSS_EXPERTS, HIDDEN)
         made.fill(at + "mlp.router.bias", GPT_OSS_EXPERTS, value=0.0)
         for name, rows, cols in (("gate_up_proj", HIDDEN, 2 * FFN), ("down_proj", FFN, HIDDEN)):
-            made.normal(f"{at}mlp.experts.{name}", GPT_OSS_EXPERTS, rows, cols, std=1 / float(np.sqrt(rows)))
+            made.normal(
+                f"{at}mlp.experts.{name}", GPT_OSS_EXPERTS, rows, cols, std=1 / float(np.sqrt(rows))
+            )
             made.fill(f"{at}mlp.experts.{name}_bias", GPT_OSS_EXPERTS, cols, value=0.0)
     return made.tensors
 
 
 def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
-    """Llama 4's text model without experts: three layers of four attend within chunks of ``chunk`` tokens, with positions."""
+    """Llama 4's text model without experts: three layers of four attend within chunks of ``chunk``
+    tokens, with positions.
+    """
     return config(
         "Llama4ForCausalLM",
         "llama4_text",
         num_hidden_layers=len(THREE_AND_ONE),
-        layer_types=["chunked_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
+        layer_types=[
+            "chunked_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE
+        ],
         no_rope_layers=[int(kind == "local") for kind in THREE_AND_ONE],
         attention_chunk_size=chunk,
         intermediate_size_mlp=FFN,
@@ -126,8 +149,12 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Mistral 7B of 2023: every layer has the window, so vLLM makes one group, and none of full attention."""
-    return config("MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window)
+    """Mistral 7B of 2023: every layer has the window, so vLLM makes one group, and none of full
+    attention.
+    """
+    return config(
+        "MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window
+    )
 
 
 def mistral_weights(seed: int = 24) -> Tensors:
@@ -142,14 +169,20 @@ def mistral_weights(seed: int = 24) -> Tensors:
     return made.tensors
 
 
-def gemma4_config(window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> dict[str, Any]:
-    """Gemma 4's text model without experts: heads of full attention have another width, so pages would differ in size."""
+def gemma4_config(
+    window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM
+) -> dict[str, Any]:
+    """Gemma 4's text model without experts: heads of full attention have another width, so pages
+    would differ in size.
+    """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     fields = config(
         "Gemma4ForCausalLM",
         "gemma4_text",
         num_hidden_layers=len(THREE_AND_ONE),
-        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
+        layer_types=[
+            "sliding_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE
+        ],
         sliding_window=window,
         head_dim=head,
         global_head_dim=full_head,
@@ -171,7 +204,12 @@ def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HE
         at, dim = f"model.layers.{layer}.", head if kind == "local" else full_head
         made.norms(at + "self_attn.", "q_norm", "k_norm", width=dim, value=1.05)
         made.norms(at, "input_layernorm", "pre_feedforward_layernorm")
-        made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=1 + GEMMA_BRANCH_NORM)
+        made.norms(
+            at,
+            "post_attention_layernorm",
+            "post_feedforward_layernorm",
+            value=1 + GEMMA_BRANCH_NORM,
+        )
         made.attention(at + "self_attn.", Heads(dim=dim, qk_gain=1.0, out_gain=1.0))
         made.mlp(at + "mlp.")
         made.fill(at + "layer_scalar", 1)
@@ -179,7 +217,9 @@ def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HE
 
 
 WIDE = {"head": 2 * HEAD_DIM, "full_head": HEAD_DIM}
-"""As the large Gemma 4 has it in all: windows keep more of a token than full attention, and so have shorter blocks."""
+"""As the large Gemma 4 has it in all: windows keep more of a token than full attention, and so have
+shorter blocks.
+"""
 
 
 def wide_gemma4_config(window: int = 96) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Compiles kernels with NVRTC for the device, and caches them on disk with cuda.core's program cache.
+"""Compiles kernels with NVRTC for the device, and caches them on disk with cuda.core's program
+cache.
 
-The sources are in the package (`kvloft/csrc`). Needs no nvcc and no torch ABI, and no GPU to compile. Must not
-depend on the purpose of the kernels.
+The sources are in the package (`kvloft/csrc`). Needs no nvcc and no torch ABI, and no GPU to
+compile. Must not depend on the purpose of the kernels.
 """
 
 from __future__ import annotations
@@ -38,36 +39,55 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the device code of ``family`` as one text without includes, as the program cache needs it."""
+    """Return the device code of ``family`` as one text without includes, as the program cache needs
+    it.
+    """
     folder = resources.files("kvloft") / "csrc"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in (*HEADERS, family.source))
+    text = "".join(
+        (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, family.source)
+    )
     return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
 
 
 def compile_kernels(
-    arch: str, vec_bytes: int, cache_dir: Path | None = None, *, family: Family = CHUNKS, macros: tuple[tuple[str, str], ...] = ()
+    arch: str,
+    vec_bytes: int,
+    cache_dir: Path | None = None,
+    *,
+    family: Family = CHUNKS,
+    macros: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
     """Return the cubin of ``family`` for ``arch`` (such as "sm_90") with accesses of ``vec_bytes``.
 
-    Uses the cache in ``cache_dir``. ``macros`` are for benchmarks that leave out a part of the kernels. Raises
-    KernelError with the compiler's log.
+    Uses the cache in ``cache_dir``. ``macros`` are for benchmarks that leave out a part of the
+    kernels. Raises KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise KernelError(
-            f"kvloft compiles its GPU kernels with NVRTC, and a package for that is missing ({error}): "
+            "kvloft compiles its GPU kernels with NVRTC, and a package for that is missing "
+            f"({error}): "
             "pip install 'kvloft[cu13]', or kvloft[cu12] where torch was built for CUDA 12"
         ) from error
     defined = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *macros]
-    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined)
+    options = ProgramOptions(
+        name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined
+    )
     try:
-        store: Any = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES) if cache_dir is not None else None
+        store: Any = (
+            FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
+            if cache_dir is not None
+            else None
+        )
         program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
-    except Exception as error:  # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
-        raise KernelError(f"kvloft's GPU kernels could not be compiled for {arch}: {error}") from error
+    # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
+    except Exception as error:
+        raise KernelError(
+            f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
+        ) from error
 
 
 def default_cache_dir() -> Path:

@@ -1,8 +1,9 @@
 """The CUDA driver calls of the movers, with errors as exceptions and handles as ints.
 
-torch owns the context; these calls use the current one. They cost a microsecond and take raw addresses, unlike
-torch's wrappers. They use ctypes because NVIDIA's bindings start slowly: with them, the first copy of a save on an
-idle GPU was 100 us later. Must not depend on pages, frames or plans.
+torch owns the context; these calls use the current one. They cost a microsecond and take raw
+addresses, unlike torch's wrappers. They use ctypes because NVIDIA's bindings start slowly: with
+them, the first copy of a save on an idle GPU was 100 us later. Must not depend on pages, frames or
+plans.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY: the result of a query, not an error."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of all copies of a batch: read sources in stream order; no location hints, no flags."""
+"""CUmemcpyAttributes of all copies of a batch: read sources in stream order; no location hints, no
+flags.
+"""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
@@ -29,17 +32,35 @@ _CAN_USE_HOST_POINTER = 91
 
 _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuCtxSynchronize", ()),
-    ("cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost cuMemHostUnregister", (c_void_p,)),
-    ("cuEventDestroy_v2 cuEventQuery cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize", (c_void_p,)),
-    ("cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData", (c_void_p, c_void_p)),
+    (
+        (
+            "cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost "
+            "cuMemHostUnregister"
+        ),
+        (c_void_p,),
+    ),
+    (
+        "cuEventDestroy_v2 cuEventQuery cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize",
+        (c_void_p,),
+    ),
+    (
+        "cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData",
+        (c_void_p, c_void_p),
+    ),
     ("cuEventElapsedTime cuModuleGetFunction", (c_void_p, c_void_p, c_void_p)),
     ("cuEventCreate", (c_void_p, c_uint)),
     ("cuDeviceGetAttribute", (c_void_p, c_int, c_int)),
     ("cuMemHostAlloc cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     ("cuStreamCreateWithPriority", (c_void_p, c_uint, c_int)),
     ("cuStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
-    ("cuMemcpyAsync cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2", (c_uint64, c_uint64, c_size_t, c_void_p)),
-    ("cuMemcpyBatchAsync", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)),
+    (
+        "cuMemcpyAsync cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2",
+        (c_uint64, c_uint64, c_size_t, c_void_p),
+    ),
+    (
+        "cuMemcpyBatchAsync",
+        (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p),
+    ),
     ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
@@ -59,13 +80,17 @@ def _library() -> Any:
 
 
 class _Driver:
-    """The driver's functions, resolved at first use. They raise CudaError and run without the GIL."""
+    """The driver's functions, resolved at first use. They raise CudaError and run without the
+    GIL.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
             function = _library()[name]
         except AttributeError as error:
-            raise CudaError(f"the driver has no {name}: kvloft's GPU path needs a newer one") from error
+            raise CudaError(
+                f"the driver has no {name}: kvloft's GPU path needs a newer one"
+            ) from error
         function.argtypes, function.errcheck = _ARGUMENTS[name], _checked
         setattr(self, name, function)
         return function
@@ -75,7 +100,9 @@ def _checked(result: int, function: Any, _: object) -> int:
     if result and not (result == NOT_READY and function.__name__.endswith("Query")):
         name = ctypes.c_char_p()
         _library().cuGetErrorName(result, ctypes.byref(name))
-        raise CudaError(f"{function.__name__}: {name.value.decode() if name.value else f'error {result}'}")
+        raise CudaError(
+            f"{function.__name__}: {name.value.decode() if name.value else f'error {result}'}"
+        )
     return result
 
 
@@ -120,23 +147,34 @@ class Stream:
         _cu.cuMemcpyDtoHAsync_v2(to, source, num_bytes, self.handle)
 
     def copy_rows(
-        self, *, host: int, host_pitch: int, device: int, device_pitch: int, row_bytes: int, num_rows: int, to_host: bool
+        self,
+        *,
+        host: int,
+        host_pitch: int,
+        device: int,
+        device_pitch: int,
+        row_bytes: int,
+        num_rows: int,
+        to_host: bool,
     ) -> None:
         """Copy equally spaced runs of bytes with one copy-engine command.
 
-        CUDA_MEMCPY2D is source, destination, row size and number of rows. Each side is x, y, memory type, host
-        address, device address, array, and pitch.
+        CUDA_MEMCPY2D is source, destination, row size and number of rows. Each side is x, y, memory
+        type, host address, device address, array, and pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides
         copy = (c_uint64 * 16)(*source, *to, row_bytes, num_rows)
         _cu.cuMemcpy2DAsync_v2(ctypes.addressof(copy), self.handle)
 
-    def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
+    def copy_batch(
+        self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]
+    ) -> None:
         """Make many copies between registered memory and the device with one command, in any order.
 
-        Single copies of a few MiB leave the link idle in between, and fill the stream's queue, for which the host
-        would wait. Drivers older than 12.8 get single copies (`cuMemcpyAsync` infers the direction).
+        Single copies of a few MiB leave the link idle in between, and fill the stream's queue, for
+        which the host would wait. Drivers older than 12.8 get single copies (`cuMemcpyAsync` infers
+        the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
             for each in zip(to, source, num_bytes, strict=True):
@@ -145,20 +183,33 @@ class Stream:
         columns = np.array((to, source, num_bytes), dtype=np.uint64)
         first, row, failed = columns.ctypes.data, columns.strides[0], c_size_t(0)
         _cu.cuMemcpyBatchAsync(
-            first, first + row, first + 2 * row, len(to), ctypes.addressof(_BATCH_ATTRIBUTES), ctypes.addressof(_BATCH_FIRST), 1,
-            ctypes.addressof(failed), self.handle,
-        )  # fmt: skip
+            first,
+            first + row,
+            first + 2 * row,
+            len(to),
+            ctypes.addressof(_BATCH_ATTRIBUTES),
+            ctypes.addressof(_BATCH_FIRST),
+            1,
+            ctypes.addressof(failed),
+            self.handle,
+        )
 
     def launch(self, function: int, num_ctas: int, num_threads: int, params_address: int) -> None:
-        """Launch a kernel. ``params_address``: an array of pointers to its parameters, which are copied before the return."""
-        _cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None)
+        """Launch a kernel. ``params_address``: an array of pointers to its parameters, which are
+        copied before the return.
+        """
+        _cu.cuLaunchKernel(
+            function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None
+        )
 
     def destroy(self) -> None:
         _cu.cuStreamDestroy_v2(self.handle)
 
 
 class Event:
-    """A point in a stream's work. Waiting spins for an event with ``timing``, and sleeps otherwise."""
+    """A point in a stream's work. Waiting spins for an event with ``timing``, and sleeps
+    otherwise.
+    """
 
     __slots__ = ("handle",)
 
@@ -200,7 +251,9 @@ def use_context(context: int | None) -> None:
 
 
 def kernels_reach_registered() -> bool:
-    """Return True if kernels on the current device can access registered memory by its host address."""
+    """Return True if kernels on the current device can access registered memory by its host
+    address.
+    """
     device = _made(c_int, _cu.cuCtxGetDevice)
     return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 

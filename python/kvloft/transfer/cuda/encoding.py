@@ -1,7 +1,9 @@
-"""Encoded parts of frames: the layouts that are encoded, and the bytes of a part that the copy engine moves.
+"""Encoded parts of frames: the layouts that are encoded, and the bytes of a part that the copy
+engine moves.
 
-docs/design/compression.md describes the format "e348"; its kernels are in csrc/e348.cu. Encoded sizes vary, so the
-copy engine moves a constant width of each part, and kernels access the rest in host memory. Arithmetic only.
+docs/design/compression.md describes the format "e348"; its kernels are in csrc/e348.cu. Encoded
+sizes vary, so the copy engine moves a constant width of each part, and kernels access the rest in
+host memory. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Width of a part's bf16 pages as a fraction of their bytes. 99.75 % of real KV fits, including its table."""
+"""Width of a part's bf16 pages as a fraction of their bytes. 99.75 % of real KV fits, including its
+table.
+"""
 MAX_PART_BYTES: Final = 1 << 28
 """A table entry has 24 bits for an offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
@@ -32,12 +36,19 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 def _saved_bytes(layout: PagedLayout) -> int:
     """Return the bytes that encoding is expected to save per block, without the table."""
     return int(
-        sum(plane.page_bytes for plane in layout.planes if plane.is_bf16 and plane.page_bytes >= _MIN_PAGE_BYTES) * (1 - SHARE)
+        sum(
+            plane.page_bytes
+            for plane in layout.planes
+            if plane.is_bf16 and plane.page_bytes >= _MIN_PAGE_BYTES
+        )
+        * (1 - SHARE)
     )
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding chunks of ``num_blocks`` saves bytes, and any such chunk fits a staging slot."""
+    """Return True if encoding chunks of ``num_blocks`` saves bytes, and any such chunk fits a
+    staging slot.
+    """
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
@@ -46,7 +57,9 @@ def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
 
 
 def slot_stride(width: int) -> int:
-    """Return the bytes of a staging slot for a chunk with this ``width``. A record that begins before it can end after it."""
+    """Return the bytes of a staging slot for a chunk with this ``width``. A record that begins
+    before it can end after it.
+    """
     return -(-(width + TILE_BYTES) // 512) * 512
 
 
@@ -54,9 +67,9 @@ def slot_stride(width: int) -> int:
 class PartEncoding:
     """Encoded parts of one layout.
 
-    ``first_part``: address of this rank's part of frame 0, for the kernels; None if they must not access frames
-    because these are not registered. ``room``: bytes of a part before its trailer. ``block_width``: bytes that the
-    copy engine moves for each block of a chunk.
+    ``first_part``: address of this rank's part of frame 0, for the kernels; None if they must not
+    access frames because these are not registered. ``room``: bytes of a part before its trailer.
+    ``block_width``: bytes that the copy engine moves for each block of a chunk.
     """
 
     first_part: int | None
@@ -65,8 +78,18 @@ class PartEncoding:
     block_width: int
 
     @classmethod
-    def of(cls, layout: PagedLayout, first_part: int, frame_bytes: int, room: int, *, everything: bool = False) -> PartEncoding:
-        """With ``everything``, the copy engine moves the largest possible size, for frames that are not registered yet."""
+    def of(
+        cls,
+        layout: PagedLayout,
+        first_part: int,
+        frame_bytes: int,
+        room: int,
+        *,
+        everything: bool = False,
+    ) -> PartEncoding:
+        """With ``everything``, the copy engine moves the largest possible size, for frames that are
+        not registered yet.
+        """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
         return cls(None if everything else first_part, frame_bytes, room, block_width)
@@ -75,11 +98,15 @@ class PartEncoding:
         """Return the bytes that the copy engine moves of a part with ``num_blocks``."""
         return min(self.room, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
-    def parts(self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None) -> npt.NDArray[Any]:
+    def parts(
+        self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None
+    ) -> npt.NDArray[Any]:
         """Return the parts of a piece's chunks, dtype `PART`."""
         parts: npt.NDArray[Any] = np.zeros(len(frames), PART)
         if self.first_part is not None:
-            parts["address"] = np.array(frames, dtype=np.uint64) * np.uint64(self.frame_bytes) + np.uint64(self.first_part)
+            parts["address"] = np.array(frames, dtype=np.uint64) * np.uint64(
+                self.frame_bytes
+            ) + np.uint64(self.first_part)
         widths = {each: self.width(each) for each in set(num_blocks)}
         parts["width"] = [widths[each] for each in num_blocks]
         if is_raw is not None:

@@ -1,4 +1,6 @@
-"""Records of CudaMover's copies: loads, jobs that finish together, chunks to be sent. Must not depend on streams."""
+"""Records of CudaMover's copies: loads, jobs that finish together, chunks to be sent. Must not
+depend on streams.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
-"""Time to prepare and send one of the first pieces, and for each of its chunks, on the host of an H200 with cold caches.
-For a load it includes the launch of the kernel of the piece before."""
+"""Time to prepare and send one of the first pieces, and for each of its chunks, on the host of an
+H200 with cold caches. For a load it includes the launch of the kernel of the piece before."""
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
-"""The last piece of a load is smaller than others by this factor, because the link is idle while it is scattered."""
+"""The last piece of a load is smaller than others by this factor, because the link is idle while it
+is scattered.
+"""
 SORTED_PIECES = 4
 """Number of pieces of a load whose chunks are sorted at once."""
 
@@ -29,12 +33,14 @@ SORTED_PIECES = 4
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
     """Return the numbers of chunks of the first pieces on an idle link; later pieces are full.
 
-    The link waits for the first piece, so it is small. The transfer of each piece lasts as long as the preparation
-    of the next one.
+    The link waits for the first piece, so it is small. The transfer of each piece lasts as long as
+    the preparation of the next one.
     """
     link_us = part_bytes / LINK_BYTES_A_US
     spare_us = link_us - PREPARE_CHUNK_US
-    size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)  # the next piece has a few more
+    size = (
+        chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)
+    )  # the next piece has a few more
     sizes: list[int] = []
     while size < chunks_per_piece:
         sizes.append(size)
@@ -44,7 +50,9 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream after which queued jobs can start. Its event is reused after the last reference."""
+    """A point in the compute stream after which queued jobs can start. Its event is reused after
+    the last reference.
+    """
 
     event: driver.Event
     spare: list[driver.Event]
@@ -64,7 +72,9 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of a load for pages of one ``kind`` (see `shared`); the first ``num_sent`` are sent."""
+    """Chunks of a load for pages of one ``kind`` (see `shared`); the first ``num_sent`` are
+    sent.
+    """
 
     load: Load
     kind: int
@@ -81,11 +91,18 @@ class Waiting:
         return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
-        """Return at most ``count`` chunks, in the order of their frames. The last piece of an idle link is smaller.
+        """Return at most ``count`` chunks, in the order of their frames. The last piece of an idle
+        link is smaller.
 
-        After the first piece, chunks of several pieces are sorted at once: the link then has enough work for that time.
+        After the first piece, chunks of several pieces are sorted at once: the link then has enough
+        work for that time.
         """
-        chunks, begin, left, last = self.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
+        chunks, begin, left, last = (
+            self.chunks,
+            self.num_sent,
+            self.num_left,
+            per_piece // SMALL_LAST,
+        )
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
@@ -97,18 +114,22 @@ class Waiting:
         taken = self.window[self.used : self.used + count]
         self.used += len(taken)
         if num_more := count - len(taken):
-            taken = _core.ChunkBatch.concat([taken, chunks[self.num_sent - num_more : self.num_sent]]).by_frame()
+            taken = _core.ChunkBatch.concat(
+                [taken, chunks[self.num_sent - num_more : self.num_sent]]
+            ).by_frame()
         return taken
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks of one kind that finish together: the chunks of one piece, or one chunk of many pieces.
+    """Chunks of one kind that finish together: the chunks of one piece, or one chunk of many
+    pieces.
 
-    No chunk is accessed before ``after``, which is None once the first piece is ordered after it. ``tags`` are the
-    sums of the kernels so far, and ``used`` are the sizes of encoded records in units of 16 bytes. For loads,
-    ``wanted_tags`` are the tags in the trailers, ``problems`` are chunks that failed their check, and ``owners``
-    are the loads with their numbers of chunks, in order.
+    No chunk is accessed before ``after``, which is None once the first piece is ordered after it.
+    ``tags`` are the sums of the kernels so far, and ``used`` are the sizes of encoded records in
+    units of 16 bytes. For loads, ``wanted_tags`` are the tags in the trailers, ``problems`` are
+    chunks that failed their check, and ``owners`` are the loads with their numbers of chunks, in
+    order.
     """
 
     kind: int
@@ -122,4 +143,6 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """True if the frames of every piece were registered when it was sent. Otherwise, a save fails."""
+    """True if the frames of every piece were registered when it was sent. Otherwise, a save
+    fails.
+    """

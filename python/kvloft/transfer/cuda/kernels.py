@@ -27,34 +27,59 @@ MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
 
 TILE: Final = np.dtype(
-    [("base", "<u8"), ("block_stride", "<u8"), ("payload_offset", "<u4"), ("num_bytes", "<u2"), ("is_bf16", "<u2"),
-     ("plane", "<u4"), ("first_word", "<u4")]
-)  # fmt: skip
+    [
+        ("base", "<u8"),
+        ("block_stride", "<u8"),
+        ("payload_offset", "<u4"),
+        ("num_bytes", "<u2"),
+        ("is_bf16", "<u2"),
+        ("plane", "<u4"),
+        ("first_word", "<u4"),
+    ]
+)
 SEGMENT: Final = np.dtype(
-    [("base", "<u8"), ("first_tile", "<u4"), ("chunk_tile", "<u4"), ("block_index", "<i4"), ("reserved", "<u4")]
+    [
+        ("base", "<u8"),
+        ("first_tile", "<u4"),
+        ("chunk_tile", "<u4"),
+        ("block_index", "<i4"),
+        ("reserved", "<u4"),
+    ]
 )
 PART: Final = np.dtype([("address", "<u8"), ("width", "<u4"), ("is_raw", "<u4")])
-assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16  # as kv_layout.cuh asserts
+assert (
+    TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16
+)  # as kv_layout.cuh asserts
 
 
 class PieceParams(ctypes.Structure):
     """Parameters of one launch; see kv_layout.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")
+        ),
         *((name, ctypes.c_uint64) for name in ("num_used", "used_out", "part_room")),
-        *((name, ctypes.c_uint32) for name in ("tiles_per_block", "num_planes", "num_tiles", "num_segments")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("tiles_per_block", "num_planes", "num_tiles", "num_segments")
+        ),
         ("segments", ctypes.c_uint8 * (SEGMENT.itemsize * MAX_SEGMENTS)),
         ("block_ids", ctypes.c_int32 * MAX_BLOCKS),
         ("parts", ctypes.c_uint8 * (PART.itemsize * MAX_SEGMENTS)),
     )
 
 
-assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS  # as kv_layout.cuh asserts
+assert (
+    ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS
+)  # as kv_layout.cuh asserts
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the widest access that all addresses and lengths of the layout allow. Frames have a larger alignment."""
+    """Return the widest access that all addresses and lengths of the layout allow. Frames have a
+    larger alignment.
+    """
     common = 16
     for plane in layout.planes:
         common = math.gcd(common, plane.base, plane.block_stride, plane.page_bytes)
@@ -62,22 +87,39 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 
 
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
-    """Return the tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError for blocks of 4 GiB or more."""
+    """Return the tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError for
+    blocks of 4 GiB or more.
+    """
     if layout.block_bytes >= 1 << 32:
-        raise UnsupportedError(f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size")
+        raise UnsupportedError(
+            f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a "
+            "smaller block_size"
+        )
     rows: list[tuple[int, ...]] = []
     payload_offset = 0
     for number, plane in enumerate(layout.planes):
         for at in range(0, plane.page_bytes, TILE_BYTES):
             num_bytes = min(TILE_BYTES, plane.page_bytes - at)
-            rows.append((plane.base + at, plane.block_stride, payload_offset + at, num_bytes, plane.is_bf16, number, at // 8))
+            rows.append(
+                (
+                    plane.base + at,
+                    plane.block_stride,
+                    payload_offset + at,
+                    num_bytes,
+                    plane.is_bf16,
+                    number,
+                    at // 8,
+                )
+            )
         payload_offset += plane.page_bytes
     return np.array(rows, dtype=TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes of a layout for cutting pieces. ``tile_offsets[t]`` is tile t's byte offset in a block."""
+    """Sizes of a layout for cutting pieces. ``tile_offsets[t]`` is tile t's byte offset in a
+    block.
+    """
 
     block_bytes: int
     tiles_per_block: int
@@ -95,21 +137,33 @@ class BlockTiles:
 
 
 class Kernels:
-    """Compiled kernels of one layout, and its tile table on the device. Launches allocate nothing."""
+    """Compiled kernels of one layout, and its tile table on the device. Launches allocate
+    nothing.
+    """
 
     def __init__(
-        self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, encodes: bool = False,
+        self,
+        layout: PagedLayout,
+        device: torch.device,
+        cache_dir: Path | None,
+        *,
+        encodes: bool = False,
         macros: tuple[tuple[str, str], ...] = (),
-    ) -> None:  # fmt: skip
-        """Compile and load kernels, with ``encodes`` those that encode parts of frames (see `encoding.can_encode`).
+    ) -> None:
+        """Compile and load kernels, with ``encodes`` those that encode parts of frames (see
+        `encoding.can_encode`).
 
         Raises KernelError if they cannot be compiled, and CudaError if they cannot be loaded.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
+        torch.cuda.current_stream(
+            device
+        ).synchronize()  # makes the context current on this thread; not in a step
         self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
         family = E348 if encodes else CHUNKS
-        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, family=family, macros=macros)
+        cubin = compile_kernels(
+            f"sm_{major}{minor}", self.vec_bytes, cache_dir, family=family, macros=macros
+        )
         functions = driver.load_functions(cubin, family[1:])
         self.gather, self.scatter = functions[family.gather], functions[family.scatter]
         self.block_tiles = BlockTiles.of(layout)

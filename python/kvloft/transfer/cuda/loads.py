@@ -1,7 +1,7 @@
 """Loads of CudaMover: queued loads, their pieces, and their results.
 
-Chunks are cut into pieces when the link has room. A load is reported once, with every chunk that failed its check. A
-scatter waits for saves that still read its blocks.
+Chunks are cut into pieces when the link has room. A load is reported once, with every chunk that
+failed its check. A scatter waits for saves that still read its blocks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ class Loads(Direction):
     """Copies chunks to the GPU, checks and scatters them, in the order of submission."""
 
     def __init__(
-        self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *,
+        self,
+        shared: Shared,
+        lane: Lane,
+        few_first: tuple[int, ...],
+        *,
         order_after_saves: Callable[[driver.Stream, npt.NDArray[np.integer[Any]]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(shared, lane, few_first)
         self._order_after_saves = order_after_saves
         self.waiting: deque[Waiting] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
-        """Mark after all work launched before this step. Recorded in steps with loads only: most steps have none."""
+        """Mark after all work launched before this step. Recorded in steps with loads only: most
+        steps have none.
+        """
 
     @property
     def is_behind(self) -> bool:
@@ -102,13 +108,18 @@ class Loads(Direction):
         return self.queued.popleft() if self.queued else None
 
     def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
-        """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load, number of chunks) in order."""
+        """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load,
+        number of chunks) in order.
+        """
         queue, per_job = self.waiting, self._shared.chunks_per_job
         room, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
         nth = self._num_since_idle = self._num_since_idle + 1 if self.flying else 0
-        if nth < len(self._few_first) and sum(each.num_left for each in queue if each.after is after) > room:
+        if (
+            nth < len(self._few_first)
+            and sum(each.num_left for each in queue if each.after is after) > room
+        ):
             room = self._few_first[nth]
         while queue and queue[0].after is after and queue[0].kind == kind and room:
             first = queue[0]
@@ -117,7 +128,12 @@ class Loads(Direction):
             room = 0 if first.num_left else room - len(chunks[-1])
             if not first.num_left:
                 queue.popleft()
-        return kind, chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), after, owners
+        return (
+            kind,
+            chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks),
+            after,
+            owners,
+        )
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         self._shared.done.seconds_loading += seconds
@@ -130,7 +146,11 @@ class Loads(Direction):
             job.problems.setdefault(chunk, "tag")
         begin = 0
         for load, count in job.owners:
-            problems = {i - begin: problem for i, problem in job.problems.items() if begin <= i < begin + count}
+            problems = {
+                i - begin: problem
+                for i, problem in job.problems.items()
+                if begin <= i < begin + count
+            }
             self._finish_load(load, job.chunks[begin : begin + count], problems)
             begin += count
 
@@ -146,8 +166,14 @@ class Loads(Direction):
     def _report(self, load: Load, *, everything_bad: bool = False) -> None:
         done = self._shared.done
         if load.bad:
-            logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
+            logger.warning(
+                "kvloft: %d chunks failed their check (%s); they are misses",
+                len(load.bad),
+                load.bad[0][1],
+            )
         if everything_bad:
             done.bad_blocks.update(load.plan.blocks())
-        done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad), failed=everything_bad))
+        done.loads.append(
+            LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad), failed=everything_bad)
+        )
         del self._open[load]

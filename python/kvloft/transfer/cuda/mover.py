@@ -1,12 +1,14 @@
-"""CudaMover: copies chunks between paged KV in HBM and registered host frames, on streams that no step waits for.
+"""CudaMover: copies chunks between paged KV in HBM and registered host frames, on streams that no
+step waits for.
 
-- Saves (`saves`): a kernel gathers a piece to a staging slot once the forward that wrote it is done, the copy engine
-  copies the slot to the frames, and the host writes the trailer.
-- Loads (`loads`): the copy engine copies a piece to a slot, and a kernel scatters it and computes its tag.
-- Order is kept on the GPU: `begin_step` makes the next forward wait for gathers that still read a block it may write
-  (I2), and loads wait for the work launched before the step.
-- A few pieces at a time are on the GPU; a `submitter` in each direction sends the next ones. While host memory is being
-  registered, saves to frames that are not registered yet wait.
+- Saves (`saves`): a kernel gathers a piece to a staging slot once the forward that wrote it is
+  done, the copy engine copies the slot to the frames, and the host writes the trailer.
+- Loads (`loads`): the copy engine copies a piece to a slot, and a kernel scatters it and computes
+  its tag.
+- Order is kept on the GPU: `begin_step` makes the next forward wait for gathers that still read a
+  block it may write (I2), and loads wait for the work launched before the step.
+- A few pieces at a time are on the GPU; a `submitter` in each direction sends the next ones. While
+  host memory is being registered, saves to frames that are not registered yet wait.
 
 No step allocates GPU memory or waits for the device. Must not depend on engines.
 """
@@ -43,22 +45,31 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 SLOTS_AHEAD = 8
-"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter can wait up to 5 ms for the
-GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do not wait for all of them: see `lanes`."""
+"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter
+can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do
+not wait for all of them: see `lanes`."""
 
 
 class CudaMover:
     """Moves chunks for one GPU."""
 
     def __init__(
-        self, kinds: Sequence[tuple[PagedLayout, Kernels]], frames: FrameMemory, *, blocks_per_chunk: Sequence[int], tuning: Tuning,
-        kind_of: Sequence[int] = (0,), gathers_first: bool = False,
-    ) -> None:  # fmt: skip
-        """Allocate staging and start to register ``frames``. Raises CudaError, or ValueError if staging is too small.
+        self,
+        kinds: Sequence[tuple[PagedLayout, Kernels]],
+        frames: FrameMemory,
+        *,
+        blocks_per_chunk: Sequence[int],
+        tuning: Tuning,
+        kind_of: Sequence[int] = (0,),
+        gathers_first: bool = False,
+    ) -> None:
+        """Allocate staging and start to register ``frames``. Raises CudaError, or ValueError if
+        staging is too small.
 
-        ``blocks_per_chunk``: blocks in a frame, for each of ``kinds``. ``kind_of``: the kind of each KV cache group's
-        pages; all kinds share streams, staging and registered memory. With ``gathers_first``, the compute stream waits
-        for the gathers of a step's saves, for engines that write blocks before `begin_step` names them.
+        ``blocks_per_chunk``: blocks in a frame, for each of ``kinds``. ``kind_of``: the kind of
+        each KV cache group's pages; all kinds share streams, staging and registered memory. With
+        ``gathers_first``, the compute stream waits for the gathers of a step's saves, for engines
+        that write blocks before `begin_step` names them.
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
@@ -68,15 +79,30 @@ class CudaMover:
             for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
         ]
         stride = max(kind.limits.slot_stride for kind in parts)
-        widest = max((kind.unregistered_limits.slot_stride for kind in parts if kind.limits.encoding is not None), default=0)
+        widest = max(
+            (
+                kind.unregistered_limits.slot_stride
+                for kind in parts
+                if kind.limits.encoding is not None
+            ),
+            default=0,
+        )
         tuning = tuning.fitted(stride, widest)
         parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
-        self._shared = shared = Shared(parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break)
-        self.saves, self.loads = (Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
-        few_saved, few_loaded = (ramp(shared.chunks_per_job, stride, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
+        self._shared = shared = Shared(
+            parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break
+        )
+        self.saves, self.loads = (
+            Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False)
+        )
+        few_saved, few_loaded = (
+            ramp(shared.chunks_per_job, stride, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US)
+        )
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
-        self._loads = Loads(shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers)
+        self._loads = Loads(
+            shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers
+        )
         self._submitters = [
             Submitter(name, shared.lock, direction)
             for name, direction in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
@@ -84,11 +110,15 @@ class CudaMover:
         # Ranks on two sockets would each place all pages on their node.
         node = None if frames.is_shared else numa_node_of(self._device)
         shared.registered = RegisteredRange(
-            frames.address, frames.size_bytes, piece_bytes=frames_per_registration * frames.frame_bytes, numa_node=node,
+            frames.address,
+            frames.size_bytes,
+            piece_bytes=frames_per_registration * frames.frame_bytes,
+            numa_node=node,
             on_progress=self._feed_saves,
-        )  # fmt: skip
+        )
 
-    # -- the seam -------------------------------------------------------------------------------------------------
+    # -- the seam
+    # -----------------------------------------------------------------------------------------
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """See `Mover.begin_step`. ``rewritten`` are blocks that were saved for another request."""
@@ -96,8 +126,12 @@ class CudaMover:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
             if rewritten and self._shared.broken is None:
-                with self._shared.guarded():  # without the order, a save could read rewritten blocks
-                    self._saves.order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
+                with (
+                    self._shared.guarded()
+                ):  # without the order, a save could read rewritten blocks
+                    self._saves.order_after_gathers(
+                        self._compute(), np.asarray(rewritten, dtype=np.int64)
+                    )
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers after the forward just launched. Saves without room are dropped."""
@@ -118,11 +152,15 @@ class CudaMover:
             return self._shared.take_done()
 
     def drain(self) -> Finished:
-        """Wait on the host for all copies; for sleep and shutdown only. Saves to frames not yet registered fail."""
+        """Wait on the host for all copies; for sleep and shutdown only. Saves to frames not yet
+        registered fail.
+        """
         with self._shared.lock:
             self._saves.waits_for_registration = False
             directions = (self._saves, self._loads)
-            while self._shared.broken is None and any(each.is_behind or each.flying for each in directions):
+            while self._shared.broken is None and any(
+                each.is_behind or each.flying for each in directions
+            ):
                 with self._shared.guarded():
                     for each in directions:
                         each.wait_for_first()
@@ -134,14 +172,21 @@ class CudaMover:
         """Drain and release all resources. The mover must not be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        users: tuple[Submitter | Lane | RegisteredRange, ...] = (*self._submitters, self.saves, self.loads, self._shared.registered)
+        users: tuple[Submitter | Lane | RegisteredRange, ...] = (
+            *self._submitters,
+            self.saves,
+            self.loads,
+            self._shared.registered,
+        )
         for user in users:
             user.close()
 
     @property
     def is_behind(self) -> bool:
         """Return True if copies wait to be sent to the GPU."""
-        with self._shared.lock:  # a submitter may have taken the last piece and not have sent it yet
+        with (
+            self._shared.lock
+        ):  # a submitter may have taken the last piece and not have sent it yet
             return self._saves.is_behind or self._loads.is_behind
 
     @property
@@ -153,7 +198,8 @@ class CudaMover:
         """Wait until all host memory is registered, or registration has failed."""
         return self._shared.registered.wait(timeout_s)
 
-    # -- feeding --------------------------------------------------------------------------------------------------
+    # -- feeding
+    # -----------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
         self._saves.feed()
@@ -167,7 +213,10 @@ class CudaMover:
 
     def _break(self, reason: str) -> None:
         """Fail all copies from now on, after a CUDA error. Waits until no copy runs."""
-        logger.error("kvloft: CUDA error; this worker no longer copies pages, so nothing is cached: %s", reason)
+        logger.error(
+            "kvloft: CUDA error; this worker no longer copies pages, so nothing is cached: %s",
+            reason,
+        )
         self._shared.broken = reason
         self._saves.stop()
         self._loads.stop()
@@ -178,7 +227,8 @@ class CudaMover:
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Return kernels that encode if ``encodes``; otherwise, or if these fail to compile, kernels for raw parts.
+    """Return kernels that encode if ``encodes``; otherwise, or if these fail to compile, kernels
+    for raw parts.
 
     Raises as `Kernels`.
     """
@@ -187,30 +237,54 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
         try:
             return Kernels(layout, device, cache_dir, encodes=True)
         except (KernelError, driver.CudaError) as error:
-            logger.warning("kvloft: KV is not compressed: the kernels for it failed to compile or load (%s)", error)
+            logger.warning(
+                "kvloft: KV is not compressed: the kernels for it failed to compile or load (%s)",
+                error,
+            )
     return Kernels(layout, device, cache_dir)
 
 
 def _device_encodes(device: torch.device) -> bool:
-    """Return True if ``device`` has `__reduce_add_sync`, which e348.cu uses, and can access registered frames."""
+    """Return True if ``device`` has `__reduce_add_sync`, which e348.cu uses, and can access
+    registered frames.
+    """
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
-        return torch.cuda.get_device_capability(device) >= (8, 0) and driver.kernels_reach_registered()
+        torch.cuda.current_stream(
+            device
+        ).synchronize()  # makes the context current on this thread; not in a step
+        return (
+            torch.cuda.get_device_capability(device) >= (8, 0) and driver.kernels_reach_registered()
+        )
 
 
 def _current_stream(device: torch.device) -> int:
-    """Return ``torch.cuda.current_stream(device).cuda_stream``, 60 to 90 us faster with cold caches."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
+    """Return ``torch.cuda.current_stream(device).cuda_stream``, 60 to 90 us faster with cold
+    caches.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001
 
 
-def _kind(layout: PagedLayout, kernels: Kernels, num_blocks: int, frames: FrameMemory, frames_per_registration: int) -> PageKind:
+def _kind(
+    layout: PagedLayout,
+    kernels: Kernels,
+    num_blocks: int,
+    frames: FrameMemory,
+    frames_per_registration: int,
+) -> PageKind:
     """Return the kind of a layout with chunks of ``num_blocks``; the size of slots is set later."""
-    limits = unregistered = PieceLimits(kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_registration)
+    limits = unregistered = PieceLimits(
+        kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_registration
+    )
     if kernels.encodes:
         of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
-        limits, unregistered = replace(limits, encoding=of()), replace(limits, encoding=of(everything=True))
+        limits, unregistered = (
+            replace(limits, encoding=of()),
+            replace(limits, encoding=of(everything=True)),
+        )
     block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
-    trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles)
+    trailers = Trailers(
+        frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles
+    )
     return PageKind(limits, unregistered, trailers)
 
 
@@ -222,16 +296,22 @@ def prepare(
     gathers_first: bool,
     encodes: bool = False,
 ) -> Callable[[FrameWindow], CudaMover]:
-    """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes the mover.
+    """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes
+    the mover.
 
-    ``blocks_per_chunk``: blocks in a frame, for each group. ``encodes``: encode parts if layout and device allow it.
-    Called at engine start, so that an engine without kernels does not start. Raises UnsupportedError or CudaError.
+    ``blocks_per_chunk``: blocks in a frame, for each group. ``encodes``: encode parts if layout and
+    device allow it. Called at engine start, so that an engine without kernels does not start.
+    Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
     sizes: list[int] = []
     addresses = [
-        (num_blocks, layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes))
+        (
+            num_blocks,
+            layout.digest,
+            *((p.base, p.block_stride, p.page_bytes) for p in layout.planes),
+        )
         for num_blocks, layout in zip(blocks_per_chunk, layouts, strict=True)
     ]
     slot_bytes = Tuning.slot_bytes_of(staging_bytes)
@@ -245,16 +325,26 @@ def prepare(
     tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(
-            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, %s, on %s; %d x %d MiB of staging each way",
-            kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, "compressed" if kernels.encodes else "not compressed",
-            torch.cuda.get_device_name(device), tuning.num_slots, tuning.slot_bytes >> 20,
-        )  # fmt: skip
+            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, %s, on %s; %d x %d "
+            "MiB of staging each way",
+            kernels.vec_bytes,
+            kernels.num_planes,
+            layout.block_bytes >> 10,
+            "compressed" if kernels.encodes else "not compressed",
+            torch.cuda.get_device_name(device),
+            tuning.num_slots,
+            tuning.slot_bytes >> 20,
+        )
 
     def make(window: FrameWindow) -> CudaMover:
         with torch.cuda.device(device):
             return CudaMover(
-                list(kinds.values()), window.memory, blocks_per_chunk=sizes, tuning=tuning,
-                kind_of=[list(kinds).index(where) for where in addresses], gathers_first=gathers_first,
-            )  # fmt: skip
+                list(kinds.values()),
+                window.memory,
+                blocks_per_chunk=sizes,
+                tuning=tuning,
+                kind_of=[list(kinds).index(where) for where in addresses],
+                gathers_first=gathers_first,
+            )
 
     return make

@@ -1,7 +1,9 @@
-"""Cuts a batch of chunks into pieces. A piece is the work of one kernel launch, and fits one staging slot.
+"""Cuts a batch of chunks into pieces. A piece is the work of one kernel launch, and fits one
+staging slot.
 
-A piece is whole chunks, or a run of tiles of one chunk that is larger than a slot. Chunks in a slot are equally spaced,
-like their parts in the arena, so that chunks in neighboring frames are one copy. Arithmetic only, without CUDA.
+A piece is whole chunks, or a run of tiles of one chunk that is larger than a slot. Chunks in a slot
+are equally spaced, like their parts in the arena, so that chunks in neighboring frames are one
+copy. Arithmetic only, without CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _SLOT_ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """The chunks of a batch: chunk c has frame ``frames[c]`` and blocks ``block_ids[starts[c]:starts[c + 1]]``."""
+    """The chunks of a batch: chunk c has frame ``frames[c]`` and blocks
+    ``block_ids[starts[c]:starts[c + 1]]``.
+    """
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
@@ -45,7 +49,9 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """One copy-engine command: ``num_rows`` of ``row_bytes``, at a distance of ``frame_bytes`` in the arena."""
+    """One copy-engine command: ``num_rows`` of ``row_bytes``, at a distance of ``frame_bytes`` in
+    the arena.
+    """
 
     frame: int
     part_offset: int
@@ -58,8 +64,9 @@ class Run(NamedTuple):
 class Piece:
     """One launch: chunks [begin, end), or a part of one chunk.
 
-    Segment s belongs to chunk ``begin + s``; its base is relative to the slot, where chunks are ``slot_stride`` apart.
-    ``segments`` can be longer than the piece. ``parts``: addresses of encoded chunks in host memory; None: raw pages.
+    Segment s belongs to chunk ``begin + s``; its base is relative to the slot, where chunks are
+    ``slot_stride`` apart. ``segments`` can be longer than the piece. ``parts``: addresses of
+    encoded chunks in host memory; None: raw pages.
     """
 
     begin: int
@@ -84,10 +91,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceLimits:
-    """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None: parts are raw.
+    """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None:
+    parts are raw.
 
-    A copy must not cross a multiple of ``frames_per_registration``: memory is registered in pieces, and CUDA refuses a copy
-    across two of them.
+    A copy must not cross a multiple of ``frames_per_registration``: memory is registered in pieces,
+    and CUDA refuses a copy across two of them.
     """
 
     block_tiles: BlockTiles
@@ -100,32 +108,52 @@ class PieceLimits:
     """Segments of a piece of full chunks, which almost all pieces are."""
 
     def __post_init__(self) -> None:
-        blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
+        blocks: npt.NDArray[np.int64] = np.full(
+            min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64
+        )
         segments = _segments(blocks, self)
         if self.encoding is not None and self.slot_bytes and not self.chunks_per_piece:
-            raise ValueError(f"a staging slot of {self.slot_bytes} bytes is too small for an encoded chunk")
+            raise ValueError(
+                f"a staging slot of {self.slot_bytes} bytes is too small for an encoded chunk"
+            )
         segments.flags.writeable = False  # launches reuse them
         object.__setattr__(self, "full_segments", segments)
 
     @property
     def chunks_per_piece(self) -> int:
-        """Return the number of chunks of a piece; 0 if chunks are cut. Chunks without pages need no room in a slot."""
+        """Return the number of chunks of a piece; 0 if chunks are cut. Chunks without pages need no
+        room in a slot.
+        """
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
-        return min(self.slot_bytes // self.slot_stride, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
+        return min(
+            self.slot_bytes // self.slot_stride, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk
+        )
 
     @property
     def slot_stride(self) -> int:
         """Return the distance between chunks in a slot."""
-        return slot_stride(self.encoding.width(self.blocks_per_chunk)) if self.encoding is not None else self.part_bytes
+        return (
+            slot_stride(self.encoding.width(self.blocks_per_chunk))
+            if self.encoding is not None
+            else self.part_bytes
+        )
 
     def row_bytes(self, num_blocks: int) -> int:
         """Return the bytes of a chunk that the copy engine moves."""
-        return self.encoding.width(num_blocks) if self.encoding is not None else num_blocks * self.block_tiles.block_bytes
+        return (
+            self.encoding.width(num_blocks)
+            if self.encoding is not None
+            else num_blocks * self.block_tiles.block_bytes
+        )
 
 
-def split(table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None = None) -> Iterator[Piece]:
-    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all are as in ``limits``."""
+def split(
+    table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None = None
+) -> Iterator[Piece]:
+    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all
+    are as in ``limits``.
+    """
     per_piece = limits.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
@@ -135,7 +163,13 @@ def split(table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] 
         yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), limits, is_raw)
 
 
-def _whole_chunks(table: ChunkTable, begin: int, end: int, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None) -> Piece:
+def _whole_chunks(
+    table: ChunkTable,
+    begin: int,
+    end: int,
+    limits: PieceLimits,
+    is_raw: npt.NDArray[np.bool_] | None,
+) -> Piece:
     tiles, num_chunks = limits.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
@@ -145,11 +179,20 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, limits: PieceLimits, 
     segments = limits.full_segments if are_full else _segments(np.array(lengths), limits)
     frames, parts = table.frames[begin:end], None
     if limits.encoding is not None:
-        parts = limits.encoding.parts(frames, lengths, None if is_raw is None else is_raw[begin:end])
+        parts = limits.encoding.parts(
+            frames, lengths, None if is_raw is None else is_raw[begin:end]
+        )
     return Piece(
-        begin, end, segments, table.block_ids[first:named], total * tiles.tiles_per_block, total * tiles.block_bytes,
-        tuple(_runs(frames, lengths, limits, are_full=are_full)), limits.slot_stride, parts,
-    )  # fmt: skip
+        begin,
+        end,
+        segments,
+        table.block_ids[first:named],
+        total * tiles.tiles_per_block,
+        total * tiles.block_bytes,
+        tuple(_runs(frames, lengths, limits, are_full=are_full)),
+        limits.slot_stride,
+        parts,
+    )
 
 
 def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDArray[Any]:
@@ -162,19 +205,37 @@ def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDA
     return segments
 
 
-def _runs(frames: Sequence[int], num_blocks: Sequence[int], limits: PieceLimits, *, are_full: bool) -> Iterator[Run]:
-    """Yield one run for chunks in neighboring frames: rows with padding, trailers and other ranks' parts in between.
+def _runs(
+    frames: Sequence[int], num_blocks: Sequence[int], limits: PieceLimits, *, are_full: bool
+) -> Iterator[Run]:
+    """Yield one run for chunks in neighboring frames: rows with padding, trailers and other ranks'
+    parts in between.
 
     Chunks of a run have equal lengths, because a slot has old bytes after a shorter payload.
     """
     stride, per_registration = limits.slot_stride, limits.frames_per_registration
     if not limits.block_tiles.block_bytes:
         return
-    apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_registration]
+    apart = [
+        i
+        for i, (before, frame) in enumerate(pairwise(frames), 1)
+        if frame != before + 1 or not frame % per_registration
+    ]
     if not are_full:
-        apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
+        apart = sorted(
+            {
+                *apart,
+                *(
+                    i
+                    for i, (before, length) in enumerate(pairwise(num_blocks), 1)
+                    if length != before
+                ),
+            }
+        )
     for first, stop in pairwise((0, *apart, len(frames))):
-        yield Run(frames[first], 0, first * stride, limits.row_bytes(num_blocks[first]), stop - first)
+        yield Run(
+            frames[first], 0, first * stride, limits.row_bytes(num_blocks[first]), stop - first
+        )
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Iterator[Piece]:
@@ -192,21 +253,34 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
         segments["chunk_tile"] = tile
         segments["block_index"] = -first_block
         yield Piece(
-            chunk, chunk + 1, segments,
-            table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), limits.slot_stride,
-        )  # fmt: skip
+            chunk,
+            chunk + 1,
+            segments,
+            table.block_ids[first_id + first_block : first_id + last_block + 1],
+            stop - tile,
+            end_byte - begin_byte,
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),),
+            limits.slot_stride,
+        )
         tile = stop
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the tiles from ``tile`` on that fit in a slot. Raises ValueError if none fits."""
+    """Return the end of the tiles from ``tile`` on that fit in a slot. Raises ValueError if none
+    fits.
+    """
     tiles = limits.block_tiles
     begin = tiles.payload_offset(tile)
     room = limits.slot_bytes - begin % _SLOT_ALIGN
     block, rest = divmod(begin + room, tiles.block_bytes)
-    stop = block * tiles.tiles_per_block + int(np.searchsorted(tiles.tile_offsets, rest, side="right")) - 1
-    stop = min(stop, num_tiles, (tile // tiles.tiles_per_block + MAX_BLOCKS) * tiles.tiles_per_block)
+    stop = (
+        block * tiles.tiles_per_block
+        + int(np.searchsorted(tiles.tile_offsets, rest, side="right"))
+        - 1
+    )
+    stop = min(
+        stop, num_tiles, (tile // tiles.tiles_per_block + MAX_BLOCKS) * tiles.tiles_per_block
+    )
     if stop <= tile:
         raise ValueError(f"a staging slot of {limits.slot_bytes} bytes is too small")
     return stop

@@ -1,7 +1,7 @@
 """Saves of CudaMover: queued pieces, their order, and the results of tickets.
 
-A piece is sent once its frames are registered, and at the latest when its blocks may be written again (I2). It fails
-if its frames are not registered by then. Must not depend on loads.
+A piece is sent once its frames are registered, and at the latest when its blocks may be written
+again (I2). It fails if its frames are not registered by then. Must not depend on loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 class Saves(Direction):
     """Gathers chunks and copies them to the host, in the order of submission."""
 
-    def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *, gathers_first: bool) -> None:
+    def __init__(
+        self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *, gathers_first: bool
+    ) -> None:
         super().__init__(shared, lane, few_first)
         self._gathers_first = gathers_first
         self._open: dict[Job, None] = {}
@@ -40,7 +42,9 @@ class Saves(Direction):
         """False while all saves must be sent: those whose frames are not registered then fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the forward just launched, and send the first ones. Saves without room are dropped."""
+        """Queue gathers after the forward just launched, and send the first ones. Saves without
+        room are dropped.
+        """
         for kind, chunks in self._shared.by_kind(plans):
             self._submit(kind, chunks)
 
@@ -66,8 +70,12 @@ class Saves(Direction):
                         self.order_after_gathers(self._shared.compute(), piece.block_ids)
         self._drop(chunks[done:])
 
-    def order_after_gathers(self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]) -> None:
-        """Make ``stream`` wait until no save reads ``blocks``. Saves of these blocks that are queued are sent first."""
+    def order_after_gathers(
+        self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]
+    ) -> None:
+        """Make ``stream`` wait until no save reads ``blocks``. Saves of these blocks that are
+        queued are sent first.
+        """
         if not (self.flying or self.queued):
             return
         number = int(self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1))
@@ -87,7 +95,9 @@ class Saves(Direction):
         self._shared.done.failed += chunks.tickets()
 
     def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
-        """Queue the pieces of ``chunks`` and return them; None if there is no room for all of them."""
+        """Queue the pieces of ``chunks`` and return them; None if there is no room for all of
+        them.
+        """
         if (problem := self._shared.problem_of(kind, chunks)) is not None:
             logger.error("kvloft: saves dropped: %s", problem)
             self._drop(chunks)
@@ -105,7 +115,9 @@ class Saves(Direction):
             self._fly(*self.queued.popleft())
 
     def _must_wait(self) -> bool:
-        """Return True if frames of the next piece are not registered yet. The store uses the lowest frames first, too."""
+        """Return True if frames of the next piece are not registered yet. The store uses the lowest
+        frames first, too.
+        """
         shared = self._shared
         return (
             self.waits_for_registration
@@ -122,8 +134,14 @@ class Saves(Direction):
             return
         if job.is_all_registered:
             tickets, table = job.chunks.tickets(), job.table
-            too_long = self._shared.trailers_of(job).seal(table.frames, table.keys, job.tags, table.num_blocks, job.used)
-            done.saved += [ticket for i, ticket in enumerate(tickets) if i not in too_long] if too_long else tickets
+            too_long = self._shared.trailers_of(job).seal(
+                table.frames, table.keys, job.tags, table.num_blocks, job.used
+            )
+            done.saved += (
+                [ticket for i, ticket in enumerate(tickets) if i not in too_long]
+                if too_long
+                else tickets
+            )
             done.failed += [tickets[i] for i in too_long]
         else:
             self._drop(job.chunks)

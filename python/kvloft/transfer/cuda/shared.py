@@ -1,4 +1,5 @@
-"""State that saves and loads of CudaMover share, and `Direction`, the base of both: results, marks, registered memory.
+"""State that saves and loads of CudaMover share, and `Direction`, the base of both: results, marks,
+registered memory.
 
 All of it is used under one lock. Must not depend on the differences of saves and loads.
 """
@@ -37,7 +38,8 @@ NUM_MARKS = 8
 
 
 class PageKind(NamedTuple):
-    """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache groups can share a kind.
+    """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache
+    groups can share a kind.
 
     ``unregistered_limits``: the limits of loads from frames that are not registered yet.
     """
@@ -48,7 +50,10 @@ class PageKind(NamedTuple):
 
     def with_slots(self, slot_bytes: int) -> PageKind:
         """Return this kind with staging slots of ``slot_bytes``."""
-        limits, unregistered = (replace(limits, slot_bytes=slot_bytes) for limits in (self.limits, self.unregistered_limits))
+        limits, unregistered = (
+            replace(limits, slot_bytes=slot_bytes)
+            for limits in (self.limits, self.unregistered_limits)
+        )
         return PageKind(limits, unregistered, self.trailers)
 
 
@@ -56,8 +61,9 @@ class PageKind(NamedTuple):
 class Shared:
     """State that saves and loads share.
 
-    ``kind_of``: the kind of each KV cache group's pages. ``num_blocks``: limit of block ids, which name the same
-    memory in all groups. ``compute`` returns the stream of forwards. ``fail`` is called after a CUDA error.
+    ``kind_of``: the kind of each KV cache group's pages. ``num_blocks``: limit of block ids, which
+    name the same memory in all groups. ``compute`` returns the stream of forwards. ``fail`` is
+    called after a CUDA error.
     """
 
     kinds: Sequence[PageKind]
@@ -74,11 +80,15 @@ class Shared:
     broken: str | None = None
     registered: RegisteredRange = field(init=False)
     """Set last; nothing is submitted before."""
-    spare_marks: list[driver.Event] = field(default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)])
+    spare_marks: list[driver.Event] = field(
+        default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)]
+    )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Break the mover on an error inside, and suppress the error: if a submitter ended, requests would wait permanently."""
+        """Break the mover on an error inside, and suppress the error: if a submitter ended,
+        requests would wait permanently.
+        """
         try:
             yield
         except Exception as error:
@@ -96,7 +106,10 @@ class Shared:
         for plan in plans:
             for group, chunks in plan.chunks.by_group() if plan.chunks else ():
                 found.setdefault(self.kind_of[group], []).append(chunks)
-        return [(kind, some[0] if len(some) == 1 else _core.ChunkBatch.concat(some)) for kind, some in found.items()]
+        return [
+            (kind, some[0] if len(some) == 1 else _core.ChunkBatch.concat(some))
+            for kind, some in found.items()
+        ]
 
     def take_done(self) -> Finished:
         done, self.done = self.done, Finished()
@@ -104,7 +117,9 @@ class Shared:
 
     def mark(self) -> Mark:
         """Record a mark in the compute stream. Raises CudaError."""
-        mark = Mark(self.spare_marks.pop() if self.spare_marks else driver.Event(), self.spare_marks)
+        mark = Mark(
+            self.spare_marks.pop() if self.spare_marks else driver.Event(), self.spare_marks
+        )
         mark.event.record(self.compute())
         return mark
 
@@ -112,17 +127,37 @@ class Shared:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
         blocks_per_chunk = self.kinds[kind].limits.blocks_per_chunk
         try:
-            chunks.check(num_frames=self.memory.num_frames, num_blocks=self.num_blocks, blocks_per_chunk=blocks_per_chunk)
+            chunks.check(
+                num_frames=self.memory.num_frames,
+                num_blocks=self.num_blocks,
+                blocks_per_chunk=blocks_per_chunk,
+            )
         except ValueError as error:
             return f"copy: {error}"
         return None
 
-    def new_job(self, kind: int, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
+    def new_job(
+        self,
+        kind: int,
+        chunks: ChunkBatch,
+        after: Mark | None,
+        owners: Sequence[tuple[Load, int]] = (),
+    ) -> Job:
         """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
-        limits = pages.unregistered_limits if owners and not self.are_registered(table.frames) else pages.limits
+        limits = (
+            pages.unregistered_limits
+            if owners and not self.are_registered(table.frames)
+            else pages.limits
+        )
         pieces = tuple(
-            split(table, limits, pages.trailers.are_raw(table.frames) if owners and limits.encoding is not None else None)
+            split(
+                table,
+                limits,
+                pages.trailers.are_raw(table.frames)
+                if owners and limits.encoding is not None
+                else None,
+            )
         )
         tags: npt.NDArray[np.uint64] = np.zeros(len(chunks), np.uint64)
         used = tags.copy()
@@ -195,7 +230,9 @@ class Direction(ABC):
 
     @abstractmethod
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
-        """Handle a finished piece, whose tags are in the job; ``seconds`` is the time that it used the link."""
+        """Handle a finished piece, whose tags are in the job; ``seconds`` is the time that it used
+        the link.
+        """
 
     def _has_room(self) -> bool:
         """Return True if another piece can be sent."""

@@ -1,8 +1,10 @@
-"""Submitter: a thread that submits the next copies of one direction when earlier ones are done, to keep queues short.
+"""Submitter: a thread that submits the next copies of one direction when earlier ones are done, to
+keep queues short.
 
-A copy engine stays with a stream until its queue is empty, despite priorities: behind 48 copies of 40 MiB, four
-bytes of another stream in the same direction waited 36 ms (H200; benches/results). The engine's copies in a step
-must wait for a piece or two, not for a whole prompt. Must not depend on pages or plans.
+A copy engine stays with a stream until its queue is empty, despite priorities: behind 48 copies of
+40 MiB, four bytes of another stream in the same direction waited 36 ms (H200; benches/results). The
+engine's copies in a step must wait for a piece or two, not for a whole prompt. Must not depend on
+pages or plans.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Feeds ``direction`` under ``lock`` each time its awaited event has passed. Without one, it sleeps until `wake`."""
+    """Feeds ``direction`` under ``lock`` each time its awaited event has passed. Without one, it
+    sleeps until `wake`.
+    """
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
         """Start the thread, with the current CUDA context."""
@@ -45,7 +49,9 @@ class Submitter:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
-            with contextlib.suppress(driver.CudaError):  # the sender meets the same error, and reports it
+            with contextlib.suppress(
+                driver.CudaError
+            ):  # the sender meets the same error, and reports it
                 event.synchronize()
             with self._changed:
                 self._direction.feed()

@@ -1,6 +1,8 @@
-"""Trailers of this rank's parts as a numpy column, written and read for many frames at once with tags from the GPU.
+"""Trailers of this rank's parts as a numpy column, written and read for many frames at once with
+tags from the GPU.
 
-docs/design/frames.md describes the format, and a test compares it with `_core.Arena`. Must not depend on streams or plans.
+docs/design/frames.md describes the format, and a test compares it with `_core.Arena`. Must not
+depend on streams or plans.
 """
 
 from __future__ import annotations
@@ -15,9 +17,19 @@ from kvloft.transfer.frames import E348, RAW, TABLE_ENTRY_BYTES, FrameMemory
 
 MAGIC: Final = b"KVLOFT03"
 TRAILER: Final = np.dtype(
-    [("magic", "V8"), ("key", "V32"), ("layout", "V32"), ("tag", "<u8"), ("payload_bytes", "<u8"), ("num_blocks", "<u4"),
-     ("rank", "<u4"), ("encoded_bytes", "<u8"), ("encoding", "<u4"), ("zeros", "V20")]
-)  # fmt: skip
+    [
+        ("magic", "V8"),
+        ("key", "V32"),
+        ("layout", "V32"),
+        ("tag", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("num_blocks", "<u4"),
+        ("rank", "<u4"),
+        ("encoded_bytes", "<u8"),
+        ("encoding", "<u4"),
+        ("zeros", "V20"),
+    ]
+)
 assert TRAILER.itemsize == 128
 
 
@@ -29,11 +41,24 @@ def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
 
 
 class Trailers:
-    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block if parts are encoded; None: all are raw."""
+    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block if parts are
+    encoded; None: all are raw.
+    """
 
-    def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int, block_tiles: int | None = None) -> None:
+    def __init__(
+        self,
+        memory: FrameMemory,
+        *,
+        layout: bytes,
+        block_bytes: int,
+        block_tiles: int | None = None,
+    ) -> None:
         self._column = trailers_of(memory)
-        self._block_bytes, self._block_tiles, self._room = block_bytes, block_tiles, memory.part_room
+        self._block_bytes, self._block_tiles, self._room = (
+            block_bytes,
+            block_tiles,
+            memory.part_room,
+        )
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
         blank["layout"] = np.frombuffer(layout, dtype="V32")
@@ -41,49 +66,72 @@ class Trailers:
         self._blank = blank[0]
 
     def seal(
-        self, frames: npt.ArrayLike, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike,
+        self,
+        frames: npt.ArrayLike,
+        keys: bytes,
+        tags: npt.NDArray[np.uint64],
+        num_blocks: npt.ArrayLike,
         used: npt.NDArray[np.uint64] | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Write the trailers of ``frames``, whose payloads are complete; ``keys`` are 32 bytes each.
+    ) -> list[int]:
+        """Write the trailers of ``frames``, whose payloads are complete; ``keys`` are 32 bytes
+        each.
 
-        ``used``: sizes of encoded records in units of 16 bytes. Returns the chunks that do not fit their parts: they
-        are incomplete and stay unsealed.
+        ``used``: sizes of encoded records in units of 16 bytes. Returns the chunks that do not fit
+        their parts: they are incomplete and stay unsealed.
         """
         frames, rows = np.asarray(frames), self._rows(keys, tags, num_blocks)
         if self._block_tiles is None or used is None:
             self._column[frames] = rows
             return []
-        table_bytes = (np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES + 15) // 16 * 16
-        rows["encoding"], rows["encoded_bytes"] = E348, table_bytes.astype(np.uint64) + used * np.uint64(16)
+        table_bytes = (
+            (np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES + 15) // 16 * 16
+        )
+        rows["encoding"], rows["encoded_bytes"] = (
+            E348,
+            table_bytes.astype(np.uint64) + used * np.uint64(16),
+        )
         fits = rows["encoded_bytes"] <= self._room
         self._column[frames[fits]] = rows[fits]
         self._column["magic"][frames[~fits]] = np.zeros(1, "V8")
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return which of ``frames`` are not encoded, according to trailers that are not checked yet."""
+        """Return which of ``frames`` are not encoded, according to trailers that are not checked
+        yet.
+        """
         return np.asarray(self._column["encoding"][np.asarray(frames)] != E348)
 
-    def read(self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """Return the tags of ``frames``, and the problem of each bad one: 'unsealed', 'key', 'layout' or 'shape'."""
+    def read(
+        self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
+    ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
+        """Return the tags of ``frames``, and the problem of each bad one: 'unsealed', 'key',
+        'layout' or 'shape'.
+        """
         rows = self._column[np.asarray(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
             are_encoded = rows["encoding"] == E348  # any length: the decoder checks bounds
             good["encoding"] = np.where(are_encoded, E348, RAW)
-            good["encoded_bytes"] = np.where(are_encoded, rows["encoded_bytes"], good["encoded_bytes"])
+            good["encoded_bytes"] = np.where(
+                are_encoded, rows["encoded_bytes"], good["encoded_bytes"]
+            )
         if rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
         shape = np.logical_and.reduce(
-            [rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")]
+            [
+                rows[name] == good[name]
+                for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")
+            ]
         )
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
-    def _rows(self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
+    def _rows(
+        self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike
+    ) -> npt.NDArray[Any]:
         """Return the expected trailers of chunks."""
         rows: npt.NDArray[Any] = np.full(len(keys) // 32, self._blank, TRAILER)
         rows["key"] = np.frombuffer(keys, dtype="V32")

@@ -1,4 +1,6 @@
-"""Which LoRA adapter a request has: its identity in keys. It must not know requests or the store."""
+"""Which LoRA adapter a request has: its identity in keys. It must not know requests or the
+store.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
 class AdapterNames:
     """Identity of each LoRA: its name and path, and what shows which weights it has.
 
-    Another run may have it only where its files are as they were when this engine began (or where a commit says it): whenever the
-    workers loaded it, those were its weights. Otherwise it is this run's own; and once its files are others than when it was first
-    seen, no request shares it with another. vLLM identifies adapters by name in its prefix cache, by number in its workers.
+    Another run may have it only where its files are as they were when this engine began (or where a
+    commit says it): whenever the workers loaded it, those were its weights. Otherwise it is this
+    run's own; and once its files are others than when it was first seen, no request shares it with
+    another. vLLM identifies adapters by name in its prefix cache, by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
-        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them.
+        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts
+        them.
 
         Unless adapters ``are_seen`` before they are loaded, no request shares one with another.
         """
@@ -45,7 +49,9 @@ class AdapterNames:
     def _shared(self, lora: LoRARequest) -> str | None:
         """Path and which weights; None where this request shares its adapter with no other."""
         path, number = lora.lora_path or "", lora.lora_int_id
-        if not self._are_seen or getattr(lora, "load_inplace", False):  # in place: loaded again with each step
+        if not self._are_seen or getattr(
+            lora, "load_inplace", False
+        ):  # in place: loaded again with each step
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
             return None  # another adapter under a number that workers know already
@@ -68,6 +74,7 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are elsewhere
         if files is None:
-            # vLLM loads what the hub has by then, unless it is offline; or a trainer hands tensors over.
+            # vLLM loads what the hub has by then, unless it is offline; or a trainer hands tensors
+            # over.
             return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

@@ -1,6 +1,8 @@
-"""The namespace: everything except content that decides KV bytes, as (name, value) pairs for one digest.
+"""The namespace: everything except content that decides KV bytes, as (name, value) pairs for one
+digest.
 
-If in doubt, a field is included: a needless miss costs time, a wrong hit costs an answer. It must not depend on the store.
+If in doubt, a field is included: a needless miss costs time, a wrong hit costs an answer. It must
+not depend on the store.
 """
 
 from __future__ import annotations
@@ -34,25 +36,40 @@ MAX_DESCRIPTION_CHARS = 1000
 """As in rust/core/src/tier/disk/superblock.rs."""
 MAX_VALUE_CHARS = 200
 ENVIRONMENT = (
-    "VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8",
-    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_KV_CACHE_LAYOUT",
-)  # fmt: skip
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_KV_CACHE_LAYOUT",
+)
 """Environment variables that change KV and have no other setting."""
 
 
 def namespace_fields(
     vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV. ``ranks``: their configs."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's
+    KV. ``ranks``: their configs.
+    """
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
     load = vllm_config.load_config
     fields: dict[str, Any] = {
         "user": user_namespace,
         "model": model.model,
         "revision": model.revision,
         "code_revision": getattr(model, "code_revision", None),
-        "config": _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)),
+        "config": _digest(
+            json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
+        ),
         **model_fields(model, load),
         "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
@@ -63,23 +80,46 @@ def namespace_fields(
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
-        "model_impl": (getattr(model, "model_impl", None), getattr(model, "model_class_overrides", None)),
-        # The processing of images, video and audio: vLLM's identifiers cover only the input and the request's parameters.
+        "model_impl": (
+            getattr(model, "model_impl", None),
+            getattr(model, "model_class_overrides", None),
+        ),
+        # The processing of images, video and audio: vLLM's identifiers cover only the input and the
+        # request's parameters.
         "media": _settings(
-            getattr(model, "multimodal_config", None), "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate",
-            "video_pruning_method", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+            getattr(model, "multimodal_config", None),
+            "mm_processor_kwargs",
+            "media_io_kwargs",
+            "video_pruning_rate",
+            "video_pruning_method",
+            "mm_encoder_attn_dtype",
+            "mm_encoder_fp8_scale_path",
         ),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
-        "max_model_len": model.max_model_len,  # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
+        # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
+        "max_model_len": model.max_model_len,
         # Models read these when they are built (Llama 4 takes its temperature tuning so).
-        "model_settings": _settings(model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"),
+        "model_settings": _settings(
+            model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
+        ),
         "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever flag set them.
-        "pages": _digest(json.dumps(sorted({(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}))),
+        # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever
+        # flag set them.
+        "pages": _digest(
+            json.dumps(
+                sorted(
+                    {
+                        (name, repr(spec))
+                        for rank in ranks
+                        for name, spec in layer_specs(rank).items()
+                    }
+                )
+            )
+        ),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -87,10 +127,12 @@ def namespace_fields(
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
         "environment": engine_environment(ENVIRONMENT) or None,
         # Backends that may quantize what others do not.
-        "kernels": _settings(getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"),
+        "kernels": _settings(
+            getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"
+        ),
         "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,
-    }  # fmt: skip
+    }
     if has_draft_kv(vllm_config):
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
@@ -108,20 +150,36 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
     """Of a drafter whose KV is in the same blocks as the target's."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
-    named = {f"draft_{name}": value for name, value in model_fields(model, vllm_config.load_config).items()}
+    named = {
+        f"draft_{name}": value
+        for name, value in model_fields(model, vllm_config.load_config).items()
+    }
     return named | {
         "draft_model": model.model,
         "draft_revision": model.revision,
-        "draft_config": _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)),
+        "draft_config": _digest(
+            json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
+        ),
         "draft_settings": [
-            *(_settings(speculative, "method", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size") or ()),
+            *(
+                _settings(
+                    speculative,
+                    "method",
+                    "num_speculative_tokens",
+                    "parallel_drafting",
+                    "draft_tensor_parallel_size",
+                )
+                or ()
+            ),
             *(_settings(model, "dtype", "quantization", "max_model_len") or ()),
         ],
     }
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:
-    """The fields that say something, as a JSON object of text no longer than a superblock keeps, for `kvloft inspect`."""
+    """The fields that say something, as a JSON object of text no longer than a superblock keeps,
+    for `kvloft inspect`.
+    """
     said: dict[str, str] = {}
     for name, value in fields:
         text = _unquoted(value)
@@ -142,9 +200,14 @@ def _unquoted(value: str) -> str:
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:
-    """Whether vLLM names media by a count that starts afresh with its process, not by their content."""
+    """Whether vLLM names media by a count that starts afresh with its process, not by their
+    content.
+    """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
-    caches_off = getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching
+    caches_off = (
+        getattr(media, "mm_processor_cache_gb", None) == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
     return media is not None and caches_off
 
 
@@ -156,7 +219,11 @@ def are_replaced(vllm_config: Any) -> bool:
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
     """All of them: they say which modules an adapter changes, and in which precision."""
-    return sorted((name, str(value)) for name, value in vars(lora).items()) if lora is not None else None
+    return (
+        sorted((name, str(value)) for name, value in vars(lora).items())
+        if lora is not None
+        else None
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Identifies an engine's weights by files and commits, because KV can be shared only between equal weights.
+"""Identifies an engine's weights by files and commits, because KV can be shared only between equal
+weights.
 
-vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not have changed since the engine's
-process began. If the weights cannot be identified, the identity is unique to this run: a needless miss costs time, a wrong hit
-an answer. A problem with a file is never an error here. It must not depend on requests or the store.
+vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
+have changed since the engine's process began. If the weights cannot be identified, the identity is
+unique to this run: a needless miss costs time, a wrong hit an answer. A problem with a file is
+never an error here. It must not depend on requests or the store.
 """
 
 from __future__ import annotations
@@ -35,9 +37,19 @@ MAX_ENTRIES: Final = 10_000
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
-    "auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes", "sharded_state", "fastsafetensors",
-    "runai_streamer", "runai_streamer_sharded",
-}  # fmt: skip
+    "auto",
+    "hf",
+    "pt",
+    "safetensors",
+    "npcache",
+    "gguf",
+    "mistral",
+    "bitsandbytes",
+    "sharded_state",
+    "fastsafetensors",
+    "runai_streamer",
+    "runai_streamer_sharded",
+}
 """Load formats that take the weights from the model's own folder."""
 _SAMPLE_BYTES = 1 << 16
 _registered_s = 0.0
@@ -50,18 +62,29 @@ def note_start() -> None:
 
 
 def engine_start_s() -> float:
-    """Unix time before which files must have been as they are now, for the engine of this process to have loaded them."""
+    """Unix time before which files must have been as they are now, for the engine of this process
+    to have loaded them.
+    """
     try:
-        since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        since_boot = int(
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        ) / os.sysconf("SC_CLK_TCK")
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
-    except (OSError, ValueError, IndexError, AttributeError):  # no /proc: then every file may be newer
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        AttributeError,
+    ):  # no /proc: then every file may be newer
         return _registered_s
     return max(time.time() - age, _registered_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Files below a path, as (name, size, mtime, ctime in ns); the latest change of one, or of a link or folder there."""
+    """Files below a path, as (name, size, mtime, ctime in ns); the latest change of one, or of a
+    link or folder there.
+    """
 
     root: str
     files: tuple[tuple[bytes, int, int, int], ...]
@@ -72,20 +95,24 @@ class Look:
         digest = hashlib.blake2b(digest_size=16)
         for name, size, mtime, ctime in self.files:
             digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
-            for sample in _samples(os.path.join(os.fsencode(self.root), name) if name else os.fsencode(self.root), size):  # noqa: PTH118
+            for sample in _samples(
+                os.path.join(os.fsencode(self.root), name) if name else os.fsencode(self.root),  # noqa: PTH118
+                size,
+            ):
                 digest.update(sample)
         return digest.hexdigest()
 
 
 def look(path: str, *, below: bool = True) -> Look | None:
-    """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or without.
+    """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or
+    without.
 
     None where there are none, or more than one can look at.
     """
     if not path:
         return None
     try:
-        root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (pathlib raises for unknown users)
+        root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
         latest = max(_links_to(root), default=0.0)
         entries = list(_entries(os.fsencode(root), below=below))
     except (OSError, ValueError, RuntimeError) as error:
@@ -100,7 +127,8 @@ def look(path: str, *, below: bool = True) -> Look | None:
 
 
 class LooksInTime:
-    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system that hangs.
+    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system
+    that hangs.
 
     The thread ends when this is closed or gone: a process may have many engines, one after another.
     """
@@ -112,7 +140,9 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Ends the thread, if there is one, after the look that is under way. Nothing is looked at afterwards."""
+        """Ends the thread, if there is one, after the look that is under way. Nothing is looked at
+        afterwards.
+        """
         self._end()
 
     def look(self, path: str) -> Look | None:
@@ -121,7 +151,9 @@ class LooksInTime:
         Raises TimeoutError if that fails, at once while an earlier one hangs.
         """
         if self._last is None:
-            threading.Thread(target=_look_when_asked, args=(self._asked,), name="kvloft-looks", daemon=True).start()
+            threading.Thread(
+                target=_look_when_asked, args=(self._asked,), name="kvloft-looks", daemon=True
+            ).start()
             self._end = weakref.finalize(self, self._asked.put, None)
         elif not self._last.done():
             raise TimeoutError(path)
@@ -140,8 +172,12 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
             answer.set_exception(TimeoutError(path))
 
 
-def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Of ``root`` and all below it: name, what it leads to, and times of change, those of links included."""
+def _entries(
+    root: bytes, *, below: bool
+) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
+    """Of ``root`` and all below it: name, what it leads to, and times of change, those of links
+    included.
+    """
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
     while todo:
@@ -151,7 +187,7 @@ def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_resul
             raise ValueError(f"more than {MAX_ENTRIES} files and folders")
         try:
             own = os.lstat(path)
-            status = os.stat(path)  # noqa: PTH116 (bytes)
+            status = os.stat(path)  # noqa: PTH116
         except OSError:  # gone, or a link to nothing: vLLM loads nothing from it either
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
@@ -161,16 +197,22 @@ def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_resul
         if is_folder and (status.st_dev, status.st_ino) not in folders:
             folders.add((status.st_dev, status.st_ino))
             try:
-                inside = os.listdir(path)  # noqa: PTH208 (bytes)
+                inside = os.listdir(path)  # noqa: PTH208
             except OSError:
                 if not name:
                     raise
                 continue  # such as lost+found: vLLM sees nothing in it either
-            todo += [os.path.join(name, each) if name else each for each in inside if not each.startswith(b".")]  # noqa: PTH118
+            todo += [
+                os.path.join(name, each) if name else each  # noqa: PTH118
+                for each in inside
+                if not each.startswith(b".")
+            ]
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Times of change of the links on the way to ``path``, links behind links included, and of folders there that were renamed."""
+    """Times of change of the links on the way to ``path``, links behind links included, and of
+    folders there that were renamed.
+    """
     todo, seen = [path], {path}
     while todo:
         place = Path(todo.pop())
@@ -180,12 +222,13 @@ def _links_to(path: str) -> Iterator[float]:
                 continue
             if stat.S_ISLNK(own.st_mode):
                 yield max(own.st_mtime, own.st_ctime)
-                target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100 (one link at a time)
+                target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100
                 if target not in seen and len(seen) < MAX_LINKS:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                yield own.st_ctime  # a new entry in it changes both times alike, a new name of its own only this one
+                # a new entry in it changes both times alike, a new name of its own only this one
+                yield own.st_ctime
 
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
@@ -200,7 +243,8 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
-    """Return the Hugging Face hub commit of ``name`` in this machine's cache; None if it is missing or not from that hub.
+    """Return the Hugging Face hub commit of ``name`` in this machine's cache; None if it is missing
+    or not from that hub.
 
     After a load that is the commit that was loaded. No connection is made.
     """
@@ -217,11 +261,15 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
 
 
 def model_fields(model: Any, load: Any) -> dict[str, str | None]:
-    """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig."""
+    """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig
+    and LoadConfig.
+    """
     # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
     elsewhere = getattr(model, "hf_config_path", None)
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
-    commit = commit or hub_commit(model.model, model.revision, getattr(load, "download_dir", None) if elsewhere else None)
+    commit = commit or hub_commit(
+        model.model, model.revision, getattr(load, "download_dir", None) if elsewhere else None
+    )
     files = look(model.model)
     load_format = str(load.load_format)
     unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
@@ -234,13 +282,19 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     }
 
 
-def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look | None) -> str | None:
+def _why_unknown(
+    model: Any, load_format: str, commit: str | None, files: Look | None
+) -> str | None:
     """Return the reason why the weights cannot be identified; None if they can."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
     values = auto_map.values() if isinstance(auto_map, dict) else ()
-    code = [str(name) for each in values for name in (each if isinstance(each, list | tuple) else [each])]
+    code = [
+        str(name)
+        for each in values
+        for name in (each if isinstance(each, list | tuple) else [each])
+    ]
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, which kvloft cannot read"
     if load_format not in FILE_FORMATS:

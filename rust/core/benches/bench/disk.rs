@@ -1,7 +1,8 @@
-//! The disk tier against `fio` on the same file system, in the same run, with the same block size, threads and
-//! `O_DIRECT`; and the time until a directory of a million chunks is ready.
+//! The disk tier against `fio` on the same file system, in the same run, with the same block size,
+//! threads and `O_DIRECT`; and the time until a directory of a million chunks is ready.
 //!
-//! Measures in the target directory unless told where, and leaves nothing behind. Target: at least 0.90 of fio, under 1 s until ready.
+//! Measures in the target directory unless told where, and leaves nothing behind. Target: at least
+//! 0.90 of fio, under 1 s until ready.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
 use std::fs::{self, OpenOptions};
@@ -37,12 +38,16 @@ enum Verb {
 pub(crate) fn run(chosen: Option<PathBuf>) {
     let parent = chosen.unwrap_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
     let dir = tempfile::Builder::new().prefix("kvloft-bench-").tempdir_in(&parent).unwrap();
-    let has_fio = Command::new("fio").arg("--version").output().is_ok_and(|out| out.status.success());
+    let has_fio =
+        Command::new("fio").arg("--version").output().is_ok_and(|out| out.status.success());
     title(&format!("Disk tier in {}", parent.display()));
     if !has_fio {
         println!("fio is not installed (apt-get install fio): the comparison is left out");
     }
-    println!("{:>8} {:>7} {:>6} {:>11} {:>9} {:>6}", "frame", "threads", "", "kvloft GB/s", "fio GB/s", "ratio");
+    println!(
+        "{:>8} {:>7} {:>6} {:>11} {:>9} {:>6}",
+        "frame", "threads", "", "kvloft GB/s", "fio GB/s", "ratio"
+    );
     let mut ratios = Vec::new();
     for frame_kib in [64, 512, 2048] {
         ratios.extend(measure_frame_size(dir.path(), frame_kib * 1024, has_fio));
@@ -92,8 +97,15 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Bytes a second of whole frames at random slots: the sum over threads, each by its own clock and over its own share.
-fn run_tier(tier: &DiskTier, slots: &mut [SlotId], threads: usize, verb: Verb, frame_bytes: u64) -> f64 {
+/// Bytes a second of whole frames at random slots: the sum over threads, each by its own clock and
+/// over its own share.
+fn run_tier(
+    tier: &DiskTier,
+    slots: &mut [SlotId],
+    threads: usize,
+    verb: Verb,
+    frame_bytes: u64,
+) -> f64 {
     let start = Barrier::new(threads);
     let share_len = slots.len().div_ceil(threads);
     std::thread::scope(|scope| {
@@ -115,7 +127,8 @@ fn run_tier(tier: &DiskTier, slots: &mut [SlotId], threads: usize, verb: Verb, f
 
 /// More than a cache holds, as in an arena, and touched: untouched memory is one page of zeros.
 fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
-    let mut frames: Vec<_> = (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
+    let mut frames: Vec<_> =
+        (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
     for frame in &mut frames {
         frame.fill(thread.try_into().unwrap_or(1));
     }
@@ -149,7 +162,14 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
 fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bool) -> f64 {
     let name = if verb == Verb::Write { "write" } else { "read" };
     let out = Command::new("fio")
-        .args(["--name=b", "--ioengine=psync", "--thread", "--group_reporting", "--time_based", "--norandommap"])
+        .args([
+            "--name=b",
+            "--ioengine=psync",
+            "--thread",
+            "--group_reporting",
+            "--time_based",
+            "--norandommap",
+        ])
         .args(["--randrepeat=0", "--overwrite=1", "--output-format=json"])
         .arg(format!("--filename={}", file.display()))
         .arg(format!("--size={FILE_BYTES}"))
@@ -161,11 +181,13 @@ fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bo
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
-    let json: serde_json::Value = serde_json::from_str(&text[text.find('{').unwrap_or(0)..]).unwrap();
+    let json: serde_json::Value =
+        serde_json::from_str(&text[text.find('{').unwrap_or(0)..]).unwrap();
     json["jobs"][0][name]["bw_bytes"].as_f64().unwrap()
 }
 
-/// Opens a directory whose index has a million records, written here by ARCHITECTURE.md's words, its frames a hole.
+/// Opens a directory whose index has a million records, written here by ARCHITECTURE.md's words,
+/// its frames a hole.
 fn measure_open(dir: &Path) {
     let dir = dir.join("million");
     let config = config(&dir, 4096, 16 << 30);
@@ -177,7 +199,8 @@ fn measure_open(dir: &Path) {
         .unwrap()
         .set_len(4096 * u64::from(CHUNKS))
         .unwrap();
-    let mut index = OpenOptions::new().read(true).write(true).open(namespace.join("index.dat")).unwrap();
+    let mut index =
+        OpenOptions::new().read(true).write(true).open(namespace.join("index.dat")).unwrap();
     let bytes: Vec<u8> = (0..CHUNKS).flat_map(record).collect();
     index.write_all(&bytes).unwrap();
     for cache in ["cold", "warm"] {
@@ -200,14 +223,22 @@ fn measure_open(dir: &Path) {
         eviction: Eviction::default(),
         available_bytes: None,
         namespace: NAMESPACE,
-        disk: Some(DiskSettings { dir, cap_bytes: config.cap_bytes, num_threads: 1, description: config.description }),
+        disk: Some(DiskSettings {
+            dir,
+            cap_bytes: config.cap_bytes,
+            num_threads: 1,
+            description: config.description,
+        }),
         now_s: 0,
         limits: kvloft_core::store::TenantLimits::default(),
     };
     let (began, cpu_began) = (Instant::now(), cpu_time());
     let store = Store::open(&store).unwrap();
-    let (took, cpu) = (began.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu_began).as_secs_f64());
-    println!("whole store ready with as many (warm page cache): {took:.2} s, {cpu:.2} s of it on the CPU");
+    let (took, cpu) =
+        (began.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu_began).as_secs_f64());
+    println!(
+        "whole store ready with as many (warm page cache): {took:.2} s, {cpu:.2} s of it on the CPU"
+    );
     store.close(Duration::ZERO);
 }
 
@@ -223,7 +254,8 @@ fn record(slot: u32) -> [u8; 128] {
     let key = |n: u32| *blake3::hash(&n.to_le_bytes()).as_bytes();
     let parent = if n.is_multiple_of(1000) { [0; 32] } else { key(n - 1) };
     let numbers = [1, n % 1000, slot, 0].map(u32::to_le_bytes).concat();
-    let head: [&[u8]; 7] = [b"KVLREC01", &key(n), &parent, &[0; 16], &u64::from(n).to_le_bytes(), &[0; 8], &numbers];
+    let head: [&[u8]; 7] =
+        [b"KVLREC01", &key(n), &parent, &[0; 16], &u64::from(n).to_le_bytes(), &[0; 8], &numbers];
     let head = head.concat();
     let seed = u64::from_le_bytes([0x42; 8]);
     let mut out = [0; 128];

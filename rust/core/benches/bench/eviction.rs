@@ -1,5 +1,6 @@
-//! Hit ratio of each policy on a trace, beside LRU's and the optimum. Each request is looked up, leased and saved in a real store.
-//! The optimum knows the future: it keeps what is used soonest, which no policy can beat.
+//! Hit ratio of each policy on a trace, beside LRU's and the optimum. Each request is looked up,
+//! leased and saved in a real store. The optimum knows the future: it keeps what is used soonest,
+//! which no policy can beat.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -12,7 +13,8 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Sizes in percent of the unique blocks, and the least that the default policy should find, as a multiple of LRU's hits.
+/// Sizes in percent of the unique blocks, and the least that the default policy should find, as a
+/// multiple of LRU's hits.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
 /// One working set after another: the size in percent of one, and the target.
@@ -25,10 +27,20 @@ pub(crate) fn run(asked: Option<&Path>) {
         states::table(&name, &trace);
     }
     states::table("synthetic chats", &synthetic());
-    table("synthetic chats", &synthetic(), 0, &SIZES.map(|(percent, _)| (percent, SYNTHETIC_TARGET)));
+    table(
+        "synthetic chats",
+        &synthetic(),
+        0,
+        &SIZES.map(|(percent, _)| (percent, SYNTHETIC_TARGET)),
+    );
     let [first, second] = two_sets();
     let (percent, target) = TWO_SETS;
-    table("the second of two sets of chats", &[&first[..], &second].concat(), first.len(), &[(percent / 2, target)]);
+    table(
+        "the second of two sets of chats",
+        &[&first[..], &second].concat(),
+        first.len(),
+        &[(percent / 2, target)],
+    );
 }
 
 /// Compares policies by the hits of the requests from `counted` on.
@@ -47,7 +59,8 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
         let capacity = (unique * percent as usize).div_ceil(100).max(1);
         let ratio = |hits: Vec<usize>| hits[counted..].iter().sum::<usize>() as f64 / total as f64;
         let best = ratio(optimum(trace, capacity));
-        let [lru, ours] = [Eviction::Lru, Eviction::default()].map(|policy| ratio(replay(trace, capacity, policy)));
+        let [lru, ours] = [Eviction::Lru, Eviction::default()]
+            .map(|policy| ratio(replay(trace, capacity, policy)));
         let more = ours / lru;
         println!(
             "{percent:>4}% {capacity:>8} {best:>9.4} {lru:>9.4} {ours:>9.4} {more:>10.3} {target:>8} {:>7}",
@@ -84,9 +97,8 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Hits of each request of a policy that knows the future. A block's parent is used whenever it is, so of two the deeper is
-/// never needed sooner,
-/// and presence stays monotone by itself.
+/// Hits of each request of a policy that knows the future. A block's parent is used whenever it is,
+/// so of two the deeper is never needed sooner, and presence stays monotone by itself.
 fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
     for (turn, ids) in trace.iter().enumerate().rev() {

@@ -1,4 +1,5 @@
-//! Keys of token ids and of embedding rows beside plain BLAKE3 of the same bytes, and the tag of a chunk beside a copy.
+//! Keys of token ids and of embedding rows beside plain BLAKE3 of the same bytes, and the tag of a
+//! chunk beside a copy.
 
 use std::time::Instant;
 
@@ -36,7 +37,13 @@ fn embeds(rows: &[u8], block_tokens: u32) -> KeyChain {
 }
 
 /// One line: milliseconds, bytes a second, and the ratio to what took turns with it.
-fn row(what: &str, num_bytes: usize, [ours, beside]: &[Times; 2], name: &str, target: (&str, bool)) {
+fn row(
+    what: &str,
+    num_bytes: usize,
+    [ours, beside]: &[Times; 2],
+    name: &str,
+    target: (&str, bool),
+) {
     let ms = |share| ours.quantile(share) * 1e3;
     let speed = |times: &Times| num_bytes as f64 / times.min() / 1e9;
     println!(
@@ -55,7 +62,8 @@ fn row(what: &str, num_bytes: usize, [ours, beside]: &[Times; 2], name: &str, ta
 fn token_rows() {
     let (ids, bytes) = (ids(), noise(NUM_IDS as usize * 4));
     for (block_tokens, target_ms) in [(256, 0.25), (16, 1.0)] {
-        let turns = in_turns(300, || tokens(&ids, block_tokens), || blake3::keyed_hash(&[7; 32], &bytes));
+        let turns =
+            in_turns(300, || tokens(&ids, block_tokens), || blake3::keyed_hash(&[7; 32], &bytes));
         let what = format!("{NUM_IDS} token ids, blocks of {block_tokens}, 1 thread");
         let target = (&*format!("{target_ms} ms"), turns[0].min() * 1e3 <= target_ms);
         row(&what, bytes.len(), &turns, "plain BLAKE3", target);
@@ -69,7 +77,9 @@ fn embed_rows() {
         for block_tokens in [16, 256] {
             let plain = || blake3::Hasher::new_keyed(&[7; 32]).update_rayon(&rows).finalize();
             let turns = pool.install(|| in_turns(400, || embeds(&rows, block_tokens), plain));
-            let what = format!("{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, {threads} threads");
+            let what = format!(
+                "{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, {threads} threads"
+            );
             let met = turns[1].min() / turns[0].min() >= 0.9;
             row(&what, rows.len(), &turns, "plain BLAKE3", ("ratio 0.90", met));
         }

@@ -1,6 +1,7 @@
 //! Lookups in a store of a million chunks.
 //!
-//! Each prompt has 131,072 tokens. Lookups go round many prompts, so that the caches of the processor do not hold the answer.
+//! Each prompt has 131,072 tokens. Lookups go round many prompts, so that the caches of the
+//! processor do not hold the answer.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -17,18 +18,22 @@ const FRAME_BYTES: u64 = 4096;
 /// Prompts that are looked up in turn.
 const NUM_PROBES: u32 = 61;
 
-/// A prompt of `num_blocks` one-token blocks, of which the first `num_shared` are those of prompt `seed`.
+/// A prompt of `num_blocks` one-token blocks, of which the first `num_shared` are those of prompt
+/// `seed`.
 ///
-/// A key is 32 bytes whatever its block holds, so one token a block makes the same lookup as 16 or 256.
+/// A key is 32 bytes whatever its block holds, so one token a block makes the same lookup as 16 or
+/// 256.
 pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let other = |at: u32| if at < num_shared { seed } else { u32::MAX };
-    let ids: Vec<u32> = (0..num_blocks).map(|at| if at == 0 { other(at) } else { at ^ other(at) << 16 }).collect();
+    let ids: Vec<u32> =
+        (0..num_blocks).map(|at| if at == 0 { other(at) } else { at ^ other(at) << 16 }).collect();
     chain.append_tokens(&ids).expect("room for all ids");
     chain
 }
 
-/// A store full of prompts of `num_blocks` chunks. No frame is written, so it takes no memory but for its books.
+/// A store full of prompts of `num_blocks` chunks. No frame is written, so it takes no memory but
+/// for its books.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_bytes: FRAME_BYTES,
@@ -43,7 +48,9 @@ pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let store = Store::open(&config).expect("4 GB of address space");
     for seed in 0..NUM_CHUNKS / num_blocks {
         let range = 0..num_blocks;
-        let reserved = store.reserve(&prompt(seed, num_blocks, num_blocks), range).expect("the chain has the range");
+        let reserved = store
+            .reserve(&prompt(seed, num_blocks, num_blocks), range)
+            .expect("the chain has the range");
         store.commit(reserved.leases);
     }
     store
@@ -59,7 +66,11 @@ fn cases(num_blocks: u32) -> Vec<Case> {
     let stored = NUM_CHUNKS / num_blocks;
     let case = |name, found| {
         let seed = |nth: u32| nth * (stored / NUM_PROBES).max(1) % stored;
-        Case { name, found, probes: (0..NUM_PROBES).map(|nth| prompt(seed(nth), num_blocks, found)).collect() }
+        Case {
+            name,
+            found,
+            probes: (0..NUM_PROBES).map(|nth| prompt(seed(nth), num_blocks, found)).collect(),
+        }
     };
     vec![case("all", num_blocks), case("two thirds", num_blocks * 2 / 3), case("none", 0)]
 }
@@ -78,7 +89,15 @@ pub(crate) fn run() {
     title(&format!("Lookup of a prompt of {PROMPT_TOKENS} tokens among {NUM_CHUNKS} chunks"));
     println!(
         "{:>6} {:>12} {:>14} {:>8} {:>8} {:>16} {:>8} {:>10} {:>7}",
-        "keys", "found", "lookup min us", "median", "max", "lease median us", "max", "target us", ""
+        "keys",
+        "found",
+        "lookup min us",
+        "median",
+        "max",
+        "lease median us",
+        "max",
+        "target us",
+        ""
     );
     for (tokens, target_us) in [(256, 50.0), (16, 100.0)] {
         let num_blocks = PROMPT_TOKENS / tokens;

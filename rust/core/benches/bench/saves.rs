@@ -1,9 +1,11 @@
-//! A save of one chunk into a full store of a million, each of which evicts one: reserve and commit, one call each.
+//! A save of one chunk into a full store of a million, each of which evicts one: reserve and
+//! commit, one call each.
 //!
-//! Every fourth prompt was saved before and comes back, and as many are looked up again. So victims are found among chunks
-//! used once and again, and ghosts are called back. Frames are never written: they would cost memory and time, and neither is
-//! the store's. The store does the same in every round, so what a save takes in its shortest round is its own cost, and what it
-//! takes besides is the machine's: other processes have the core for milliseconds.
+//! Every fourth prompt was saved before and comes back, and as many are looked up again. So victims
+//! are found among chunks used once and again, and ghosts are called back. Frames are never
+//! written: they would cost memory and time, and neither is the store's. The store does the same in
+//! every round, so what a save takes in its shortest round is its own cost, and what it takes
+//! besides is the machine's: other processes have the core for milliseconds.
 
 use std::time::{Duration, Instant};
 
@@ -26,9 +28,14 @@ fn round(eviction: Eviction) -> Vec<Duration> {
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {
         // Old prompts, of which some are gone by now, and new ones.
-        let seed = if nth % 4 == 0 { nth.wrapping_mul(7919) % num_stored } else { num_stored + nth };
+        let seed =
+            if nth % 4 == 0 { nth.wrapping_mul(7919) % num_stored } else { num_stored + nth };
         let chain = prompt(seed, PROMPT_CHUNKS, PROMPT_CHUNKS);
-        drop(store.acquire(&prompt(nth.wrapping_mul(104_729) % num_stored, PROMPT_CHUNKS, PROMPT_CHUNKS)));
+        drop(store.acquire(&prompt(
+            nth.wrapping_mul(104_729) % num_stored,
+            PROMPT_CHUNKS,
+            PROMPT_CHUNKS,
+        )));
         let lease = store.acquire(&chain);
         for start in lease.poll().ready_units..PROMPT_CHUNKS {
             let range = start..start + 1;
@@ -38,7 +45,11 @@ fn round(eviction: Eviction) -> Vec<Duration> {
             times.push(began.elapsed());
         }
     }
-    let evictions = store.stats().into_iter().find(|(name, _)| *name == "host_evictions").map_or(0, |(_, num)| num);
+    let evictions = store
+        .stats()
+        .into_iter()
+        .find(|(name, _)| *name == "host_evictions")
+        .map_or(0, |(_, num)| num);
     assert_eq!(evictions, times.len() as u64, "each save evicts");
     times
 }
@@ -52,7 +63,9 @@ pub(crate) fn run() {
     for (name, eviction) in [("lru", Eviction::Lru), ("adaptive", Eviction::Adaptive)] {
         let rounds: Vec<_> = (0..ROUNDS).map(|_| round(eviction)).collect();
         let any = Times::new(rounds.concat());
-        let own = (0..rounds[0].len()).filter_map(|nth| rounds.iter().map(|times| times[nth]).min()).collect();
+        let own = (0..rounds[0].len())
+            .filter_map(|nth| rounds.iter().map(|times| times[nth]).min())
+            .collect();
         let own = Times::new(own);
         let us = |times: &Times, share| times.quantile(share) * 1e6;
         let (median, worst) = (us(&any, 0.5), us(&own, 1.0));

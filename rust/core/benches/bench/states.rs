@@ -1,5 +1,6 @@
-//! Hit ratio where each prompt keeps states behind its last whole block: a hit needs all of them there, and all blocks before. Beside
-//! LRU's, and what adaptive eviction finds where states do not say what they are kept beside.
+//! Hit ratio where each prompt keeps states behind its last whole block: a hit needs all of them
+//! there, and all blocks before. Beside LRU's, and what adaptive eviction finds where states do not
+//! say what they are kept beside.
 
 use std::collections::BTreeSet;
 
@@ -26,11 +27,14 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     );
     for percent in SIZES {
         let frames = (unique * percent as usize).div_ceil(100);
-        let ratio = |policy, says_beside| replay(trace, frames, policy, says_beside) as f64 / total as f64;
+        let ratio =
+            |policy, says_beside| replay(trace, frames, policy, says_beside) as f64 / total as f64;
         let (lru, not_told) = (ratio(Eviction::Lru, true), ratio(Eviction::default(), false));
         let ours = ratio(Eviction::default(), true);
         let (more, met) = (ours / lru, verdict(ours >= TARGET * lru && ours >= not_told));
-        println!("{percent:>4}% {frames:>8} {lru:>9.4} {not_told:>9.4} {ours:>9.4} {more:>12.3} {TARGET:>8} {met:>7}");
+        println!(
+            "{percent:>4}% {frames:>8} {lru:>9.4} {not_told:>9.4} {ours:>9.4} {more:>12.3} {TARGET:>8} {met:>7}"
+        );
     }
 }
 
@@ -74,7 +78,12 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
             }
         }
         let whole = |stop| 0..stop;
-        store.commit(store.reserve(&chain, whole(chain.num_blocks())).expect("the chain has the range").leases);
+        store.commit(
+            store
+                .reserve(&chain, whole(chain.num_blocks()))
+                .expect("the chain has the range")
+                .leases,
+        );
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
             let asked = ToSave { prefix, units: whole(1), is_attached: true };

@@ -12,7 +12,8 @@ impl Times {
         Self(times)
     }
 
-    /// Seconds that a share of the times does not exceed: 0 is the minimum, 0.5 the median, 1 the maximum.
+    /// Seconds that a share of the times does not exceed: 0 is the minimum, 0.5 the median, 1 the
+    /// maximum.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let last = self.0.len() - 1;
         let at = (0..last).find(|&at| at as f64 >= share * last as f64).unwrap_or(last);
@@ -25,7 +26,11 @@ impl Times {
 }
 
 /// What two things take that are done in turns.
-pub(crate) fn in_turns<A, B>(turns: usize, mut one: impl FnMut() -> A, mut two: impl FnMut() -> B) -> [Times; 2] {
+pub(crate) fn in_turns<A, B>(
+    turns: usize,
+    mut one: impl FnMut() -> A,
+    mut two: impl FnMut() -> B,
+) -> [Times; 2] {
     let (mut ones, mut twos) = (Vec::new(), Vec::new());
     for _ in 0..turns {
         let start = Instant::now();

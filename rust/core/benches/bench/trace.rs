@@ -1,5 +1,6 @@
-//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes), and
-//! synthetic ones: chats of several turns over few system prompts, popular ones more often; and two sets of chats, one after the other.
+//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids
+//! mean equal prefixes), and synthetic ones: chats of several turns over few system prompts,
+//! popular ones more often; and two sets of chats, one after the other.
 
 use std::path::Path;
 
@@ -16,13 +17,17 @@ pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
     if asked.is_none() && !path.exists() {
         return None;
     }
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let ids = |line: &str| {
         let line: serde_json::Value = serde_json::from_str(line).ok()?;
         line["hash_ids"].as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
     };
     let trace = text.lines().map(ids).collect::<Option<Trace>>();
-    Some((path.display().to_string(), trace.unwrap_or_else(|| panic!("{}: not a trace", path.display()))))
+    Some((
+        path.display().to_string(),
+        trace.unwrap_or_else(|| panic!("{}: not a trace", path.display())),
+    ))
 }
 
 /// Pseudo-random numbers below a limit, the same in every run.
@@ -34,7 +39,8 @@ fn numbers() -> impl FnMut(u32) -> u32 {
     }
 }
 
-/// Chats of up to 8 turns, a few hundred open at a time; each turn repeats the chat so far and adds some blocks.
+/// Chats of up to 8 turns, a few hundred open at a time; each turn repeats the chat so far and adds
+/// some blocks.
 pub(crate) fn synthetic() -> Trace {
     let mut below = numbers();
     let mut next_id = 1000;
@@ -61,14 +67,16 @@ pub(crate) fn synthetic() -> Trace {
     trace
 }
 
-/// Twice 64 chats of 5 turns, which take turns at random: a prompt of 4,000 tokens, then 400 more each turn, and 150 of answer, in
-/// blocks of 64 tokens. No chat of the first set comes back in the second.
+/// Twice 64 chats of 5 turns, which take turns at random: a prompt of 4,000 tokens, then 400 more
+/// each turn, and 150 of answer, in blocks of 64 tokens. No chat of the first set comes back in the
+/// second.
 pub(crate) fn two_sets() -> [Trace; 2] {
     const CHATS: u32 = 64;
     const TURNS: u32 = 5;
     let mut below = numbers();
     [0, 1].map(|set| {
-        let mut chats: Vec<(u32, u32)> = (0..CHATS).map(|chat| ((set * CHATS + chat) * 1000, 0)).collect();
+        let mut chats: Vec<(u32, u32)> =
+            (0..CHATS).map(|chat| ((set * CHATS + chat) * 1000, 0)).collect();
         let mut trace = Trace::new();
         while !chats.is_empty() {
             let at = below(u32::try_from(chats.len()).expect("few chats")) as usize;

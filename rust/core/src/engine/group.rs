@@ -1,7 +1,7 @@
 //! Which chunks a prefix needs of each KV cache group: arithmetic only.
 //!
-//! A prefix is a row of units, and each unit has one chunk per group. A full-attention group needs all of them, a
-//! sliding-window group those of its last tokens, a Mamba group one state.
+//! A prefix is a row of units, and each unit has one chunk per group. A full-attention group needs
+//! all of them, a sliding-window group those of its last tokens, a Mamba group one state.
 
 use std::ops::Range;
 
@@ -31,7 +31,8 @@ pub struct Group {
     pub block_tokens: u32,
     /// Blocks per unit.
     pub blocks_per_unit: u32,
-    /// How many of those, the last ones, a chunk keeps: no prefix needs the others, and vLLM may have freed them.
+    /// How many of those, the last ones, a chunk keeps: no prefix needs the others, and vLLM may
+    /// have freed them.
     pub kept_blocks: u32,
     /// In tokens; of windows and local chunks.
     pub reach: u32,
@@ -48,13 +49,20 @@ pub struct Cut {
 
 impl Group {
     /// The only group of a model whose layers all use full attention, with one block per unit.
-    pub const ONLY: Self =
-        Self { number: None, kind: GroupKind::Full, block_tokens: 1, blocks_per_unit: 1, kept_blocks: 1, reach: 0 };
+    pub const ONLY: Self = Self {
+        number: None,
+        kind: GroupKind::Full,
+        block_tokens: 1,
+        blocks_per_unit: 1,
+        kept_blocks: 1,
+        reach: 0,
+    };
 
     /// `InvalidConfig` for a size of zero, or more blocks kept than there are.
     pub fn check(&self) -> Result<()> {
         let has_reach = self.reach > 0 || self.kind != GroupKind::Local;
-        let has_blocks = self.block_tokens > 0 && (1..=self.blocks_per_unit).contains(&self.kept_blocks);
+        let has_blocks =
+            self.block_tokens > 0 && (1..=self.blocks_per_unit).contains(&self.kept_blocks);
         if has_blocks && has_reach {
             return Ok(());
         }
@@ -85,7 +93,8 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// The units that a prefix of `num_units` needs. The first block that it needs may be inside the first of them.
+    /// The units that a prefix of `num_units` needs. The first block that it needs may be inside
+    /// the first of them.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

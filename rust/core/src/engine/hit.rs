@@ -1,7 +1,9 @@
-//! The deepest hit: the last boundary between units at which every group has the chunks that it needs.
+//! The deepest hit: the last boundary between units at which every group has the chunks that it
+//! needs.
 //!
-//! Chunks of full-attention groups depend on those before them, so lookups find the end of the stored prefix. Chunks of other
-//! groups are added and removed one by one: they are looked up backwards from that end.
+//! Chunks of full-attention groups depend on those before them, so lookups find the end of the
+//! stored prefix. Chunks of other groups are added and removed one by one: they are looked up
+//! backwards from that end.
 
 use super::group::{Group, GroupKind};
 use crate::Result;
@@ -9,8 +11,8 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// Where a chunk is missing, this many more are looked up before it, and the next time this many times more. With a server
-/// each lookup is a round trip.
+/// Where a chunk is missing, this many more are looked up before it, and the next time this many
+/// times more. With a server each lookup is a round trip.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
@@ -42,7 +44,11 @@ impl Column<'_> {
     /// The units to look up for a prefix of `num_units`, and `further` ones before them.
     fn missing(&self, num_units: u32, further: u32) -> std::ops::Range<u32> {
         let first = self.group.units(num_units).start.saturating_sub(further);
-        first..if self.start < num_units && num_units <= self.end() { self.start } else { num_units }
+        first..if self.start < num_units && num_units <= self.end() {
+            self.start
+        } else {
+            num_units
+        }
     }
 
     fn add(&mut self, start: u32, mut found: Vec<Lookup>) {
@@ -60,30 +66,53 @@ impl Column<'_> {
         }
     }
 
-    /// `num_units` if all that a prefix of that length needs is there; else a smaller number, such that no number between the two
-    /// will do.
+    /// `num_units` if all that a prefix of that length needs is there; else a smaller number, such
+    /// that no number between the two will do.
     fn nearest(&self, num_units: u32, at: Where) -> u32 {
-        let Some(missing) = self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, at)) else {
+        let Some(missing) =
+            self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, at))
+        else {
             return num_units;
         };
         if self.group.kind == GroupKind::Local {
             return missing; // a prefix that ends between two local chunks needs neither
         }
-        (self.start..missing).rev().find(|unit| self.is_there(*unit, at)).map_or(self.start, |unit| unit + 1)
+        (self.start..missing)
+            .rev()
+            .find(|unit| self.is_there(*unit, at))
+            .map_or(self.start, |unit| unit + 1)
     }
 }
 
-/// The deepest hits of at most `most` units, in host memory and in any tier. `chain` has that many units.
-pub(super) fn deepest(session: &dyn Session, groups: &[Group], chain: &KeyChain, most: Lookup) -> Result<Lookup> {
+/// The deepest hits of at most `most` units, in host memory and in any tier. `chain` has that many
+/// units.
+pub(super) fn deepest(
+    session: &dyn Session,
+    groups: &[Group],
+    chain: &KeyChain,
+    most: Lookup,
+) -> Result<Lookup> {
     let attached = groups.iter().filter(|group| !group.is_full());
-    let column = |group| Column { group, number: group.number.unwrap_or_default(), start: 0, found: Vec::new() };
+    let column = |group| Column {
+        group,
+        number: group.number.unwrap_or_default(),
+        start: 0,
+        found: Vec::new(),
+    };
     let mut columns: Vec<_> = attached.map(column).collect();
     let stored_units = search(session, chain, &mut columns, most.stored_units, Where::Stored)?;
-    let host_units = search(session, chain, &mut columns, most.host_units.min(stored_units), Where::Host)?;
+    let host_units =
+        search(session, chain, &mut columns, most.host_units.min(stored_units), Where::Host)?;
     Ok(Lookup { host_units, stored_units })
 }
 
-fn search(session: &dyn Session, chain: &KeyChain, columns: &mut [Column<'_>], most: u32, at: Where) -> Result<u32> {
+fn search(
+    session: &dyn Session,
+    chain: &KeyChain,
+    columns: &mut [Column<'_>],
+    most: u32,
+    at: Where,
+) -> Result<u32> {
     let (mut num_units, mut further) = (most, 0);
     while num_units > 0 {
         let unknown: Vec<_> = columns.iter_mut().filter(|column| !column.has(num_units)).collect();
@@ -91,7 +120,8 @@ fn search(session: &dyn Session, chain: &KeyChain, columns: &mut [Column<'_>], m
             look_up(session, chain, unknown, num_units, further)?;
             further = if further == 0 { LOOK_BACK } else { further.saturating_mul(LOOK_FURTHER) };
         }
-        let nearest = columns.iter().map(|column| column.nearest(num_units, at)).min().unwrap_or(num_units);
+        let nearest =
+            columns.iter().map(|column| column.nearest(num_units, at)).min().unwrap_or(num_units);
         if nearest == num_units {
             break;
         }
@@ -108,9 +138,13 @@ fn look_up(
     further: u32,
 ) -> Result<()> {
     let asked: Vec<_> = columns.iter().map(|column| column.missing(num_units, further)).collect();
-    let keys = columns.iter().zip(&asked).map(|(column, units)| chain.attached(column.number, units.clone()));
+    let keys = columns
+        .iter()
+        .zip(&asked)
+        .map(|(column, units)| chain.attached(column.number, units.clone()));
     let keys = keys.collect::<Result<Vec<_>>>()?;
-    let each = keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key)));
+    let each =
+        keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key)));
     let mut found = session.lookup_many(&each.collect::<Vec<_>>()).into_iter();
     for (column, units) in columns.into_iter().zip(asked) {
         let own: Vec<_> = units.clone().map(|_| found.next().unwrap_or_default()).collect();

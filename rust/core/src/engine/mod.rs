@@ -1,9 +1,11 @@
-//! A store as one engine uses it: prefixes, block tables and reports of ranks, over a session's keys and numbers.
+//! A store as one engine uses it: prefixes, block tables and reports of ranks, over a session's
+//! keys and numbers.
 //!
-//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's report (I10), and committed
-//! only if no rank failed it (I3). A save reads its blocks after the step that planned it was launched; by then its request may
-//! be gone and a block another's, whose writer has to wait (I2). Tickets are the engine's own and count up for as long as it
-//! lives, whatever numbers the store gives its reservations, so a late report never settles another save.
+//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
+//! report (I10), and committed only if no rank failed it (I3). A save reads its blocks after the
+//! step that planned it was launched; by then its request may be gone and a block another's, whose
+//! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives,
+//! whatever numbers the store gives its reservations, so a late report never settles another save.
 
 mod group;
 mod hit;
@@ -35,13 +37,15 @@ pub struct EngineSession {
     session: Box<dyn Session>,
     num_ranks: u32,
     groups: Vec<Group>,
-    /// Places in `groups`: those of full attention first, whose chunks are the prefixes that a server knows.
+    /// Places in `groups`: those of full attention first, whose chunks are the prefixes that a
+    /// server knows.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
 }
 
 impl EngineSession {
-    /// Each of `num_ranks` reports every ticket once. `InvalidConfig` for a group with a size of zero, or no group.
+    /// Each of `num_ranks` reports every ticket once. `InvalidConfig` for a group with a size of
+    /// zero, or no group.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
             return Err(Error::new(ErrorKind::InvalidConfig, "a model without KV cache groups"));
@@ -75,29 +79,38 @@ impl EngineSession {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
-    // -- lookups and loads --------------------------------------------------------------------------------------
+    // -- lookups and loads
+    // --------------------------------------------------------------------------------------
 
-    /// Leading units that every full-attention group has: no hit is deeper. Without such a group, all that have keys.
+    /// Leading units that every full-attention group has: no hit is deeper. Without such a group,
+    /// all that have keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
         let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
-        let found = if prefixes.is_empty() { Vec::new() } else { self.session.lookup_many(&prefixes) };
+        let found =
+            if prefixes.is_empty() { Vec::new() } else { self.session.lookup_many(&prefixes) };
         let least = found.iter().fold(every, |least, one| Lookup {
             host_units: least.host_units.min(one.host_units),
             stored_units: least.stored_units.min(one.stored_units),
         });
         let num_units = chain.num_blocks();
-        Lookup { host_units: least.host_units.min(num_units), stored_units: least.stored_units.min(num_units) }
+        Lookup {
+            host_units: least.host_units.min(num_units),
+            stored_units: least.stored_units.min(num_units),
+        }
     }
 
-    /// The deepest hits of at most `most` units, which [`Self::lookup`] found, in host memory and in any tier.
+    /// The deepest hits of at most `most` units, which [`Self::lookup`] found, in host memory and
+    /// in any tier.
     pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
 
     /// The first `num_units` as each full-attention group has them.
     fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
-        self.full_groups().filter_map(|group| group.number).for_each(|number| chain.extend_group(number));
+        self.full_groups()
+            .filter_map(|group| group.number)
+            .for_each(|number| chain.extend_group(number));
         let chain = &*chain;
         let prefix = |group: &Group| {
             let (root, keys) = chain.kept_by(group.number);
@@ -106,14 +119,18 @@ impl EngineSession {
         self.full_groups().map(prefix).collect()
     }
 
-    /// Pins the chunks that a prefix of `num_units` needs of every group, and reads those from disk that are not in host memory.
+    /// Pins the chunks that a prefix of `num_units` needs of every group, and reads those from disk
+    /// that are not in host memory.
     pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
         let num_units = num_units.min(chain.num_blocks());
         let attached = self.groups.iter().filter(|group| !group.is_full());
-        let keys = attached.map(|group| chain.attached(group.number.unwrap_or_default(), group.units(num_units)));
+        let keys = attached
+            .map(|group| chain.attached(group.number.unwrap_or_default(), group.units(num_units)));
         let keys = keys.collect::<Result<Vec<_>>>()?;
         let mut prefixes = self.prefixes(chain, num_units);
-        prefixes.extend(keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key))));
+        prefixes.extend(
+            keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key))),
+        );
         let num_chunks = prefixes.iter().map(|prefix| prefix.keys.len()).sum::<usize>();
         let id = self.session.acquire_all(&prefixes);
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
@@ -121,7 +138,8 @@ impl EngineSession {
 
     /// Units that are ready to load, and units behind them that are being read from disk.
     ///
-    /// With several groups, or one that keeps a part of a prefix, a hit is whole or nothing: (0, 0) if a chunk will not come.
+    /// With several groups, or one that keeps a part of a prefix, a hit is whole or nothing: (0, 0)
+    /// if a chunk will not come.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
         let (ready, pending) = (progress.ready_units, progress.pending_units);
@@ -141,8 +159,9 @@ impl EngineSession {
         self.session.release(lease.id);
     }
 
-    /// The blocks of each group's table that units `[begin, end)` of a prefix that ends with `end` are loaded to. vLLM has the
-    /// blocks before them, or null blocks for those that the group does not need.
+    /// The blocks of each group's table that units `[begin, end)` of a prefix that ends with `end`
+    /// are loaded to. vLLM has the blocks before them, or null blocks for those that the group does
+    /// not need.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -152,14 +171,23 @@ impl EngineSession {
         self.groups.iter().map(blocks).collect()
     }
 
-    /// Pairs the lease's chunks of units `[begin, end)` with blocks: `tables` has those of [`Self::loaded_blocks`]. Returns the
-    /// chunks, and units by tier. Nothing unless all chunks are there; with one group of full attention, as many as are there.
-    /// `InvalidConfig` for a negative block.
-    pub fn load(&self, lease: &Lease, begin: u32, end: u32, tables: &[Vec<i32>]) -> Result<(ChunkBatch, UnitsByTier)> {
+    /// Pairs the lease's chunks of units `[begin, end)` with blocks: `tables` has those of
+    /// [`Self::loaded_blocks`]. Returns the chunks, and units by tier. Nothing unless all chunks
+    /// are there; with one group of full attention, as many as are there. `InvalidConfig` for a
+    /// negative block.
+    pub fn load(
+        &self,
+        lease: &Lease,
+        begin: u32,
+        end: u32,
+        tables: &[Vec<i32>],
+    ) -> Result<(ChunkBatch, UnitsByTier)> {
         let (leased, ranges, nothing) =
             (self.session.frames(lease.id), self.loaded_blocks(begin, end), Ok(Default::default()));
         let is_whole = leased.len() == lease.num_chunks as usize && end == lease.num_units;
-        if !self.is_divisible() && (!is_whole || tables.iter().any(|table| table.contains(&NULL_BLOCK))) {
+        if !self.is_divisible()
+            && (!is_whole || tables.iter().any(|table| table.contains(&NULL_BLOCK)))
+        {
             return nothing;
         }
         let (mut batch, mut rest, mut by_tier) = (ChunkBatch::default(), leased.as_slice(), None);
@@ -183,10 +211,11 @@ impl EngineSession {
         Ok((batch, by_tier))
     }
 
-    // -- saves --------------------------------------------------------------------------------------------------
+    // -- saves
+    // --------------------------------------------------------------------------------------------------
 
-    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that
-    /// are not in flight mean nothing.
+    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank
+    /// could not write. Tickets that are not in flight mean nothing.
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {
@@ -194,19 +223,22 @@ impl EngineSession {
         }
         let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
         for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
-            (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);
+            (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written })
+                .push(save);
         }
         drop(in_flight);
         self.give_back(aborted.iter().filter_map(|save| save.reservation));
         let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
-        let num_visible = if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
+        let num_visible =
+            if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
         (num_visible, aborted.len())
     }
 
     /// Gives reservations back that no rank will report.
     pub fn abort(&self, tickets: &[u64]) {
         let mut in_flight = self.in_flight();
-        let known: Vec<_> = tickets.iter().filter_map(|ticket| in_flight.remove(*ticket)?.reservation).collect();
+        let known: Vec<_> =
+            tickets.iter().filter_map(|ticket| in_flight.remove(*ticket)?.reservation).collect();
         drop(in_flight);
         self.give_back(known);
     }

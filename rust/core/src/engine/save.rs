@@ -17,7 +17,8 @@ pub struct SaveRow<'a> {
     pub chain: &'a mut KeyChain,
     /// Which units.
     pub units: Range<u32>,
-    /// The blocks of those units, group after group, in the order of [`EngineSession::saved_groups`]. 0 is the null block.
+    /// The blocks of those units, group after group, in the order of
+    /// [`EngineSession::saved_groups`]. 0 is the null block.
     pub blocks: &'a [i32],
 }
 
@@ -47,14 +48,16 @@ enum Keys {
 }
 
 impl EngineSession {
-    /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers one by one.
+    /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers
+    /// one by one.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and puts them in flight. Returns for each row its
-    /// chunks and how many units got no frame, of full-attention groups if there are any. On an error nothing is reserved.
+    /// Reserves frames for the chunks of each row that are not stored yet, and puts them in flight.
+    /// Returns for each row its chunks and how many units got no frame, of full-attention groups if
+    /// there are any. On an error nothing is reserved.
     ///
     /// A chunk of another group is left out if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
@@ -72,7 +75,13 @@ impl EngineSession {
             if group.is_full() {
                 group.number.into_iter().for_each(|number| row.chain.extend_group(number));
                 let (root, keys) = (row.chain.kept_by(group.number).0, Keys::Chain(group.number));
-                parts.push(Part { group: nth, root, keys, units: row.units.clone(), blocks: own.to_vec() });
+                parts.push(Part {
+                    group: nth,
+                    root,
+                    keys,
+                    units: row.units.clone(),
+                    blocks: own.to_vec(),
+                });
             } else {
                 parts.push(attached_part(nth, group, row, own)?);
             }
@@ -94,8 +103,15 @@ impl EngineSession {
         Ok(reserved.into_iter().map(|(batch, _)| batch).collect())
     }
 
-    /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the chain has no such unit.
-    pub fn state_row(&self, chain: &KeyChain, group: usize, unit: u32, block: i32) -> Result<StateRow> {
+    /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the
+    /// chain has no such unit.
+    pub fn state_row(
+        &self,
+        chain: &KeyChain,
+        group: usize,
+        unit: u32,
+        block: i32,
+    ) -> Result<StateRow> {
         let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
         let (root, mut keys) = chain.attached(number, [unit])?;
         keys.extend(chain.keys().get(unit as usize));
@@ -108,14 +124,19 @@ impl EngineSession {
     ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut in_flight = self.in_flight();
-        let asked: Vec<_> =
-            rows.clone().flat_map(|(chain, parts)| parts.iter().map(move |part| part.to_save(chain))).collect();
+        let asked: Vec<_> = rows
+            .clone()
+            .flat_map(|(chain, parts)| parts.iter().map(move |part| part.to_save(chain)))
+            .collect();
         let (reserved, got) = self.session.reserve_many(&asked)?;
         let mut batches = Vec::new();
         let (mut rest, mut got) = (reserved.as_slice(), got.iter());
         for (_, parts) in rows {
             let joined = self.join(parts, &mut rest, &mut got);
-            batches.push(joined.inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?);
+            batches.push(
+                joined
+                    .inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?,
+            );
         }
         let mut added = Vec::with_capacity(batches.len());
         for (batch, without_kv, num_dropped) in batches {
@@ -125,7 +146,8 @@ impl EngineSession {
         Ok(added)
     }
 
-    /// One request's reservations as a batch, tickets of chunks that have no KV, and units without a frame.
+    /// One request's reservations as a batch, tickets of chunks that have no KV, and units without
+    /// a frame.
     fn join(
         &self,
         parts: &[Part],
@@ -139,8 +161,18 @@ impl EngineSession {
             *reserved = behind;
             let group = &self.groups[part.group];
             let number = u32::try_from(part.group).unwrap_or(u32::MAX);
-            let kept = if matches!(part.keys, Keys::Chain(_)) { group.blocks_per_unit } else { group.cut().kept };
-            without_kv.extend(batch.add_saves(number, own, &part.blocks, part.units.start, kept)?);
+            let kept = if matches!(part.keys, Keys::Chain(_)) {
+                group.blocks_per_unit
+            } else {
+                group.cut().kept
+            };
+            without_kv.extend(batch.add_saves(
+                number,
+                own,
+                &part.blocks,
+                part.units.start,
+                kept,
+            )?);
             if group.is_full() || !has_full {
                 num_dropped = num_dropped.max(got.num_dropped);
             }
@@ -161,7 +193,8 @@ impl Part {
     }
 }
 
-/// The chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are those of the row's units.
+/// The chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are those of
+/// the row's units.
 fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -> Result<Part> {
     let Cut { each, kept } = group.cut();
     let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());

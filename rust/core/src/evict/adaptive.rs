@@ -1,20 +1,24 @@
-//! Least recently used, where chunks that were used again age more slowly; and LRU, where they do not.
+//! Least recently used, where chunks that were used again age more slowly; and LRU, where they do
+//! not.
 //!
-//! There are two queues in order of the last use: chunks that were used once, and chunks that were used again, also
-//! those that came back after an eviction. The victim is the older of their two heads, where the age of a reused chunk is
-//! divided by `credit`. The credit follows the workload, so there is no setting. It begins with 1, which is LRU. When an
-//! evicted chunk comes back, its kind was evicted too soon: the credit grows if it was reused, and else shrinks, until
-//! evictions of both kinds are regretted equally often. So it grows where most chunks are never used again, and is gone
-//! after few returns where a new working set replaces the old. Compare ARC (Megiddo and Modha, FAST 2003), which
-//! balances sizes; ages need no count of the chunks that are not leaves.
+//! There are two queues in order of the last use: chunks that were used once, and chunks that were
+//! used again, also those that came back after an eviction. The victim is the older of their two
+//! heads, where the age of a reused chunk is divided by `credit`. The credit follows the workload,
+//! so there is no setting. It begins with 1, which is LRU. When an evicted chunk comes back, its
+//! kind was evicted too soon: the credit grows if it was reused, and else shrinks, until evictions
+//! of both kinds are regretted equally often. So it grows where most chunks are never used again,
+//! and is gone after few returns where a new working set replaces the old. Compare ARC (Megiddo and
+//! Modha, FAST 2003), which balances sizes; ages need no count of the chunks that are not leaves.
 //!
-//! Using a chunk uses its ancestors too, yet only the deepest is written: an ancestor cannot be a victim before its
-//! descendants are gone, and a leaving chunk hands its uses up. So a chunk that becomes a leaf stands where stamping
-//! each use on its whole prefix would have put it, and a touch costs the same at any depth.
+//! Using a chunk uses its ancestors too, yet only the deepest is written: an ancestor cannot be a
+//! victim before its descendants are gone, and a leaving chunk hands its uses up. So a chunk that
+//! becomes a leaf stands where stamping each use on its whole prefix would have put it, and a touch
+//! costs the same at any depth.
 //!
-//! What is kept beside a prefix and of no use without it (the state behind it) is new at each turn of a chat, while most of the
-//! prefix was used again: alone it would always go first, and the prefix is of no use without it either. So where at
-//! least half of the prefix was used again, its end and what is kept beside it count as used again (`goes_on`, `mark_reused`).
+//! What is kept beside a prefix and of no use without it (the state behind it) is new at each turn
+//! of a chat, while most of the prefix was used again: alone it would always go first, and the
+//! prefix is of no use without it either. So where at least half of the prefix was used again, its
+//! end and what is kept beside it count as used again (`goes_on`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -24,9 +28,11 @@ use super::policy::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
 
 const NO_PARENT: u32 = u32::MAX;
-/// Touches of a chunk within this share of the capacity are one use: a waiting request is looked up many times.
+/// Touches of a chunk within this share of the capacity are one use: a waiting request is looked up
+/// many times.
 const TOUCHES_APART: u32 = 64;
-/// This share of the capacity in returns of one kind changes the credit by e, where half of the evicted chunks were reused.
+/// This share of the capacity in returns of one kind changes the credit by e, where half of the
+/// evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
 /// With more, a reused chunk would take too long to leave when its working set is gone.
 const MAX_CREDIT: f64 = 256.0;
@@ -50,8 +56,14 @@ struct Node {
 }
 
 impl Node {
-    const VACANT: Self =
-        Self { fingerprint: 0, last: 0, parent: NO_PARENT, evictable: false, reused: false, unwritten: false };
+    const VACANT: Self = Self {
+        fingerprint: 0,
+        last: 0,
+        parent: NO_PARENT,
+        evictable: false,
+        reused: false,
+        unwritten: false,
+    };
 
     /// The row it is in while it is evictable.
     fn row(&self) -> u8 {
@@ -74,7 +86,8 @@ pub struct Adaptive {
     pub(super) ghosts: Ghosts,
     /// A reused chunk ages so many times more slowly.
     credit: f64,
-    /// How much a return changes the logarithm of the credit, where all evicted chunks are of its kind.
+    /// How much a return changes the logarithm of the credit, where all evicted chunks are of its
+    /// kind.
     step: f64,
     /// Share of newly evicted chunks that were reused.
     reused_share: f64,
@@ -141,7 +154,10 @@ impl Adaptive {
     }
 
     /// Which goes first of the heads of all rows.
-    fn coldest(&self, [once, reused, new, new_reused]: [Option<(u64, u32)>; NUM_ROWS]) -> Option<ChunkId> {
+    fn coldest(
+        &self,
+        [once, reused, new, new_reused]: [Option<(u64, u32)>; NUM_ROWS],
+    ) -> Option<ChunkId> {
         if self.spares_unwritten {
             return self.colder(once, reused).or_else(|| self.colder(new, new_reused));
         }
@@ -149,10 +165,13 @@ impl Adaptive {
         self.colder(older(once, new), older(reused, new_reused))
     }
 
-    /// Which goes first of the heads of a queue of chunks that were used once and one of those used again.
+    /// Which goes first of the heads of a queue of chunks that were used once and one of those used
+    /// again.
     fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
         let id = match (once, reused) {
-            (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => reused.1,
+            (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => {
+                reused.1
+            }
             (once, reused) => once.or(reused)?.1,
         };
         Some(ChunkId(id))
@@ -172,7 +191,13 @@ impl Policy for Adaptive {
             self.nodes.resize(at + 1, Node::VACANT);
         }
         let parent = parent.map_or(NO_PARENT, |parent| parent.0);
-        self.nodes[at] = Node { fingerprint, last: self.events, parent, reused: ghost.is_some(), ..Node::VACANT };
+        self.nodes[at] = Node {
+            fingerprint,
+            last: self.events,
+            parent,
+            reused: ghost.is_some(),
+            ..Node::VACANT
+        };
     }
 
     fn touch(&mut self, id: ChunkId) {
@@ -224,14 +249,19 @@ impl Policy for Adaptive {
         self.groups.forget(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
-            // A parent with a child present is not evictable, so it has no place in a queue that would have to move.
+            // A parent with a child present is not evictable, so it has no place in a queue that
+            // would have to move.
             let parent = &mut self.nodes[node.parent as usize];
-            debug_assert!(!parent.evictable, "a parent is never evictable before its children left");
+            debug_assert!(
+                !parent.evictable,
+                "a parent is never evictable before its children left"
+            );
             parent.last = parent.last.max(node.last);
             parent.reused |= node.reused;
         }
         if removal == Removal::Evicted {
-            self.reused_share += (f64::from(u8::from(node.reused)) - self.reused_share) / SHARE_WEIGHT;
+            self.reused_share +=
+                (f64::from(u8::from(node.reused)) - self.reused_share) / SHARE_WEIGHT;
             self.ghosts.put(node.fingerprint, node.reused);
         }
     }

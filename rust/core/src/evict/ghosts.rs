@@ -1,7 +1,9 @@
-//! Which chunks were evicted, and whether they had been used more than once: a table of fixed size, 32 bytes per chunk of capacity.
+//! Which chunks were evicted, and whether they had been used more than once: a table of fixed size,
+//! 32 bytes per chunk of capacity.
 //!
-//! A key belongs to one set of 16 ghosts, in which a new ghost takes the place of the oldest. So nothing grows, nothing is
-//! rehashed and every call looks at 64 bytes. The table is zeroed memory, which the kernel gives when it is written first.
+//! A key belongs to one set of 16 ghosts, in which a new ghost takes the place of the oldest. So
+//! nothing grows, nothing is rehashed and every call looks at 64 bytes. The table is zeroed memory,
+//! which the kernel gives when it is written first.
 
 use crate::key::ChunkKey;
 

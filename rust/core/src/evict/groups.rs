@@ -1,4 +1,5 @@
-//! Evictable chunks of each group in order of their last use. Where no chunk has a group, it costs a look at an empty list.
+//! Evictable chunks of each group in order of their last use. Where no chunk has a group, it costs
+//! a look at an empty list.
 
 use std::collections::BTreeSet;
 

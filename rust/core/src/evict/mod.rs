@@ -1,8 +1,9 @@
 //! What goes when a tier is full.
 //!
-//! The store decides *what may go* (a leaf that is not pinned, written or read) and the policy decides *which of
-//! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
-//! keys only: no frames, no clock, no randomness; the same calls give the same victims.
+//! The store decides *what may go* (a leaf that is not pinned, written or read) and the policy
+//! decides *which of those goes*. So no policy can break the rule that a parent never leaves before
+//! its children. Policies know numbers and keys only: no frames, no clock, no randomness; the same
+//! calls give the same victims.
 
 mod adaptive;
 mod ghosts;
@@ -19,7 +20,8 @@ use crate::{Error, ErrorKind, Result};
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently used, where reused chunks age more slowly: how much follows from which evicted chunks come back.
+    /// Least recently used, where reused chunks age more slowly: how much follows from which
+    /// evicted chunks come back.
     #[default]
     Adaptive,
     /// Least recently used.
@@ -36,7 +38,8 @@ impl Eviction {
             "adaptive" => Ok(Eviction::Adaptive),
             "lru" => Ok(Eviction::Lru),
             _ => {
-                let message = format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
+                let message =
+                    format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
                 Err(Error::new(ErrorKind::InvalidConfig, message))
             }
         }

@@ -23,14 +23,15 @@ pub enum Removal {
 
 /// Chooses victims among the chunks of one tier.
 ///
-/// The store **guarantees**: an id is `insert`ed once before anything else and `remove`d once; its parent, if given, is
-/// present from its `insert` to its `remove`; `set_evictable` is only called when the value changes (it starts
-/// false); a chunk with a present child is never evictable. Using a chunk means using its whole prefix, but only the
-/// deepest is `touch`ed. `set_group` is called right after `insert`, if at all.
+/// The store **guarantees**: an id is `insert`ed once before anything else and `remove`d once; its
+/// parent, if given, is present from its `insert` to its `remove`; `set_evictable` is only called
+/// when the value changes (it starts false); a chunk with a present child is never evictable. Using
+/// a chunk means using its whole prefix, but only the deepest is `touch`ed. `set_group` is called
+/// right after `insert`, if at all.
 ///
-/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one, and from
-/// `victim_of` the same of one group; leave the victim in place until `remove`; take O(log n) time in every call, for the
-/// store's lock is held.
+/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever
+/// there is one, and from `victim_of` the same of one group; leave the victim in place until
+/// `remove`; take O(log n) time in every call, for the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
     /// `id` is in the tier from now on, behind `parent`.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -46,7 +47,8 @@ pub trait Policy: fmt::Debug + Send {
     fn set_group(&mut self, id: ChunkId, group: GroupId);
     /// What should go next; None if nothing may.
     fn victim(&mut self) -> Option<ChunkId>;
-    /// Whether at least half of the `num_chunks` that end with `end` were used again, as far as that shows at once.
+    /// Whether at least half of the `num_chunks` that end with `end` were used again, as far as
+    /// that shows at once.
     fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool;
     /// `id` is as if it had been used again. When it was used last stays.
     fn mark_reused(&mut self, id: ChunkId);

@@ -1,4 +1,5 @@
-//! Policies against naive ones that count every use for the whole prefix; what they are for is in `aims`.
+//! Policies against naive ones that count every use for the whole prefix; what they are for is in
+//! `aims`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -113,7 +114,8 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Tells the policy what changed. A parent that ceases to be a leaf must be told before its child comes.
+    /// Tells the policy what changed. A parent that ceases to be a leaf must be told before its
+    /// child comes.
     fn sync(&mut self) {
         let changed: Vec<_> = self
             .told
@@ -189,7 +191,8 @@ impl<P: Policy> Forest<P> {
         Some(victim)
     }
 
-    /// Roots with these numbers, each saved where it is missing and else touched, with room for `capacity`. Returns hits.
+    /// Roots with these numbers, each saved where it is missing and else touched, with room for
+    /// `capacity`. Returns hits.
     fn replay(&mut self, capacity: usize, numbers: impl IntoIterator<Item = u32>) -> u32 {
         let mut hits = 0;
         for number in numbers {
@@ -236,13 +239,18 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// Keys of a walk: few, so that they come back, and no more of a set than it has room for.
 const NUM_KEYS: u32 = 24;
 
-fn walk<P: Policy>(forest: &mut Forest<P>, steps: &[Step], mut check: impl FnMut(&Forest<P>, Option<u32>)) {
+fn walk<P: Policy>(
+    forest: &mut Forest<P>,
+    steps: &[Step],
+    mut check: impl FnMut(&Forest<P>, Option<u32>),
+) {
     for &step in steps {
         match step {
             Step::Insert { parent, key } => {
                 let parent = parent.and_then(|nth| forest.nth(nth));
-                let free: Vec<_> =
-                    (0..NUM_KEYS).filter(|key| !forest.numbers.values().any(|used| used == key)).collect();
+                let free: Vec<_> = (0..NUM_KEYS)
+                    .filter(|key| !forest.numbers.values().any(|used| used == key))
+                    .collect();
                 if !free.is_empty() {
                     forest.insert(parent, free[key % free.len()]);
                 }
@@ -336,7 +344,8 @@ fn the_keys_of_a_walk_fit_into_the_smallest_table_of_ghosts() {
 fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
     let mut ghosts = Ghosts::new(100);
     let numbers = 0..10_000u32;
-    let fingerprints: Vec<_> = numbers.clone().map(|number| ghosts::fingerprint(&key(number))).collect();
+    let fingerprints: Vec<_> =
+        numbers.clone().map(|number| ghosts::fingerprint(&key(number))).collect();
     for (number, &fingerprint) in numbers.clone().zip(&fingerprints) {
         ghosts.put(fingerprint, number % 2 == 0);
     }
@@ -345,11 +354,16 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
         .filter_map(|(number, &fingerprint)| Some((number, ghosts.take(fingerprint)?)))
         .collect();
     assert_eq!(found.len(), 800, "eight per chunk");
-    assert!(found.iter().all(|(number, ghost)| *number > 8000 && ghost.reused == (number % 2 == 0)));
+    assert!(
+        found.iter().all(|(number, ghost)| *number > 8000 && ghost.reused == (number % 2 == 0))
+    );
     let recent: Vec<_> = found.iter().filter(|(_, ghost)| ghost.recent).collect();
     assert_eq!(recent.len(), 100, "one per chunk");
     assert!(recent.iter().all(|(number, _)| *number > 9600));
-    assert!(fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()), "a ghost is taken once");
+    assert!(
+        fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()),
+        "a ghost is taken once"
+    );
 }
 
 #[test]

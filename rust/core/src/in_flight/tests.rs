@@ -1,4 +1,5 @@
-//! `InFlight` against one row a ticket in a map: reports of several ranks in any order, twice, of what is not in flight.
+//! `InFlight` against one row a ticket in a map: reports of several ranks in any order, twice, of
+//! what is not in flight.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +52,9 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
     let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time: several saves may read one
     {
         let mut batch = ChunkBatch::default();
-        batch.add_saves(0, &(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1).expect("it fits");
+        batch
+            .add_saves(0, &(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1)
+            .expect("it fits");
         batch
     }
 }

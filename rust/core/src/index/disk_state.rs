@@ -9,8 +9,8 @@
 //! | Stored | - | - | - | - | - | - | - | Evicting | - | Absent |
 //! | Evicting | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
-//! A test compares this table with [`DiskState::after`]. `State::change_disk` is the only code that changes a chunk's
-//! state; it updates the counters and the eviction policies that follow from it.
+//! A test compares this table with [`DiskState::after`]. `State::change_disk` is the only code that
+//! changes a chunk's state; it updates the counters and the eviction policies that follow from it.
 
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
@@ -66,11 +66,13 @@ impl DiskState {
         match (self, event) {
             (Absent, Want) | (Blocked, Unblock) => Some(Queued),
             (Queued, Block) => Some(Blocked),
-            (Queued | Blocked, Cancel) | (Writing | Stored(_) | Evicting(_), Leave(_)) => Some(Absent),
-            (Queued, Write) => Some(Writing),
-            (Writing, Written(slot)) | (Absent | Queued | Blocked, Found(slot)) | (Evicting(slot), Keep) => {
-                Some(Stored(slot))
+            (Queued | Blocked, Cancel) | (Writing | Stored(_) | Evicting(_), Leave(_)) => {
+                Some(Absent)
             }
+            (Queued, Write) => Some(Writing),
+            (Writing, Written(slot))
+            | (Absent | Queued | Blocked, Found(slot))
+            | (Evicting(slot), Keep) => Some(Stored(slot)),
             (Stored(slot), Evict) => Some(Evicting(slot)),
             _ => None,
         }
@@ -116,7 +118,8 @@ mod tests {
         let slot = SlotId(7);
         let states = [Absent, Queued, Blocked, Writing, Stored(slot), Evicting(slot)];
         let leave = Leave(Removal::Dropped);
-        let events = [Want, Block, Unblock, Cancel, Write, Written(slot), Found(slot), Evict, Keep, leave];
+        let events =
+            [Want, Block, Unblock, Cancel, Write, Written(slot), Found(slot), Evict, Keep, leave];
         check_table(include_str!("disk_state.rs"), &states, &events, DiskState::after);
     }
 }

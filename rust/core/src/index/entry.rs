@@ -8,7 +8,8 @@ use crate::key::ChunkKey;
 /// `expires_s` of a chunk that never expires.
 pub(crate) const NEVER: u32 = u32::MAX;
 
-/// The tenant of a chunk: see `store/tenants/table.rs`. The default is that of requests without a salt.
+/// The tenant of a chunk: see `store/tenants/table.rs`. The default is that of requests without a
+/// salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct TenantId(pub(crate) u32);
 
@@ -20,7 +21,8 @@ pub(crate) struct Entry {
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
     pub(crate) tenant: TenantId,
-    /// Number of chunks above it, and so its unit in the prefix. 0 for a chunk that depends on no other chunk.
+    /// Number of chunks above it, and so its unit in the prefix. 0 for a chunk that depends on no
+    /// other chunk.
     pub(crate) depth: u32,
     /// Its key and those of all chunks above it were compared with a prefix's keys.
     pub(crate) proven: bool,
@@ -51,17 +53,19 @@ pub(crate) struct Entry {
     pub(crate) host_children: u32,
     /// Children that take a slot on disk, including detached ones.
     pub(crate) disk_children: u32,
-    /// Whether each policy may evict it, as last reported; None while the policy does not have the chunk.
+    /// Whether each policy may evict it, as last reported; None while the policy does not have the
+    /// chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
-    /// It ends a prefix that was used again, or was kept with one; reported to a policy that gets it later.
+    /// It ends a prefix that was used again, or was kept with one; reported to a policy that gets
+    /// it later.
     pub(crate) reused: bool,
     /// Keeps the size off a multiple of 32 bytes; see below.
     pub(crate) _padding: u32,
 }
 
-// With 160 bytes, the last chunks of stored prompts of 128 x n chunks share CPU cache sets, and lookups that alternate
-// between such prompts are up to 9 % slower.
+// With 160 bytes, the last chunks of stored prompts of 128 x n chunks share CPU cache sets, and
+// lookups that alternate between such prompts are up to 9 % slower.
 const _: () = assert!(size_of::<Entry>() == 164);
 
 impl Entry {

@@ -10,8 +10,9 @@
 //! | Failed | - | - | - | - | - | Failed | Absent |
 //! | Visible | - | - | - | - | - | - | Absent |
 //!
-//! A test compares this table with [`HostState::after`]. `State::change_host` is the only code that changes a chunk's
-//! state; it updates the frame, the counters, the eviction policy and the waiters that follow from it.
+//! A test compares this table with [`HostState::after`]. `State::change_host` is the only code that
+//! changes a chunk's state; it updates the frame, the counters, the eviction policy and the waiters
+//! that follow from it.
 
 use crate::evict::Removal;
 use crate::io::FrameId;
@@ -66,8 +67,11 @@ impl HostState {
             (Absent | Queued, Reserve(frame)) => Some(Saving(frame)),
             (Reading(frame) | Saving(frame), Fill) => Some(Filled(frame)),
             (Filled(frame), Show) => Some(Visible(frame)),
-            (Reading(frame) | Saving(frame) | Filled(frame) | Failed(frame), Fail) => Some(Failed(frame)),
-            (Queued, Fail | Leave(_)) | (Reading(_) | Saving(_) | Filled(_) | Failed(_) | Visible(_), Leave(_)) => {
+            (Reading(frame) | Saving(frame) | Filled(frame) | Failed(frame), Fail) => {
+                Some(Failed(frame))
+            }
+            (Queued, Fail | Leave(_))
+            | (Reading(_) | Saving(_) | Filled(_) | Failed(_) | Visible(_), Leave(_)) => {
                 Some(Absent)
             }
             _ => None,
@@ -109,7 +113,8 @@ impl HostState {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children may get a frame: it has one, and its bytes are there or on their way.
+    /// Returns true if children may get a frame: it has one, and its bytes are there or on their
+    /// way.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))
     }
@@ -125,7 +130,15 @@ mod tests {
         use HostEvent::{Fail, Fill, Leave, Read, Reserve, Show, Want};
         use HostState::{Absent, Failed, Filled, Queued, Reading, Saving, Visible};
         let frame = FrameId(7);
-        let states = [Absent, Queued, Reading(frame), Saving(frame), Filled(frame), Failed(frame), Visible(frame)];
+        let states = [
+            Absent,
+            Queued,
+            Reading(frame),
+            Saving(frame),
+            Filled(frame),
+            Failed(frame),
+            Visible(frame),
+        ];
         let events = [Want, Read(frame), Reserve(frame), Fill, Show, Fail, Leave(Removal::Dropped)];
         check_table(include_str!("host_state.rs"), &states, &events, HostState::after);
     }

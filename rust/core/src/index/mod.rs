@@ -1,8 +1,9 @@
 //! Index: key -> entry, with each chunk's state in each tier, its parent and its children.
 //!
-//! Entries lie in one vector and are linked into trees. No key leads to a *detached* entry and its parent does not list it;
-//! it stays, with its link to the parent, until its last user ends. The index maintains the links and the map only. The
-//! store decides what the counts in an entry mean and when an entry is freed.
+//! Entries lie in one vector and are linked into trees. No key leads to a *detached* entry and its
+//! parent does not list it; it stays, with its link to the parent, until its last user ends. The
+//! index maintains the links and the map only. The store decides what the counts in an entry mean
+//! and when an entry is freed.
 
 mod disk_state;
 mod entry;
@@ -57,7 +58,8 @@ impl Index {
         self.map.len()
     }
 
-    /// Reserves memory for `num` more entries, so that they are not moved under the lock. Unused memory is not touched.
+    /// Reserves memory for `num` more entries, so that they are not moved under the lock. Unused
+    /// memory is not touched.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.entries.reserve(num);
     }
@@ -65,12 +67,19 @@ impl Index {
     /// Adds an entry below its parent. Its key must be free.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
         debug_assert!(self.get(&new.key).is_none(), "a key leads to one entry");
-        debug_assert!(new.parent.is_none_or(|parent| !self[parent].detached), "a new entry has an attached parent");
+        debug_assert!(
+            new.parent.is_none_or(|parent| !self[parent].detached),
+            "a new entry has an attached parent"
+        );
         let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
             self.entries.push(Entry::default());
-            ChunkId(u32::try_from(self.entries.len() - 1).expect("frames and slots are counted in u32"))
+            ChunkId(
+                u32::try_from(self.entries.len() - 1).expect("frames and slots are counted in u32"),
+            )
         });
-        let head = new.parent.map_or(&mut self.first_root, |parent| &mut self.entries[parent.0 as usize].first_child);
+        let head = new.parent.map_or(&mut self.first_root, |parent| {
+            &mut self.entries[parent.0 as usize].first_child
+        });
         let next_sibling = head.replace(id);
         if let Some(next) = next_sibling {
             self[next].prev_sibling = Some(id);
@@ -98,7 +107,8 @@ impl Index {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry without attached children. Its key is free, and its parent counts it but does not list it.
+    /// Detaches an entry without attached children. Its key is free, and its parent counts it but
+    /// does not list it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
@@ -124,7 +134,10 @@ impl Index {
 
     /// Frees a detached entry that has no children.
     pub(crate) fn remove(&mut self, id: ChunkId) {
-        debug_assert!(self[id].detached && !self[id].has_children(), "parents outlive their children");
+        debug_assert!(
+            self[id].detached && !self[id].has_children(),
+            "parents outlive their children"
+        );
         if let Some(parent) = self[id].parent {
             self[parent].num_detached -= 1;
         }
@@ -140,7 +153,9 @@ impl Index {
 
     /// Returns true if `id` is still the entry of that `generation`.
     pub(crate) fn is_same(&self, id: ChunkId, generation: u32) -> bool {
-        self.entries.get(id.0 as usize).is_some_and(|entry| entry.live && entry.generation == generation)
+        self.entries
+            .get(id.0 as usize)
+            .is_some_and(|entry| entry.live && entry.generation == generation)
     }
 
     /// Returns `id` and all its ancestors, children before parents.
@@ -148,14 +163,18 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of places. A walk over all entries goes by place, because an entry keeps its place.
+    /// Returns the number of places. A walk over all entries goes by place, because an entry keeps
+    /// its place.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }
 
     /// Returns the entry in that place.
     pub(crate) fn at(&self, place: u32) -> Option<(ChunkId, &Entry)> {
-        self.entries.get(place as usize).filter(|entry| entry.live).map(|entry| (ChunkId(place), entry))
+        self.entries
+            .get(place as usize)
+            .filter(|entry| entry.live)
+            .map(|entry| (ChunkId(place), entry))
     }
 
     /// Returns the first chunks, without those that [`Self::unmap_all`] left; for checks.

@@ -1,18 +1,22 @@
-//! Hash table key -> id that never pauses: a directory of small open-addressing tables without tombstones.
+//! Hash table key -> id that never pauses: a directory of small open-addressing tables without
+//! tombstones.
 //!
-//! The standard map rehashes all entries when it grows or is full of tombstones, which takes tens of milliseconds under the
-//! store's lock for a million chunks. This table splits one segment of 64 KiB at a time (extendible hashing), so memory
-//! and the cost of `clear` follow the number of keys, not the capacity. A slot takes 8 bytes; keys stay with the caller.
+//! The standard map rehashes all entries when it grows or is full of tombstones, which takes tens
+//! of milliseconds under the store's lock for a million chunks. This table splits one segment of 64
+//! KiB at a time (extendible hashing), so memory and the cost of `clear` follow the number of keys,
+//! not the capacity. A slot takes 8 bytes; keys stay with the caller.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` asks for zeroed memory.
+/// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` asks for zeroed
+/// memory.
 type Slot = (u32, u32);
 
 /// Slots of a new segment; a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` places; then segments grow. With `SEGMENT_SLOTS` this fits the 32 bits of a hash.
+/// The directory has at most `2^MAX_DEPTH` places; then segments grow. With `SEGMENT_SLOTS` this
+/// fits the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
 /// The entries whose hashes begin with the same `depth` bits.
@@ -59,13 +63,16 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts and its slot, or the free slot where it belongs.
+    /// Returns the id with this hash that `is_it` accepts and its slot, or the free slot where it
+    /// belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
             match self.slots[at] {
                 (_, 0) => return (None, at),
-                (other, id) if other == hash && is_it(ChunkId(id - 1)) => return (Some(ChunkId(id - 1)), at),
+                (other, id) if other == hash && is_it(ChunkId(id - 1)) => {
+                    return (Some(ChunkId(id - 1)), at);
+                }
                 _ => at = (at + 1) & self.mask(),
             }
         }

@@ -1,12 +1,12 @@
 //! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
 //!
 //! In the owner's process a frame's bytes are reached through its only [`Frame`], so the borrow
-//! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
-//! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
-//! it. Stores that share an arena lay grids of their own sizes over it; between them the pool's slabs uphold it, as each
-//! touches only frames that lie in slabs of its own. Only this file, its tests and `numa`
-//! contain unsafe code. It must not know keys
-//! or who holds a lease.
+//! checker upholds that no thread reads what another writes. Workers map the same memory through
+//! [`Arena`]; between processes the leases uphold it: a worker writes only frames that are reserved
+//! for it and reads only frames pinned for it. Stores that share an arena lay grids of their own
+//! sizes over it; between them the pool's slabs uphold it, as each touches only frames that lie in
+//! slabs of its own. Only this file, its tests and `numa` contain unsafe code. It must not know
+//! keys or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -25,7 +25,8 @@ use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
 use crate::{Error, ErrorKind, Result};
 
-/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have 65,530.
+/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have
+/// 65,530.
 const PLACED_AT_ONCE: usize = 1024;
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
@@ -36,23 +37,27 @@ struct Mapping {
     num_frames: u32,
 }
 
-// SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; who may touch which bytes is the
-// business of Frame and Arena below.
+// SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; who may
+// touch which bytes is the business of Frame and Arena below.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; a shared Mapping only hands out addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the frames of `fd`, whose size the caller has made sure is enough for them and cannot shrink.
+    /// Maps the frames of `fd`, whose size the caller has made sure is enough for them and cannot
+    /// shrink.
     fn new(fd: impl AsFd, frame_bytes: usize, num_frames: u32) -> Result<Self> {
         let size_bytes = frame_bytes * num_frames as usize;
-        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        let (access, flags) =
+            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: no address is asked for, so the kernel picks memory that nothing of ours lies in.
-        let start =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }.map_err(|error| {
-                Error::io("the frames cannot be mapped", error.into()).with_context("bytes", size_bytes)
+        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }
+            .map_err(|error| {
+                Error::io("the frames cannot be mapped", error.into())
+                    .with_context("bytes", size_bytes)
             })?;
-        let start = NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
+        let start =
+            NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
         Ok(Self { start, frame_bytes, num_frames })
     }
 
@@ -60,7 +65,8 @@ impl Mapping {
         self.frame_bytes * self.num_frames as usize
     }
 
-    /// Address of the first byte of `range` of `frame`; `InvalidConfig` unless all of it lies inside.
+    /// Address of the first byte of `range` of `frame`; `InvalidConfig` unless all of it lies
+    /// inside.
     fn at(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.frame_bytes);
         if frame.0 >= self.num_frames || !inside {
@@ -71,25 +77,30 @@ impl Mapping {
                 .with_context("frame_bytes", self.frame_bytes)
                 .with_context("num_frames", self.num_frames));
         }
-        // SAFETY: frame < num_frames and offset + bytes <= frame_bytes, so the sum is at most the mapping's size, which
-        // is at most isize::MAX (checked before mapping).
+        // SAFETY: frame < num_frames and offset + bytes <= frame_bytes, so the sum is at most the
+        // mapping's size, which is at most isize::MAX (checked before mapping).
         Ok(unsafe { self.start.add(frame.0 as usize * self.frame_bytes + offset) })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: start and size are those of the mapping made in new, and there is no reference into it: Frames and
-        // Arenas own a part of this Mapping, and slices borrow from them.
-        let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes()) };
+        // SAFETY: start and size are those of the mapping made in new, and there is no reference
+        // into it: Frames and Arenas own a part of this Mapping, and slices borrow from them.
+        let _unmapped =
+            unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes()) };
     }
 }
 
 /// Checks a size; the message leaves naming the setting to the store, which knows it.
 fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
-    let total = frame_bytes.checked_mul(u64::from(num_frames)).and_then(|bytes| isize::try_from(bytes).ok());
+    let total = frame_bytes
+        .checked_mul(u64::from(num_frames))
+        .and_then(|bytes| isize::try_from(bytes).ok());
     match total {
-        Some(total) if total > 0 && frame_bytes.is_multiple_of(FRAME_ALIGN) => Ok(total.unsigned_abs()),
+        Some(total) if total > 0 && frame_bytes.is_multiple_of(FRAME_ALIGN) => {
+            Ok(total.unsigned_abs())
+        }
         _ => Err(Error::new(
             ErrorKind::InvalidConfig,
             "frame_bytes must be a multiple of 4096 and num_frames at least 1",
@@ -99,7 +110,8 @@ fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
     }
 }
 
-/// The one right to a frame's bytes in its owner's grid. It is neither copied nor made again, so `&mut Frame` is alone.
+/// The one right to a frame's bytes in its owner's grid. It is neither copied nor made again, so
+/// `&mut Frame` is alone.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -113,31 +125,36 @@ impl Frame {
     }
 
     fn start(&self) -> NonNull<u8> {
-        self.mapping.at(self.id, 0, self.mapping.frame_bytes).expect("frames are made inside the arena")
+        self.mapping
+            .at(self.id, 0, self.mapping.frame_bytes)
+            .expect("frames are made inside the arena")
     }
 
     /// Its bytes, while a lease keeps workers from writing to it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this grid the only other way to
-        // these bytes is &mut self, which the borrow excludes, and a frame of another grid over them is lent only while its
-        // store has the slabs below (HostTier). Workers write only frames that are reserved for them, and the store reads
-        // a frame only once it is visible.
+        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this grid
+        // the only other way to these bytes is &mut self, which the borrow excludes, and a frame of
+        // another grid over them is lent only while its store has the slabs below (HostTier).
+        // Workers write only frames that are reserved for them, and the store reads a frame only
+        // once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.mapping.frame_bytes) }
     }
 
     /// Its bytes, to be filled while no worker knows of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store fills a frame only before
-        // it is visible and while it is reserved for no other writer.
+        // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store
+        // fills a frame only before it is visible and while it is reserved for no other writer.
         unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.mapping.frame_bytes) }
     }
 }
 
-/// A grid of frames: the right to each one's bytes is here, or with whom it was lent to. A `Frame` kept for each would take 16 bytes.
+/// A grid of frames: the right to each one's bytes is here, or with whom it was lent to. A `Frame`
+/// kept for each would take 16 bytes.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
-    /// A bit for each frame that is lent. This is what makes a `Frame` the only one: it is set while there is one.
+    /// A bit for each frame that is lent. This is what makes a `Frame` the only one: it is set
+    /// while there is one.
     lent: Vec<u64>,
 }
 
@@ -157,7 +174,8 @@ impl Frames {
         self.lent.get(word).is_some_and(|word| word & bit != 0)
     }
 
-    /// Lends the right to a frame's bytes; None while it is lent, or if there is no such frame. A dropped right stays lent.
+    /// Lends the right to a frame's bytes; None while it is lent, or if there is no such frame. A
+    /// dropped right stays lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         if id.0 >= self.num() || self.is_lent(id) {
             return None;
@@ -179,7 +197,8 @@ impl Frames {
     }
 }
 
-/// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process that mapped it.
+/// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process
+/// that mapped it.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
@@ -189,7 +208,8 @@ pub struct HostArena {
 impl HostArena {
     /// New zeroed frames. Memory is taken page by page as frames are first written.
     ///
-    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
+    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
+    /// if the system refuses.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
         let arena = Self::of_bytes(checked_size(frame_bytes, num_frames)? as u64)?;
         let frames = arena.frames(frame_bytes, num_frames)?;
@@ -199,18 +219,22 @@ impl HostArena {
     /// As [`Self::create`], without frames yet. `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         let fail = |error: rustix::io::Errno| {
-            Error::io("shared memory is not available", error.into()).with_context("bytes", size_bytes)
+            Error::io("shared memory is not available", error.into())
+                .with_context("bytes", size_bytes)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
         rustix::fs::ftruncate(&fd, size_bytes).map_err(fail)?;
-        // The file cannot be truncated under a mapping, which would kill the process that touches it next.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(fail)?;
+        // The file cannot be truncated under a mapping, which would kill the process that touches
+        // it next.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(fail)?;
         Ok(Self { fd, size_bytes })
     }
 
-    /// A grid of frames over the arena, in a mapping of its own: frame i is at `i * frame_bytes`. Where there is more than one
-    /// grid, a caller lends a frame only while no frame of another grid over the same bytes is lent.
+    /// A grid of frames over the arena, in a mapping of its own: frame i is at `i * frame_bytes`.
+    /// Where there is more than one grid, a caller lends a frame only while no frame of another
+    /// grid over the same bytes is lent.
     ///
     /// `InvalidConfig` as in [`Self::create`], or if the arena is smaller.
     pub fn frames(&self, frame_bytes: u64, num_frames: u32) -> Result<Frames> {
@@ -220,7 +244,8 @@ impl HostArena {
                 .with_context("num_frames", num_frames)
                 .with_context("arena_bytes", self.size_bytes));
         }
-        let mapping = Arc::new(Mapping::new(&self.fd, size_bytes / num_frames as usize, num_frames)?);
+        let mapping =
+            Arc::new(Mapping::new(&self.fd, size_bytes / num_frames as usize, num_frames)?);
         Ok(Frames { mapping, lent: vec![0; num_frames.div_ceil(64) as usize] })
     }
 
@@ -229,23 +254,38 @@ impl HostArena {
         self.size_bytes
     }
 
-    /// Sets where pages that are not touched yet will lie, for every mapping; `places` are in order. `Io` if the system refuses.
+    /// Sets where pages that are not touched yet will lie, for every mapping; `places` are in
+    /// order. `Io` if the system refuses.
     pub fn place(&self, places: &[Place]) -> Result<()> {
         let done = places.chunks(PLACED_AT_ONCE).try_for_each(|some| self.place_some(some));
-        done.map_err(|error| Error::io("this system does not place memory on those NUMA nodes", error))
+        done.map_err(|error| {
+            Error::io("this system does not place memory on those NUMA nodes", error)
+        })
     }
 
-    /// Policies are the file's, and hold for all mappings: the one here only says which bytes are meant.
+    /// Policies are the file's, and hold for all mappings: the one here only says which bytes are
+    /// meant.
     fn place_some(&self, places: &[Place]) -> std::io::Result<()> {
         let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
-        let size_bytes = usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
+        let size_bytes =
+            usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
         // SAFETY: no address is asked for, and nothing reads or writes this mapping.
         let start = unsafe {
-            rustix::mm::mmap(ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::SHARED, &self.fd, first.start)
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                size_bytes,
+                ProtFlags::empty(),
+                MapFlags::SHARED,
+                &self.fd,
+                first.start,
+            )
         }?;
         let place_one = |place: &Place| {
-            let within =
-                |byte: u64| usize::try_from(byte.saturating_sub(first.start)).unwrap_or(size_bytes).min(size_bytes);
+            let within = |byte: u64| {
+                usize::try_from(byte.saturating_sub(first.start))
+                    .unwrap_or(size_bytes)
+                    .min(size_bytes)
+            };
             let (from, to) = (within(place.start), within(place.end));
             bind(start.addr() + from, to - from, place)
         };
@@ -267,7 +307,8 @@ impl HostArena {
     }
 }
 
-/// A worker's view of the frames, maybe in another process: bounds are checked here, leases are kept by the plans it obeys.
+/// A worker's view of the frames, maybe in another process: bounds are checked here, leases are
+/// kept by the plans it obeys.
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
@@ -277,28 +318,36 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly `num_frames`.
+    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly
+    /// `num_frames`.
     pub fn open(path: &str, frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let size_bytes = checked_size(frame_bytes, num_frames)?;
-        let fail = |message: &str, error: std::io::Error| Error::io(message, error).with_context("path", path);
-        let file =
-            File::options().read(true).write(true).open(path).map_err(|error| {
-                fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
-            })?;
-        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is not an arena", error.into()))?;
-        let metadata = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
+        let fail = |message: &str, error: std::io::Error| {
+            Error::io(message, error).with_context("path", path)
+        };
+        let file = File::options().read(true).write(true).open(path).map_err(|error| {
+            fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
+        })?;
+        let seals = rustix::fs::fcntl_get_seals(&file)
+            .map_err(|error| fail("this is not an arena", error.into()))?;
+        let metadata =
+            file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
         if !seals.contains(SealFlags::SHRINK) || len / frame_bytes != u64::from(num_frames) {
-            return Err(Error::new(ErrorKind::InvalidConfig, "the arena is not the one planned for")
-                .with_context("path", path)
-                .with_context("file_bytes", len)
-                .with_context("expected_bytes", size_bytes));
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                "the arena is not the one planned for",
+            )
+            .with_context("path", path)
+            .with_context("file_bytes", len)
+            .with_context("expected_bytes", size_bytes));
         }
         let mapping = Mapping::new(&file, size_bytes / num_frames as usize, num_frames)?;
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// A frame of this process alone, for the private copies from which parts are sealed and checked.
+    /// A frame of this process alone, for the private copies from which parts are sealed and
+    /// checked.
     pub fn private(frame_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(checked_size(frame_bytes, 1)? as u64)?;
         Self::open(&memory.path(), frame_bytes, 1)
@@ -319,20 +368,31 @@ impl Arena {
         self.mapping.size_bytes()
     }
 
-    /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer; returns the tag.
+    /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer;
+    /// returns the tag.
     ///
-    /// The frame must be reserved for the caller, whose writes to it are done. `InvalidConfig` if anything lies outside.
-    pub fn seal(&self, frame: FrameId, offset: usize, part_bytes: usize, spec: &PartSpec<'_>) -> Result<u64> {
+    /// The frame must be reserved for the caller, whose writes to it are done. `InvalidConfig` if
+    /// anything lies outside.
+    pub fn seal(
+        &self,
+        frame: FrameId,
+        offset: usize,
+        part_bytes: usize,
+        spec: &PartSpec<'_>,
+    ) -> Result<u64> {
         let end = self.trailer_at(frame, offset, part_bytes)?;
-        let (trailer, tag) = spec.seal(self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?)?;
+        let (trailer, tag) =
+            spec.seal(self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?)?;
         let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the 128 bytes from `end` lie in the mapping (trailer_at), no slice covers them (payloads end before
-        // trailers, payload_bytes), other threads here are kept out by `trailers`, other processes by the reservation.
+        // SAFETY: the 128 bytes from `end` lie in the mapping (trailer_at), no slice covers them
+        // (payloads end before trailers, payload_bytes), other threads here are kept out by
+        // `trailers`, other processes by the reservation.
         unsafe { ptr::copy_nonoverlapping(trailer.as_ptr(), end.as_ptr(), TRAILER_BYTES) };
         Ok(tag)
     }
 
-    /// None if the part holds what `spec` says, else why it must not be used. The frame must be pinned for the caller.
+    /// None if the part holds what `spec` says, else why it must not be used. The frame must be
+    /// pinned for the caller.
     pub fn check(
         &self,
         frame: FrameId,
@@ -345,7 +405,8 @@ impl Arena {
         let mut trailer = [0; TRAILER_BYTES];
         {
             let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: the 128 bytes from `end` lie in the mapping; writers in this process are kept out by `trailers`.
+            // SAFETY: the 128 bytes from `end` lie in the mapping; writers in this process are kept
+            // out by `trailers`.
             unsafe { ptr::copy_nonoverlapping(end.as_ptr(), trailer.as_mut_ptr(), TRAILER_BYTES) };
         }
         Ok(spec.check(payload, &trailer))
@@ -354,16 +415,20 @@ impl Arena {
     fn trailer_at(&self, frame: FrameId, offset: usize, part_bytes: usize) -> Result<NonNull<u8>> {
         self.mapping.at(frame, offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
-            return Err(Error::new(ErrorKind::InvalidConfig, "a part must have room for its trailer of 128 bytes")
-                .with_context("part_bytes", part_bytes));
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                "a part must have room for its trailer of 128 bytes",
+            )
+            .with_context("part_bytes", part_bytes));
         }
         self.mapping.at(frame, offset + part_bytes - TRAILER_BYTES, TRAILER_BYTES)
     }
 
     fn payload(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<&[u8]> {
         let start = self.mapping.at(frame, offset, bytes)?;
-        // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile: the frame is reserved for or
-        // pinned by the caller, whose own copies are done, as seal and check demand.
+        // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile:
+        // the frame is reserved for or pinned by the caller, whose own copies are done, as seal and
+        // check demand.
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
     }
 }

@@ -1,7 +1,7 @@
 //! Files of page-aligned frames, read and written without bounce copies where the file system can.
 //!
-//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk tier. It must not know
-//! slots, records or keys.
+//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk
+//! tier. It must not know slots, records or keys.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -13,12 +13,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Memory, offset and length of a transfer must be multiples of this to go past the page cache; every file system's
-/// own requirement divides it.
+/// Memory, offset and length of a transfer must be multiples of this to go past the page cache;
+/// every file system's own requirement divides it.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// One open file; each method is one system call, so reads and writes may transfer less than asked: what std's trait makes of
-/// them finishes short ones.
+/// One open file; each method is one system call, so reads and writes may transfer less than asked:
+/// what std's trait makes of them finishes short ones.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// The file's status, which has its device and its number of links.
     fn metadata(&self) -> Result<Metadata>;
@@ -28,13 +28,15 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Extends the file from `from` to `to` with allocated zeros; `Unsupported` if the file system cannot allocate.
+    /// Extends the file from `from` to `to` with allocated zeros; `Unsupported` if the file system
+    /// cannot allocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
     /// Whether aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
 
-/// A file of the operating system: a buffered descriptor and, where wanted and possible, one with `O_DIRECT`.
+/// A file of the operating system: a buffered descriptor and, where wanted and possible, one with
+/// `O_DIRECT`.
 #[derive(Debug)]
 pub struct OsFile {
     buffered: File,
@@ -58,17 +60,22 @@ impl OsFile {
 
     fn with_options(path: &Path, options: &OpenOptions, direct: bool) -> Result<Self> {
         // Without O_NONBLOCK, opening a FIFO waits for its other end.
-        let flags = |extra: OFlags| (OFlags::NOFOLLOW | OFlags::NONBLOCK | extra).bits().cast_signed();
+        let flags =
+            |extra: OFlags| (OFlags::NOFOLLOW | OFlags::NONBLOCK | extra).bits().cast_signed();
         let buffered = options.clone().custom_flags(flags(OFlags::empty())).open(path)?;
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
         }
-        // EINVAL here is how a file system without O_DIRECT says so; any other trouble shows up in use.
-        let direct = direct.then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok()).flatten();
+        // EINVAL here is how a file system without O_DIRECT says so; any other trouble shows up in
+        // use.
+        let direct = direct
+            .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
+            .flatten();
         Ok(Self { buffered, direct, direct_refused: AtomicBool::new(false) })
     }
 
-    /// One transfer of memory at `offset`: past the page cache where all is aligned and the file system takes it.
+    /// One transfer of memory at `offset`: past the page cache where all is aligned and the file
+    /// system takes it.
     fn transfer(
         &self,
         memory: (usize, usize),
@@ -76,11 +83,19 @@ impl OsFile {
         mut io: impl FnMut(&File) -> Result<usize>,
     ) -> Result<usize> {
         let (address, len) = memory;
-        let is_aligned = (address | len).is_multiple_of(ALIGN_BYTES) && offset.is_multiple_of(ALIGN_BYTES as u64);
-        if let Some(direct) = self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct()) {
+        let is_aligned = (address | len).is_multiple_of(ALIGN_BYTES)
+            && offset.is_multiple_of(ALIGN_BYTES as u64);
+        if let Some(direct) =
+            self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct())
+        {
             match io(direct) {
                 // The flag was taken and the transfer is not.
-                Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::INVAL | Errno::OPNOTSUPP)) => {
+                Err(e)
+                    if matches!(
+                        Errno::from_io_error(&e),
+                        Some(Errno::INVAL | Errno::OPNOTSUPP)
+                    ) =>
+                {
                     self.direct_refused.store(true, Ordering::Relaxed);
                 }
                 result => return result,
@@ -96,7 +111,9 @@ impl FileExt for OsFile {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> Result<usize> {
-        self.transfer((bytes.as_ptr().addr(), bytes.len()), offset, |file| file.write_at(bytes, offset))
+        self.transfer((bytes.as_ptr().addr(), bytes.len()), offset, |file| {
+            file.write_at(bytes, offset)
+        })
     }
 }
 

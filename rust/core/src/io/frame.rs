@@ -1,4 +1,5 @@
-//! What a frame is to all who only name one: a number, and a size in whole pages. It must not know where memory is mapped.
+//! What a frame is to all who only name one: a number, and a size in whole pages. It must not know
+//! where memory is mapped.
 
 /// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;

@@ -1,6 +1,7 @@
 //! How much memory this process may still take: the machine's and its control groups'.
 //!
-//! Read once by the opener of a store and passed in, so that the store itself asks nothing. It must not know sizes of frames.
+//! Read once by the opener of a store and passed in, so that the store itself asks nothing. It must
+//! not know sizes of frames.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +11,8 @@ use std::path::Path;
 /// None where nothing can be read (no /proc).
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
-    let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| groups_available(&text));
+    let groups =
+        fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| groups_available(&text));
     [machine, groups].into_iter().flatten().min()
 }
 
@@ -26,9 +28,10 @@ fn groups_available(cgroup: &str) -> Option<u64> {
         let mut fields = line.splitn(3, ':').skip(1);
         let (base, names) = match fields.next()? {
             "" => ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
-            list if list.split(',').any(|name| name == "memory") => {
-                ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-            }
+            list if list.split(',').any(|name| name == "memory") => (
+                "/sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            ),
             _ => return None,
         };
         let groups = Path::new(fields.next()?.trim_start_matches('/')).ancestors();
@@ -37,7 +40,8 @@ fn groups_available(cgroup: &str) -> Option<u64> {
     cgroup.lines().filter_map(left_of).min()
 }
 
-/// Returns the limit less use; inactive pages of files can be reclaimed, so they do not count as used.
+/// Returns the limit less use; inactive pages of files can be reclaimed, so they do not count as
+/// used.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);

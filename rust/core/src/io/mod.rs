@@ -1,8 +1,9 @@
 //! Memory and files: the only folder with unsafe code.
 //!
-//! `frame` is a frame's number, `arena` maps the shared frames, `placement` and `numa` put them on NUMA nodes, `part` writes and checks a
-//! part's trailer, `memory` asks the machine how much there is. It must not know keys' meaning, the index or leases; it only
-//! bounds-checks what it is handed.
+//! `frame` is a frame's number, `arena` maps the shared frames, `placement` and `numa` put them on
+//! NUMA nodes, `part` writes and checks a part's trailer, `memory` asks the machine how much there
+//! is. It must not know keys' meaning, the index or leases; it only bounds-checks what it is
+//! handed.
 
 pub mod arena;
 pub mod direct;

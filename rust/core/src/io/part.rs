@@ -1,7 +1,8 @@
 //! A frame's part: payload, padding, and the 128-byte trailer that says whose payload it is.
 //!
-//! The format is ARCHITECTURE.md's "Frames". A part is sealed where its bytes were gathered and checked before they are
-//! used; on any doubt the answer is a [`Damage`], never bytes. This file must not know where parts lie in memory.
+//! The format is ARCHITECTURE.md's "Frames". A part is sealed where its bytes were gathered and
+//! checked before they are used; on any doubt the answer is a [`Damage`], never bytes. This file
+//! must not know where parts lie in memory.
 
 use crate::key::ChunkKey;
 use crate::tag::chunk_tag;
@@ -10,7 +11,8 @@ use crate::{Error, ErrorKind, Result};
 /// Bytes at the end of each part.
 pub const TRAILER_BYTES: usize = 128;
 
-/// How a trailer begins. The number covers the tag's definition too: a part of another format reads as unsealed.
+/// How a trailer begins. The number covers the tag's definition too: a part of another format reads
+/// as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// Expected content of a part: key, layout and shape.
@@ -37,7 +39,8 @@ pub enum Damage {
     Key,
     /// The right chunk in another layout.
     Layout,
-    /// Another number of blocks, payload bytes, or rank; or an encoded payload, which only the GPU kernels read.
+    /// Another number of blocks, payload bytes, or rank; or an encoded payload, which only the GPU
+    /// kernels read.
     Shape,
     /// The payload changed after it was sealed.
     Tag,
@@ -57,16 +60,26 @@ impl Damage {
 }
 
 impl PartSpec<'_> {
-    /// Bytes of the payload; `InvalidConfig` if they and the trailer do not fit a part of `part_bytes`.
+    /// Bytes of the payload; `InvalidConfig` if they and the trailer do not fit a part of
+    /// `part_bytes`.
     pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
         let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
-        let payload = block_bytes.checked_mul(u64::from(self.num_blocks)).and_then(|bytes| usize::try_from(bytes).ok());
+        let payload = block_bytes
+            .checked_mul(u64::from(self.num_blocks))
+            .and_then(|bytes| usize::try_from(bytes).ok());
         match payload {
-            Some(payload) if payload.checked_add(TRAILER_BYTES).is_some_and(|bytes| bytes <= part_bytes) => Ok(payload),
-            _ => Err(Error::new(ErrorKind::InvalidConfig, "the pages and the trailer do not fit the part")
-                .with_context("block_bytes", block_bytes)
-                .with_context("num_blocks", self.num_blocks)
-                .with_context("part_bytes", part_bytes)),
+            Some(payload)
+                if payload.checked_add(TRAILER_BYTES).is_some_and(|bytes| bytes <= part_bytes) =>
+            {
+                Ok(payload)
+            }
+            _ => Err(Error::new(
+                ErrorKind::InvalidConfig,
+                "the pages and the trailer do not fit the part",
+            )
+            .with_context("block_bytes", block_bytes)
+            .with_context("num_blocks", self.num_blocks)
+            .with_context("part_bytes", part_bytes)),
         }
     }
 
@@ -79,10 +92,16 @@ impl PartSpec<'_> {
     /// None if `trailer` and `payload` are this part's.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
-        let mut fields =
-            [(0..8, Damage::Unsealed), (8..40, Damage::Key), (40..72, Damage::Layout), (80..128, Damage::Shape)]
-                .into_iter();
-        if let Some((_, damage)) = fields.find(|(field, _)| trailer[field.clone()] != expected[field.clone()]) {
+        let mut fields = [
+            (0..8, Damage::Unsealed),
+            (8..40, Damage::Key),
+            (40..72, Damage::Layout),
+            (80..128, Damage::Shape),
+        ]
+        .into_iter();
+        if let Some((_, damage)) =
+            fields.find(|(field, _)| trailer[field.clone()] != expected[field.clone()])
+        {
             return Some(damage);
         }
         match chunk_tag(payload, self.page_bytes, self.num_blocks) {
@@ -92,7 +111,8 @@ impl PartSpec<'_> {
         }
     }
 
-    /// The trailer of a raw part: its encoding, bytes 104 to 108, is 0, and the encoded bytes are the payload's.
+    /// The trailer of a raw part: its encoding, bytes 104 to 108, is 0, and the encoded bytes are
+    /// the payload's.
     fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
         let mut trailer = [0; TRAILER_BYTES];
         trailer[..8].copy_from_slice(&MAGIC);

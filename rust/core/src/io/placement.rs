@@ -1,4 +1,5 @@
-//! Which NUMA node each range of an arena's pages should lie on, where frames are made of one part per shard.
+//! Which NUMA node each range of an arena's pages should lie on, where frames are made of one part
+//! per shard.
 //!
 //! Advice only: the system may place memory elsewhere. Must not depend on system calls.
 
@@ -6,7 +7,8 @@ use super::frame::FRAME_ALIGN;
 
 /// The nodes of the system's first word of a mask.
 pub const MAX_NODES: u32 = 64;
-/// Most ranges, each some 0.4 KiB of the kernel's memory and some microseconds when the arena is made.
+/// Most ranges, each some 0.4 KiB of the kernel's memory and some microseconds when the arena is
+/// made.
 const MAX_PLACES: u64 = 1 << 18;
 
 /// Bytes `start..end` of an arena, and a bit for each node that they may lie on.
@@ -32,9 +34,9 @@ pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Ranges of `num_frames` frames of `frame_bytes`, in order and none touching another of the same node: part i of each frame on
-/// `nodes[i]`, below `MAX_NODES`. One range of all frames where all nodes are one, or pages in turn where parts are not whole pages
-/// or ranges too many.
+/// Ranges of `num_frames` frames of `frame_bytes`, in order and none touching another of the same
+/// node: part i of each frame on `nodes[i]`, below `MAX_NODES`. One range of all frames where all
+/// nodes are one, or pages in turn where parts are not whole pages or ranges too many.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
@@ -47,7 +49,9 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
         return vec![Place { start: 0, end, nodes: all }];
     }
     let part_bytes = frame_bytes / num_parts;
-    let parts = (0..u64::from(num_frames) * num_parts).map(|part| part * part_bytes).zip(nodes.iter().cycle());
+    let parts = (0..u64::from(num_frames) * num_parts)
+        .map(|part| part * part_bytes)
+        .zip(nodes.iter().cycle());
     let mut places: Vec<Place> = Vec::new();
     for (start, node) in parts {
         match places.last_mut() {
@@ -65,7 +69,11 @@ mod tests {
     use super::{FRAME_ALIGN, MAX_PLACES, Place, bit, by_shard};
 
     fn node_at(places: &[Place], byte: u64) -> Vec<u64> {
-        places.iter().filter(|place| (place.start..place.end).contains(&byte)).map(|place| place.nodes).collect()
+        places
+            .iter()
+            .filter(|place| (place.start..place.end).contains(&byte))
+            .map(|place| place.nodes)
+            .collect()
     }
 
     proptest! {

@@ -1,8 +1,8 @@
 //! Keys of one request's prefix, extended as it grows.
 //!
-//! Whole blocks are hashed once, straight from the caller's memory; positions after the last whole block are kept until it
-//! is whole. Only digests are chained, one compression per block. The chain must not know how many blocks a chunk has,
-//! nor where chunks are stored.
+//! Whole blocks are hashed once, straight from the caller's memory; positions after the last whole
+//! block are kept until it is whole. Only digests are chained, one compression per block. The chain
+//! must not know how many blocks a chunk has, nor where chunks are stored.
 
 use rayon::prelude::*;
 
@@ -13,7 +13,8 @@ use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
 
-/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers keeps of the same prefixes.
+/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers
+/// keeps of the same prefixes.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -45,8 +46,9 @@ const BATCH_BLOCKS: usize = 64;
 
 /// Incremental keys of one prefix, one a block.
 ///
-/// With a `lookahead` of n positions a block's key stands for the n positions behind it, too: the first block takes them in, and
-/// each later one is hashed n positions further on. Every error is `InvalidConfig` and leaves the chain as it was. Positions count from 0 and fit in 32 bits.
+/// With a `lookahead` of n positions a block's key stands for the n positions behind it, too: the
+/// first block takes them in, and each later one is hashed n positions further on. Every error is
+/// `InvalidConfig` and leaves the chain as it was. Positions count from 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
@@ -64,13 +66,16 @@ impl KeyChain {
         Self::with_lookahead(root, block_tokens, 0)
     }
 
-    /// The same with keys that stand for `lookahead` positions behind each block, at most a block's.
+    /// The same with keys that stand for `lookahead` positions behind each block, at most a
+    /// block's.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(bad("block_tokens must be at least 1"));
         }
         if lookahead > block_tokens {
-            return Err(bad("lookahead must be at most block_tokens").with_context("lookahead", lookahead));
+            return Err(
+                bad("lookahead must be at most block_tokens").with_context("lookahead", lookahead)
+            );
         }
         Ok(Self {
             root,
@@ -111,7 +116,9 @@ impl KeyChain {
     /// Key of full block `block`, that is of the prefix that ends with it.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
-            bad("no such full block").with_context("block", block).with_context("num_blocks", self.keys.len())
+            bad("no such full block")
+                .with_context("block", block)
+                .with_context("num_blocks", self.keys.len())
         })
     }
 
@@ -121,40 +128,55 @@ impl KeyChain {
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done before.
+    /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done
+    /// before.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
-            self.groups.push(OfGroup { group, root: root_of_group(self.root, group), keys: Vec::new() });
+            self.groups.push(OfGroup {
+                group,
+                root: root_of_group(self.root, group),
+                keys: Vec::new(),
+            });
             self.groups.len() - 1
         });
         let keys = &mut self.groups[known].keys;
         keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// The key of the empty prefix and those of full blocks, as `group` keeps them, as far as `extend_group` went; None: this
-    /// chain's own.
+    /// The key of the empty prefix and those of full blocks, as `group` keeps them, as far as
+    /// `extend_group` went; None: this chain's own.
     pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
         let Some(group) = group else { return (self.root, &self.keys) };
         let known = self.groups.iter().find(|of| of.group == group);
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// What `group` keeps of each of `blocks` alone, valid at that block's end: the key that all of them hang on, and theirs.
-    pub fn attached(&self, group: u32, blocks: impl IntoIterator<Item = u32>) -> Result<(ChunkKey, Vec<ChunkKey>)> {
+    /// What `group` keeps of each of `blocks` alone, valid at that block's end: the key that all of
+    /// them hang on, and theirs.
+    pub fn attached(
+        &self,
+        group: u32,
+        blocks: impl IntoIterator<Item = u32>,
+    ) -> Result<(ChunkKey, Vec<ChunkKey>)> {
         let own = blocks.into_iter().map(|block| self.key(block)).collect::<Result<Vec<_>>>()?;
         Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
-    /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is appended.
+    /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is
+    /// appended.
     ///
     /// Declaring the same item again does nothing, at any time. Truncating forgets no item.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
-            let error = bad(message).with_context("start", start).with_context("num_tokens", num_tokens);
+            let error =
+                bad(message).with_context("start", start).with_context("num_tokens", num_tokens);
             Err(error.with_context("appended", self.num_tokens()))
         };
-        if num_tokens == 0 || start.checked_add(num_tokens).is_none() || u32::try_from(identifier.len()).is_err() {
+        if num_tokens == 0
+            || start.checked_add(num_tokens).is_none()
+            || u32::try_from(identifier.len()).is_err()
+        {
             return fail("an item covers at least one position and ends below 2^32");
         }
         if start < self.num_tokens() && !self.items.contains(&item) {
@@ -176,7 +198,8 @@ impl KeyChain {
         Ok(())
     }
 
-    /// Appends embedding rows of `width` elements of `dtype` (torch's name, such as `bfloat16`): raw bytes, row after row.
+    /// Appends embedding rows of `width` elements of `dtype` (torch's name, such as `bfloat16`):
+    /// raw bytes, row after row.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
@@ -193,15 +216,19 @@ impl KeyChain {
     pub(super) fn check_room(&self, num: usize) -> Result<()> {
         match u32::try_from(num) {
             Ok(num) if self.num_tokens().checked_add(num).is_some() => Ok(()),
-            _ => Err(bad("a prefix has fewer than 2^32 positions").with_context("num_tokens", self.num_tokens())),
+            _ => Err(bad("a prefix has fewer than 2^32 positions")
+                .with_context("num_tokens", self.num_tokens())),
         }
     }
 
-    /// Appends positions: some complete the pending block, some make whole blocks, and some are left over.
+    /// Appends positions: some complete the pending block, some make whole blocks, and some are
+    /// left over.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
-        let (each, block_bytes) = (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
+        let (each, block_bytes) =
+            (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
         let is_whole = self.pending.len() == 0 && self.next_len() == self.block_tokens;
-        let missing = if is_whole { 0 } else { (self.next_len() - self.pending.len()) as usize * each };
+        let missing =
+            if is_whole { 0 } else { (self.next_len() - self.pending.len()) as usize * each };
         let (head, rest) = bytes.split_at(missing.min(bytes.len()));
         let (body, rest) = rest.split_at(rest.len() / block_bytes * block_bytes);
         self.push_pending(kind, head);
@@ -213,11 +240,16 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Whether `num` token ids would be all that the next key takes in: one whole block, and no item in it.
+    /// Whether `num` token ids would be all that the next key takes in: one whole block, and no
+    /// item in it.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
-        is_whole && self.items.next_covered(start).is_none_or(|position| position >= start + u64::from(len))
+        is_whole
+            && self
+                .items
+                .next_covered(start)
+                .is_none_or(|position| position >= start + u64::from(len))
     }
 
     /// The key of all full blocks so far.
@@ -232,7 +264,11 @@ impl KeyChain {
 
     /// Positions that the keys so far stand for.
     fn hashed(&self) -> u32 {
-        if self.keys.is_empty() { 0 } else { self.num_blocks() * self.block_tokens + self.lookahead }
+        if self.keys.is_empty() {
+            0
+        } else {
+            self.num_blocks() * self.block_tokens + self.lookahead
+        }
     }
 
     /// Positions that the next key takes in.
@@ -244,7 +280,8 @@ impl KeyChain {
         u64::from(self.hashed())
     }
 
-    /// The content digest of what the next key, or one behind it, takes in from position `start` on.
+    /// The content digest of what the next key, or one behind it, takes in from position `start`
+    /// on.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }
@@ -269,12 +306,15 @@ impl KeyChain {
         }
     }
 
-    /// Whole blocks of token ids, with nothing pending: side by side up to the next block that an item touches.
+    /// Whole blocks of token ids, with nothing pending: side by side up to the next block that an
+    /// item touches.
     fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
         while !bytes.is_empty() {
             let start = self.block_start();
-            let covered = self.items.next_covered(start).map_or(u64::MAX, |position| position - start);
-            let clear = usize::try_from(covered / u64::from(self.block_tokens)).unwrap_or(usize::MAX);
+            let covered =
+                self.items.next_covered(start).map_or(u64::MAX, |position| position - start);
+            let clear =
+                usize::try_from(covered / u64::from(self.block_tokens)).unwrap_or(usize::MAX);
             let (plain, rest) = bytes.split_at(clear.min(bytes.len() / block_bytes) * block_bytes);
             for some in plain.chunks(BATCH_BLOCKS * block_bytes) {
                 let mut digests = [Digest::default(); BATCH_BLOCKS];
@@ -288,7 +328,8 @@ impl KeyChain {
         }
     }
 
-    /// Whole blocks of embedding rows, with nothing pending: block beside block over rayon's threads where they are big.
+    /// Whole blocks of embedding rows, with nothing pending: block beside block over rayon's
+    /// threads where they are big.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
         let digest_of = |(block, bytes): (usize, &[u8])| {

@@ -1,7 +1,8 @@
 //! What stands at the positions of one block, and its digest.
 //!
-//! A block is a list of runs: neighbouring positions of one kind. Their bytes lie flat, in order, so that a block can be
-//! hashed where the caller has it, without a copy. This file must not know chains or what came before the block.
+//! A block is a list of runs: neighbouring positions of one kind. Their bytes lie flat, in order,
+//! so that a block can be hashed where the caller has it, without a copy. This file must not know
+//! chains or what came before the block.
 
 use super::dtype::Row;
 use super::items::Item;
@@ -75,8 +76,13 @@ impl Pending {
 }
 
 impl View<'_> {
-    /// The content digest; `block_start` is the block's first position, `items` those that overlap its positions.
-    pub(super) fn digest<'i>(&self, block_start: u64, items: impl Iterator<Item = &'i Item>) -> Digest {
+    /// The content digest; `block_start` is the block's first position, `items` those that overlap
+    /// its positions.
+    pub(super) fn digest<'i>(
+        &self,
+        block_start: u64,
+        items: impl Iterator<Item = &'i Item>,
+    ) -> Digest {
         let mut items = items.peekable();
         if let ([Run { kind: Kind::Tokens, .. }], None) = (self.runs, items.peek()) {
             return TOKENS.hash(self.bytes);
@@ -101,7 +107,9 @@ impl View<'_> {
         for item in items {
             out.push(3);
             put_str(&mut out, &item.identifier).expect("its length was checked in add_item");
-            out.extend_from_slice(&i64::from(item.start).wrapping_sub_unsigned(block_start).to_le_bytes());
+            out.extend_from_slice(
+                &i64::from(item.start).wrapping_sub_unsigned(block_start).to_le_bytes(),
+            );
             out.extend_from_slice(&item.num_tokens.to_le_bytes());
         }
         MIXED.hash(&out)

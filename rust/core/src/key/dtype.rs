@@ -1,6 +1,8 @@
-//! Rows of embeddings: their element type by its one canonical name, which enters keys, and their size.
+//! Rows of embeddings: their element type by its one canonical name, which enters keys, and their
+//! size.
 //!
-//! A type outside this list is refused rather than guessed, since two spellings of one type would be two keys.
+//! A type outside this list is refused rather than guessed, since two spellings of one type would
+//! be two keys.
 
 use crate::{Error, ErrorKind, Result};
 
@@ -31,10 +33,11 @@ impl Row {
     /// `width` elements of `dtype`; `InvalidConfig` if there is no such row.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
         let bad = |message| Error::new(ErrorKind::InvalidConfig, message);
-        let (dtype, bytes) = DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
-            let known = DTYPES.map(|(name, _)| name).join(", ");
-            bad(format!("dtype {dtype:?} is not one of {known}"))
-        })?;
+        let (dtype, bytes) =
+            DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
+                let known = DTYPES.map(|(name, _)| name).join(", ");
+                bad(format!("dtype {dtype:?} is not one of {known}"))
+            })?;
         match usize::try_from(u64::from(bytes) * u64::from(width)) {
             Ok(size_bytes) if size_bytes > 0 => Ok(Self { dtype, width, size_bytes }),
             _ => Err(bad(format!("an embedding row cannot be {width} wide"))),
@@ -42,7 +45,8 @@ impl Row {
     }
 }
 
-/// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if there is no such row.
+/// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if
+/// there is no such row.
 pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
     Row::new(dtype, width).map(|row| row.size_bytes)
 }

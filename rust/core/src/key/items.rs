@@ -1,7 +1,7 @@
 //! Multimodal items of one request: which of them cover which positions.
 //!
-//! Items may overlap each other (audio inside video), so a block asks for all that touch it. This file must not know
-//! how they enter a key.
+//! Items may overlap each other (audio inside video), so a block asks for all that touch it. This
+//! file must not know how they enter a key.
 
 use std::ops::Range;
 
@@ -30,9 +30,12 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Adds an item, unless it is already there. `InvalidConfig` if it is there with another length.
+    /// Adds an item, unless it is already there. `InvalidConfig` if it is there with another
+    /// length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
-        match self.sorted.binary_search_by(|have| (have.start, &have.identifier).cmp(&(item.start, &item.identifier))) {
+        match self.sorted.binary_search_by(|have| {
+            (have.start, &have.identifier).cmp(&(item.start, &item.identifier))
+        }) {
             Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
             Ok(at) => {
                 let message = "an item was declared twice with different lengths; declare it once";

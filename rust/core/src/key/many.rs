@@ -1,6 +1,8 @@
-//! Many chains at once: the blocks that running requests complete in one step are hashed side by side.
+//! Many chains at once: the blocks that running requests complete in one step are hashed side by
+//! side.
 //!
-//! One block keeps one SIMD lane busy, and a forward waits for these keys. It must not know what a step is.
+//! One block keeps one SIMD lane busy, and a forward waits for these keys. It must not know what a
+//! step is.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

@@ -1,9 +1,10 @@
 //! Chunk keys: 32 bytes that stand for a whole prefix.
 //!
-//! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`] extends it a block
-//! at a time from what the model really reads: token ids, embedding rows, multimodal items. The format is ARCHITECTURE.md's
-//! "Keys (schema 2)" and its golden vectors are `tests/vectors/keys.json`. Nothing here knows stores, chunk
-//! sizes or engines, and no process seed enters: the same prefix has the same keys everywhere, permanently.
+//! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`]
+//! extends it a block at a time from what the model really reads: token ids, embedding rows,
+//! multimodal items. The format is ARCHITECTURE.md's "Keys (schema 2)" and its golden vectors are
+//! `tests/vectors/keys.json`. Nothing here knows stores, chunk sizes or engines, and no process
+//! seed enters: the same prefix has the same keys everywhere, permanently.
 
 mod chain;
 mod content;

@@ -1,9 +1,10 @@
 //! BLAKE3 in the modes of the key scheme, fast for many short inputs of one length.
 //!
-//! Every digest is a plain keyed BLAKE3 hash. Where an input is at most one BLAKE3 chunk (1024 bytes) and a whole number of
-//! 64-byte blocks, several inputs are hashed side by side in SIMD lanes through blake3's doc-hidden `platform`
-//! module; the crate's version is pinned for that, and the tests hold it equal to `keyed_hash` for every length.
-//! This file must not know what the bytes mean.
+//! Every digest is a plain keyed BLAKE3 hash. Where an input is at most one BLAKE3 chunk (1024
+//! bytes) and a whole number of 64-byte blocks, several inputs are hashed side by side in SIMD
+//! lanes through blake3's doc-hidden `platform` module; the crate's version is pinned for that, and
+//! the tests hold it equal to `keyed_hash` for every length. This file must not know what the bytes
+//! mean.
 
 use std::sync::LazyLock;
 
@@ -22,8 +23,9 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// From this many bytes on, hashing is spread over rayon's threads; below it, waking them costs more than it saves.
-/// The pool starts with the first such hash, so a process must not fork and hash in the child after that.
+/// From this many bytes on, hashing is spread over rayon's threads; below it, waking them costs
+/// more than it saves. The pool starts with the first such hash, so a process must not fork and
+/// hash in the child after that.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags of the BLAKE3 paper, section 2.2, table 3.
@@ -49,7 +51,11 @@ impl Mode {
         hasher.update(b"kvloft key v").update(super::KEY_SCHEMA.to_string().as_bytes());
         hasher.update(b" ").update(name.as_bytes());
         let key = *hasher.finalize().as_bytes();
-        Self { key, words: blake3::platform::words_from_le_bytes_32(&key), platform: Platform::detect() }
+        Self {
+            key,
+            words: blake3::platform::words_from_le_bytes_32(&key),
+            platform: Platform::detect(),
+        }
     }
 
     /// The keyed hash of `bytes`, on this thread, or on rayon's threads where `bytes` are many.
@@ -71,7 +77,8 @@ impl Mode {
         blake3::platform::le_bytes_from_words_32(&words)
     }
 
-    /// The keyed hash of each `stride` bytes of `bytes`, into `out` (as many as there are whole strides).
+    /// The keyed hash of each `stride` bytes of `bytes`, into `out` (as many as there are whole
+    /// strides).
     pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
         macro_rules! by_length {
             ($($blocks:literal)*) => {
@@ -88,8 +95,8 @@ impl Mode {
         by_length!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
     }
 
-    /// `hash_each` for inputs of N bytes, N a multiple of 64 and at most 1024: each input is one BLAKE3 chunk that is
-    /// its own root, so its chaining value under these flags is its hash.
+    /// `hash_each` for inputs of N bytes, N a multiple of 64 and at most 1024: each input is one
+    /// BLAKE3 chunk that is its own root, so its chaining value under these flags is its hash.
     fn lanes<const N: usize>(&self, bytes: &[u8], out: &mut [Digest]) {
         let (inputs, _) = bytes.as_chunks::<N>();
         for (inputs, out) in inputs.chunks(LANES).zip(out.chunks_mut(LANES)) {

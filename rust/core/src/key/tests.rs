@@ -9,7 +9,10 @@ use crate::ErrorKind;
 const VECTORS: &str = include_str!("../../../../tests/vectors/keys.json");
 
 fn hex(text: &str) -> Vec<u8> {
-    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+    (0..text.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
+        .collect()
 }
 
 fn text(value: &Value) -> &str {
@@ -50,7 +53,9 @@ fn golden_vectors() {
                 chain.append_tokens(&ids.iter().map(number).collect::<Vec<_>>()).unwrap();
             } else {
                 let rows = hex(text(&segment["rows"]));
-                chain.append_embeds(text(&segment["dtype"]), number(&segment["width"]), &rows).unwrap();
+                chain
+                    .append_embeds(text(&segment["dtype"]), number(&segment["width"]), &rows)
+                    .unwrap();
             }
         }
         let keys: Vec<_> = chain.keys().iter().map(ToString::to_string).collect();
@@ -106,11 +111,13 @@ struct Prompt {
 fn prompt() -> impl Strategy<Value = Prompt> {
     let item = ("[ab]", 0..150u32, 1..60u32);
     let pieces = prop::collection::vec(piece(), 0..6);
-    (pieces, prop::collection::vec(item, 0..4), 1..33u32).prop_map(|(pieces, mut items, block_tokens)| {
-        items.sort();
-        items.dedup_by_key(|item| (item.0.clone(), item.1));
-        Prompt { pieces, items, block_tokens }
-    })
+    (pieces, prop::collection::vec(item, 0..4), 1..33u32).prop_map(
+        |(pieces, mut items, block_tokens)| {
+            items.sort();
+            items.dedup_by_key(|item| (item.0.clone(), item.1));
+            Prompt { pieces, items, block_tokens }
+        },
+    )
 }
 
 impl Prompt {
@@ -124,7 +131,13 @@ impl Prompt {
     }
 
     /// Appends positions `from..to`, at most `step(k)` at a time.
-    fn append(&self, chain: &mut KeyChain, from: usize, to: usize, mut step: impl FnMut() -> usize) {
+    fn append(
+        &self,
+        chain: &mut KeyChain,
+        from: usize,
+        to: usize,
+        mut step: impl FnMut() -> usize,
+    ) {
         let mut start = 0;
         for piece in &self.pieces {
             let mut at = from.max(start) - start;
@@ -171,7 +184,8 @@ proptest! {
         }
     }
 
-    /// A tail's key is its last block's, so all blocks of one prompt must differ, whatever they hold.
+    /// A tail's key is its last block's, so all blocks of one prompt must differ, whatever they
+    /// hold.
     #[test]
     fn no_two_blocks_of_a_prompt_share_a_key(prompt in prompt()) {
         let mut chain = prompt.empty();
@@ -233,7 +247,9 @@ fn each_field_alone_changes_the_key() {
     ];
     let mut seen: Vec<ChunkKey> = roots
         .iter()
-        .map(|(fields, adapter, salt)| root_key(&namespace_digest(fields).unwrap(), *adapter, *salt).unwrap())
+        .map(|(fields, adapter, salt)| {
+            root_key(&namespace_digest(fields).unwrap(), *adapter, *salt).unwrap()
+        })
         .collect();
     let key = |items: &[(&str, u32, u32)], dtype: &str, width: u32, rows: &[u8]| {
         let mut chain = KeyChain::new(seen[0], 4).unwrap();

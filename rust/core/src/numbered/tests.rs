@@ -21,7 +21,8 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         (0..200_usize, 1..3_u64).prop_map(|(num, apart)| Step::Enter(num, apart)),
         (0..400_u64).prop_map(Step::EnterBelow),
-        (0..300_usize, 0..200_usize, any::<bool>()).prop_map(|(nth, num, is_turned)| Step::Leave(nth, num, is_turned)),
+        (0..300_usize, 0..200_usize, any::<bool>())
+            .prop_map(|(nth, num, is_turned)| Step::Leave(nth, num, is_turned)),
         (0..600_u64).prop_map(Step::Ask),
     ]
 }
@@ -60,7 +61,8 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // A place that was given up says nothing; one that was not hides what is before it.
+                    // A place that was given up says nothing; one that was not hides what is before
+                    // it.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

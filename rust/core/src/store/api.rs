@@ -26,7 +26,8 @@ pub struct Lookup {
     pub stored_units: u32,
 }
 
-/// Result of [`Store::reserve`]: a lease for each chunk to be filled, and the number of chunks without a frame.
+/// Result of [`Store::reserve`]: a lease for each chunk to be filled, and the number of chunks
+/// without a frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
     /// In order of the prefix.
@@ -41,7 +42,8 @@ impl Store {
         &self.inner.arena
     }
 
-    /// Returns how many leading units of the prefix are stored. A paused disk counts as empty. No side effect (I9).
+    /// Returns how many leading units of the prefix are stored. A paused disk counts as empty. No
+    /// side effect (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
         self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
     }
@@ -56,37 +58,51 @@ impl Store {
 
     /// Returns how many of a prefix's `anchors` are stored, and how many of those are proven.
     ///
-    /// An anchor is a number of units and the key that ends them, in ascending order. A prefix that starts at a proven
-    /// anchor needs no earlier keys (see [`Prefix::first`]).
+    /// An anchor is a number of units and the key that ends them, in ascending order. A prefix that
+    /// starts at a proven anchor needs no earlier keys (see [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
-    /// Pins the stored part of a prefix that is in host memory and starts reading the rest from disk.
+    /// Pins the stored part of a prefix that is in host memory and starts reading the rest from
+    /// disk.
     ///
-    /// A read takes a frame when it begins. The lease ends before the first chunk that gets no frame or cannot be read.
+    /// A read takes a frame when it begins. The lease ends before the first chunk that gets no
+    /// frame or cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
         self.acquire_all(&[prefix.into()])
     }
 
     /// As [`Self::acquire`] for many prefixes, as one lease that counts the units of all of them.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
-        let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
+        let hold =
+            |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
     }
 
     /// Reserves frames for the chunks of `units` that are neither in host memory nor being filled.
     ///
-    /// It stops at the first chunk without a frame. `InvalidConfig` if the prefix is shorter than `units`.
-    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, units: Range<u32>) -> Result<Reserved> {
+    /// It stops at the first chunk without a frame. `InvalidConfig` if the prefix is shorter than
+    /// `units`.
+    pub fn reserve<'a>(
+        &self,
+        prefix: impl Into<Prefix<'a>>,
+        units: Range<u32>,
+    ) -> Result<Reserved> {
         let (leases, got) = self.reserve_many(None, &[(prefix.into(), units).into()])?;
         Ok(Reserved { leases, num_dropped: got[0].num_dropped })
     }
 
-    /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the number of each.
+    /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the
+    /// number of each.
     ///
-    /// With a `limit`, saves take frames below it only from now on. Reserves nothing if a prefix is shorter than its units.
-    pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
+    /// With a `limit`, saves take frames below it only from now on. Reserves nothing if a prefix is
+    /// shorter than its units.
+    pub fn reserve_many(
+        &self,
+        limit: Option<u32>,
+        asked: &[ToSave<'_>],
+    ) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_state(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
@@ -97,7 +113,12 @@ impl Store {
             let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
             Ok((reserved, got))
         });
-        let none = || asked.iter().map(|each| Got { num_reserved: 0, num_dropped: each.num_units() }).collect();
+        let none = || {
+            asked
+                .iter()
+                .map(|each| Got { num_reserved: 0, num_dropped: each.num_units() })
+                .collect()
+        };
         let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok((reserved.into_iter().map(lease).collect(), got))
@@ -105,8 +126,8 @@ impl Store {
 
     /// Makes filled chunks visible; returns the number of chunks that became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible with it; one whose parent is gone is aborted. Leases of
-    /// another store are aborted.
+    /// A chunk whose parent is not visible yet becomes visible with it; one whose parent is gone is
+    /// aborted. Leases of another store are aborted.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -114,17 +135,20 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Removes chunks and all chunks below them from every tier. Returns the number of chunks removed so far.
+    /// Removes chunks and all chunks below them from every tier. Returns the number of chunks
+    /// removed so far.
     ///
-    /// Lookups miss them from now on. Pinned chunks are freed with their last pin; large trees are removed in slices.
+    /// Lookups miss them from now on. Pinned chunks are freed with their last pin; large trees are
+    /// removed in slices.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
 
-    /// Removes everything from every tier. Pinned and reserved frames are freed when their leases end.
+    /// Removes everything from every tier. Pinned and reserved frames are freed when their leases
+    /// end.
     ///
-    /// Lookups miss at once. Waits at most five seconds for the disk, so that a restart finds nothing either. A disk that
-    /// does not answer is cleared later, and an event reports that.
+    /// Lookups miss at once. Waits at most five seconds for the disk, so that a restart finds
+    /// nothing either. A disk that does not answer is cleared later, and an event reports that.
     pub fn clear(&self) {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -143,14 +167,16 @@ impl Store {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
-    /// Restricts saves to frames below `num_frames`, because workers cannot copy to the others yet. Disk reads use any.
+    /// Restricts saves to frames below `num_frames`, because workers cannot copy to the others yet.
+    /// Disk reads use any.
     pub fn limit_frames(&self, num_frames: u32) {
         self.inner.with_state(|state| state.host.limit(num_frames));
     }
 
     /// Returns the log lines for the operator since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
-        let mut events = self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
+        let mut events =
+            self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
         events.extend(self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default());
         events
     }

@@ -25,14 +25,19 @@ impl Tiers {
     /// Inverse of [`Self::bits`]; None for other numbers.
     #[must_use]
     pub fn of_bits(bits: u8) -> Option<Self> {
-        (bits < 8).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0, coming: bits & 4 != 0 })
+        (bits < 8).then_some(Self {
+            host: bits & 1 != 0,
+            disk: bits & 2 != 0,
+            coming: bits & 4 != 0,
+        })
     }
 }
 
 /// Result of [`Listener::changes`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Chunks asked for, then chunks that changed, oldest first, with their tiers. A key may occur twice.
+    /// Chunks asked for, then chunks that changed, oldest first, with their tiers. A key may occur
+    /// twice.
     pub rows: Vec<(ChunkKey, Tiers)>,
     /// Keys were dropped: any chunk that is not among the rows may have changed too.
     pub lost: bool,
@@ -75,12 +80,21 @@ impl ChangeLog {
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys from position `next` on, and advances it; and whether earlier keys were dropped.
+    /// Returns up to `limit` keys from position `next` on, and advances it; and whether earlier
+    /// keys were dropped.
     ///
     /// If so, returns no keys: the listener queries every key it knows anyway.
-    pub(crate) fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
+    pub(crate) fn take(
+        &self,
+        next: &mut u64,
+        limit: usize,
+    ) -> (impl Iterator<Item = ChunkKey>, bool) {
         let lost = *next < self.first;
-        let from = if lost { self.keys.len() } else { usize::try_from(*next - self.first).unwrap_or(usize::MAX) };
+        let from = if lost {
+            self.keys.len()
+        } else {
+            usize::try_from(*next - self.first).unwrap_or(usize::MAX)
+        };
         let until = from.saturating_add(limit).min(self.keys.len());
         *next = self.first + until as u64;
         (self.keys.range(from..until).copied(), lost)

@@ -12,7 +12,8 @@ use crate::{Error, ErrorKind, Result};
 /// More threads make no device faster.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. The caller reads the clock, the environment and the machine; the store does not.
+/// Settings of a store. The caller reads the clock, the environment and the machine; the store does
+/// not.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Bytes of one frame; a multiple of 4096.
@@ -21,9 +22,9 @@ pub struct StoreConfig {
     pub host_bytes: u64,
     /// Policy of each tier.
     pub eviction: Eviction,
-    /// Available bytes of memory, if known: see [`crate::io::available_bytes`]. Compared once. Pages are allocated when frames
-    /// are first used, so stores that open at the same time see the same free memory. Allocating them all at the start would
-    /// take seconds per 10 GiB.
+    /// Available bytes of memory, if known: see [`crate::io::available_bytes`]. Compared once.
+    /// Pages are allocated when frames are first used, so stores that open at the same time see the
+    /// same free memory. Allocating them all at the start would take seconds per 10 GiB.
     pub available_bytes: Option<u64>,
     /// Fingerprint of everything except content that decides KV bytes.
     pub namespace: [u8; 32],
@@ -46,11 +47,13 @@ pub struct ArenaInfo {
     pub frame_bytes: u64,
     /// Frames in host memory.
     pub num_frames: u32,
-    /// Pipe that every process that maps a server's arena must hold open; None for an embedded store.
+    /// Pipe that every process that maps a server's arena must hold open; None for an embedded
+    /// store.
     pub lifeline: Option<LifelineInfo>,
 }
 
-/// A pipe whose end-of-file shows a server that no process can write to an engine's frames any longer.
+/// A pipe whose end-of-file shows a server that no process can write to an engine's frames any
+/// longer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LifelineInfo {
     /// Path at which a worker opens it for writing.
@@ -76,7 +79,8 @@ impl DiskSettings {
     /// Returns the settings of the tier. `InvalidConfig` names the wrong setting and the fix.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
-            let message = format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
+            let message =
+                format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         Ok(DiskConfig {
@@ -90,7 +94,8 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
-    /// Checks the settings. `InvalidConfig` names the wrong setting and the fix; `host_size` names the memory setting.
+    /// Checks the settings. `InvalidConfig` names the wrong setting and the fix; `host_size` names
+    /// the memory setting.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.frames_in(host_size).map(drop)
     }
@@ -104,7 +109,9 @@ impl StoreConfig {
         let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
         let Self { frame_bytes, host_bytes, .. } = *self;
         if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) {
-            return fail(format!("frame_bytes = {frame_bytes} must be a positive multiple of {FRAME_ALIGN}"));
+            return fail(format!(
+                "frame_bytes = {frame_bytes} must be a positive multiple of {FRAME_ALIGN}"
+            ));
         }
         if host_bytes < frame_bytes {
             return fail(format!(

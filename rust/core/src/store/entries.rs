@@ -1,4 +1,5 @@
-//! Adds chunks to the index, detaches them once no tier has them, and frees them once no user has them.
+//! Adds chunks to the index, detaches them once no tier has them, and frees them once no user has
+//! them.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -58,12 +59,16 @@ impl State {
         }
     }
 
-    /// Frees a detached entry without users, and the detached entries above it that only waited for it.
+    /// Frees a detached entry without users, and the detached entries above it that only waited for
+    /// it.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
             let entry = &self.index[id];
-            let is_used = entry.holds > 0 || entry.has_children() || entry.host.is_filling() || entry.disk.takes_slot();
+            let is_used = entry.holds > 0
+                || entry.has_children()
+                || entry.host.is_filling()
+                || entry.disk.takes_slot();
             if !entry.detached || is_used {
                 break;
             }
@@ -78,11 +83,15 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Takes a failed chunk without children out of host memory, and then the failed chunks above it.
+    /// Takes a failed chunk without children out of host memory, and then the failed chunks above
+    /// it.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];
-            if !matches!(entry.host, HostState::Failed(_)) || entry.host_children > 0 || entry.detached {
+            if !matches!(entry.host, HostState::Failed(_))
+                || entry.host_children > 0
+                || entry.detached
+            {
                 break;
             }
             next = entry.parent;

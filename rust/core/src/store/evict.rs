@@ -1,7 +1,8 @@
 //! Eviction by an operator: the chunks of one tenant, or all, in host memory only or in every tier.
 //!
-//! The walk visits the index in slices, one per lock. Chunks that are saved meanwhile may stay. In host memory, children
-//! leave before their parents. In every tier, the walk starts the removal of first chunks, and `remove` does the rest.
+//! The walk visits the index in slices, one per lock. Chunks that are saved meanwhile may stay. In
+//! host memory, children leave before their parents. In every tier, the walk starts the removal of
+//! first chunks, and `remove` does the rest.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,8 +46,8 @@ struct Walk {
 }
 
 impl Store {
-    /// Evicts chunks that were visible when it was called. Returns once neither a lookup nor a restart finds them, or at
-    /// the deadline.
+    /// Evicts chunks that were visible when it was called. Returns once neither a lookup nor a
+    /// restart finds them, or at the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -84,9 +85,12 @@ impl State {
     /// Returns true if every chunk removed before `mark` is off the disk.
     fn is_erased(&self, mark: u64) -> bool {
         let work = &self.disk;
-        let nothing_to_free = work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
-        let is_written = |job: &JobInFlight| job.direction == Some(Direction::Write) && job.ticket < mark;
-        let nothing_else = work.num_detached_slots == 0 && work.clearing == Clearing::No && !work.is_recovering();
+        let nothing_to_free =
+            work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
+        let is_written =
+            |job: &JobInFlight| job.direction == Some(Direction::Write) && job.ticket < mark;
+        let nothing_else =
+            work.num_detached_slots == 0 && work.clearing == Clearing::No && !work.is_recovering();
         nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
     }
 
@@ -111,7 +115,8 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Starts the removal of first chunks; the trees of one slice are removed before the next slice.
+    /// Starts the removal of first chunks; the trees of one slice are removed before the next
+    /// slice.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -139,7 +144,9 @@ impl State {
                     self.index.at(walk.next - 1).map(|(id, _)| id)
                 }
             };
-            let Some(id) = next.filter(|id| tenant.is_none_or(|tenant| self.index[*id].tenant == tenant)) else {
+            let Some(id) =
+                next.filter(|id| tenant.is_none_or(|tenant| self.index[*id].tenant == tenant))
+            else {
                 continue;
             };
             let above = self.index[id].parent.map(|parent| (parent, self.index[parent].generation));
@@ -153,7 +160,8 @@ impl State {
         }
     }
 
-    /// Counts chunks that stay because they, or chunks below them, are in use; returns true at the end.
+    /// Counts chunks that stay because they, or chunks below them, are in use; returns true at the
+    /// end.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
@@ -161,7 +169,8 @@ impl State {
             tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_visible()
         };
         let entries = (from..end).filter_map(|place| self.index.at(place));
-        let num = entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
+        let num =
+            entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
         self.evicted.num_in_use += num as u64;
         walk.counted = Some(end);
         end == self.index.num_places()
@@ -181,7 +190,8 @@ impl State {
     }
 }
 
-/// Erases the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex names begin with `prefix`.
+/// Erases the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
+/// names begin with `prefix`.
 ///
 /// `root` is that of the open stores. `Io` if the directory cannot be listed.
 pub fn erase_closed(

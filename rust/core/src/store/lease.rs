@@ -1,4 +1,5 @@
-//! Leases are guards: dropping a write lease aborts it, dropping a read lease unpins its frames (I5).
+//! Leases are guards: dropping a write lease aborts it, dropping a read lease unpins its frames
+//! (I5).
 //!
 //! A lease shares the locked state, so it may outlive its `Store`.
 
@@ -80,7 +81,9 @@ impl ReadLease {
 
     fn with_held<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        held.as_mut().and_then(|held| self.store.with_state(|state| what(state, held))).unwrap_or_default()
+        held.as_mut()
+            .and_then(|held| self.store.with_state(|state| what(state, held)))
+            .unwrap_or_default()
     }
 
     /// Unpins the frames, as dropping does. A second call does nothing.

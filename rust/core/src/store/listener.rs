@@ -1,9 +1,10 @@
 //! [`Listener`]: reports which chunks were added to a tier or left one. KV events are made from it.
 //!
-//! The change log holds keys, not events. A listener gets each key with the tiers that have its chunk at that moment, so
-//! the last answer for a key is always true: also for a chunk that was added and removed again, and while trees are being
-//! removed. Keys are dropped if too many wait; a listener that missed some is informed and queries every key it knows. All
-//! listeners share one log, each with a position in it, so another listener costs no memory.
+//! The change log holds keys, not events. A listener gets each key with the tiers that have its
+//! chunk at that moment, so the last answer for a key is always true: also for a chunk that was
+//! added and removed again, and while trees are being removed. Keys are dropped if too many wait; a
+//! listener that missed some is informed and queries every key it knows. All listeners share one
+//! log, each with a position in it, so another listener costs no memory.
 
 use std::sync::{Arc, PoisonError};
 
@@ -62,7 +63,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Returns the tiers of the chunks `asked`, and of up to `limit` chunks that changed since the last call.
+    /// Returns the tiers of the chunks `asked`, and of up to `limit` chunks that changed since the
+    /// last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
@@ -79,7 +81,8 @@ impl Drop for Listener {
 impl Store {
     /// Logs changes from now on; the listener must query the chunks that are stored already.
     ///
-    /// The log keeps at least the last `capacity` keys, of 32 bytes each, and the most that any listener requires.
+    /// The log keeps at least the last `capacity` keys, of 32 bytes each, and the most that any
+    /// listener requires.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

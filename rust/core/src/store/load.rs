@@ -47,10 +47,12 @@ impl Sum for Progress {
     }
 }
 
-/// The chunks of one prefix that a read lease holds: a visible part, and after it chunks that are being read.
+/// The chunks of one prefix that a read lease holds: a visible part, and after it chunks that are
+/// being read.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. Holding it pins its whole prefix, of `num_host` chunks.
+    /// The last chunk that was in host memory. Holding it pins its whole prefix, of `num_host`
+    /// chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
     /// Chunks after it, in order, each held. The first `ready` of them are visible.
@@ -91,7 +93,8 @@ impl State {
         held
     }
 
-    /// Queues reads of the units `from..to`, which were found; returns their chunks, each held, up to the first refused.
+    /// Queues reads of the units `from..to`, which were found; returns their chunks, each held, up
+    /// to the first refused.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
@@ -102,10 +105,12 @@ impl State {
         loads
     }
 
-    /// Queues the read of a chunk and holds it; returns false if it cannot be read. It gets a frame when the read begins.
+    /// Queues the read of a chunk and holds it; returns false if it cannot be read. It gets a frame
+    /// when the read begins.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
-        let is_readable = entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
+        let is_readable =
+            entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
         let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
         let is_saving = matches!(entry.host, HostState::Saving(_));
         let will_come = entry.host.is_visible() || entry.is_coming() && !is_saving;
@@ -122,7 +127,8 @@ impl State {
     /// Reports the use of a prefix to the disk policy.
     fn touch_disk(&mut self, end: Option<ChunkId>) {
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
-        let touched = end.and_then(|end| self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk));
+        let touched =
+            end.and_then(|end| self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk));
         if let Some(id) = touched {
             self.disk_policy.touch(id);
         }
@@ -134,7 +140,9 @@ impl State {
             held.ready += 1;
         }
         let answers = self.disk.answers(self.now);
-        let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].host.is_read());
+        let comes = |&id: &ChunkId| {
+            self.index[id].is_coming() && (answers || !self.index[id].host.is_read())
+        };
         if !held.loads.get(held.ready).is_some_and(comes) {
             self.release_loads(held, held.ready);
         }
@@ -157,7 +165,8 @@ impl State {
         frames
     }
 
-    /// Releases the reads from the `keep`th on, deepest first. A read that has not begun is cancelled with its last lease.
+    /// Releases the reads from the `keep`th on, deepest first. A read that has not begun is
+    /// cancelled with its last lease.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {

@@ -26,7 +26,8 @@ pub(crate) struct Locked {
     pub(crate) idle: Condvar,
     /// Signaled when the store closes; the sweeper sleeps on it.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. It changes only while no job is in flight. This lock is taken last.
+    /// None while the tier is not open. It changes only while no job is in flight. This lock is
+    /// taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Arc<Opener>>,
     /// A slow first attempt to open the tier, for a disk thread to wait for.
@@ -53,7 +54,10 @@ impl Locked {
     }
 
     /// Replaces the disk tier; returns the previous one.
-    pub(crate) fn change_tier(&self, new: Option<Arc<dyn LocalTier>>) -> Option<Arc<dyn LocalTier>> {
+    pub(crate) fn change_tier(
+        &self,
+        new: Option<Arc<dyn LocalTier>>,
+    ) -> Option<Arc<dyn LocalTier>> {
         std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
     }
 
@@ -64,8 +68,8 @@ impl Locked {
         Some(state)
     }
 
-    /// Calls `work` under the lock, then removes a slice of the trees to remove and wakes the disk threads if there are
-    /// jobs. None after a panic under the lock.
+    /// Calls `work` under the lock, then removes a slice of the trees to remove and wakes the disk
+    /// threads if there are jobs. None after a panic under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -86,7 +90,8 @@ impl Locked {
         self.with_state(|state| (!state.closed).then(|| work(state))).flatten()
     }
 
-    /// Waits until `done` returns true (returns true) or None (it cannot be met), or until the deadline.
+    /// Waits until `done` returns true (returns true) or None (it cannot be met), or until the
+    /// deadline.
     ///
     /// Returns false at once after a panic under the lock.
     pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
@@ -111,6 +116,9 @@ impl Locked {
 
 impl fmt::Debug for Locked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Locked").field("arena", &self.arena).field("disk", &self.disk).finish_non_exhaustive()
+        f.debug_struct("Locked")
+            .field("arena", &self.arena)
+            .field("disk", &self.disk)
+            .finish_non_exhaustive()
     }
 }

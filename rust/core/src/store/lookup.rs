@@ -1,7 +1,8 @@
-//! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find its end.
+//! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
+//! its end.
 //!
-//! While trees are being removed presence has gaps, and a record on disk may claim a wrong place. So the chunks found are
-//! compared with the prefix up to the root, once per chunk.
+//! While trees are being removed presence has gaps, and a record on disk may claim a wrong place.
+//! So the chunks found are compared with the prefix up to the root, once per chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
@@ -15,8 +16,9 @@ pub struct Prefix<'a> {
     pub root: ChunkKey,
     /// Keys of the units from `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are left out, for lookups and leases only. If it is not 0, the first key must
-    /// be one that [`Store::anchors`] reports as proven; otherwise nothing of the prefix is found.
+    /// Number of leading units whose keys are left out, for lookups and leases only. If it is not
+    /// 0, the first key must be one that [`Store::anchors`] reports as proven; otherwise nothing of
+    /// the prefix is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -39,7 +41,8 @@ impl<'a> Prefix<'a> {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// Returns the key of its first `num_units` units, which must not be left out; the root key for 0.
+    /// Returns the key of its first `num_units` units, which must not be left out; the root key for
+    /// 0.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
@@ -71,12 +74,15 @@ impl State {
             None => self.get(&prefix.key_of(end), end, is_here),
             Some((_, key)) => {
                 let mut above = self.index.ancestry(self.index.get(&key)?);
-                above.find(|id| self.index[*id].depth + 1 == end).filter(|id| is_here(&self.index[*id]))
+                above
+                    .find(|id| self.index[*id].depth + 1 == end)
+                    .filter(|id| is_here(&self.index[*id]))
             }
         }
     }
 
-    /// Returns the chunk that ends the first `end` units with `key`, if it is `present`, not expired and at that depth.
+    /// Returns the chunk that ends the first `end` units with `key`, if it is `present`, not
+    /// expired and at that depth.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
@@ -89,13 +95,17 @@ impl State {
         move |entry| entry.host.is_visible() || answers && entry.disk.is_stored()
     }
 
-    /// Counts the leading anchors that are stored and those that are proven; see [`super::Store::anchors`].
+    /// Counts the leading anchors that are stored and those that are proven; see
+    /// [`super::Store::anchors`].
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
         let is_stored = self.is_stored();
         let at = |nth: u32| anchors[nth as usize];
         let num_stored = leading(num, |nth| self.get(&at(nth).1, at(nth).0, is_stored).is_some());
-        Anchors { num_stored, num_known: leading(num_stored, |nth| self.find_proven(at(nth)).is_some()) }
+        Anchors {
+            num_stored,
+            num_known: leading(num_stored, |nth| self.find_proven(at(nth)).is_some()),
+        }
     }
 
     /// Returns the chunk of an anchor, if it is stored and it and all chunks above it are proven.
@@ -108,7 +118,8 @@ impl State {
         self.get(&key, end, |entry| is_proven(entry) && is_stored(entry))
     }
 
-    /// Returns the leading units in host memory, and those stored in any tier. Removes chunks that are not the prefix's.
+    /// Returns the leading units in host memory, and those stored in any tier. Removes chunks that
+    /// are not the prefix's.
     pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
         let mut prefix = *prefix;
         if prefix.first > 0 && prefix.base().and_then(|base| self.find_proven(base)).is_none() {
@@ -129,11 +140,18 @@ impl State {
     }
 
     /// Returns how many of the first `most` units are `present`.
-    fn find_end(&self, prefix: &Prefix<'_>, most: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
+    fn find_end(
+        &self,
+        prefix: &Prefix<'_>,
+        most: u32,
+        present: impl Fn(&Entry) -> bool + Copy,
+    ) -> u32 {
         let base = prefix.base();
         if let Some((_, key)) = base.filter(|(end, key)| self.get(key, *end, present).is_none()) {
             let mut above = self.index.get(&key).into_iter().flat_map(|id| self.index.ancestry(id));
-            return above.find(|id| present(&self.index[*id])).map_or(0, |id| self.index[id].depth + 1);
+            return above
+                .find(|id| present(&self.index[*id]))
+                .map_or(0, |id| self.index[id].depth + 1);
         }
         let before = base.map_or(0, |(end, _)| end);
         let is_present = |unit: u32| {
@@ -143,8 +161,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Returns the depth of the highest chunk found that is not this prefix's, because it is being removed or because a
-    /// record on disk claims a wrong place. Chunks that compared well are proven and not compared again.
+    /// Returns the depth of the highest chunk found that is not this prefix's, because it is being
+    /// removed or because a record on disk claims a wrong place. Chunks that compared well are
+    /// proven and not compared again.
     fn first_unsound(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         let end = self.index.get(&prefix.key_of(units))?;
         let (is_removing, base) = (self.is_removing(), prefix.base());
@@ -156,7 +175,9 @@ impl State {
                 break;
             }
             let fits = entry.depth + 1 == behind && entry.parent.is_none() == (entry.depth == 0);
-            let is_ours = fits && entry.key == prefix.key_of(behind) && entry.parent_key == prefix.key_of(entry.depth);
+            let is_ours = fits
+                && entry.key == prefix.key_of(behind)
+                && entry.parent_key == prefix.key_of(entry.depth);
             if !is_ours || entry.removing || entry.detached {
                 unsound = Some((id, entry.depth, is_ours));
             }
@@ -180,7 +201,8 @@ impl State {
     }
 }
 
-/// Returns how many of `0..num` hold, if none holds after one that does not. Probes the last, then gallops and bisects.
+/// Returns how many of `0..num` hold, if none holds after one that does not. Probes the last, then
+/// gallops and bisects.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;

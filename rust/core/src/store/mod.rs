@@ -1,7 +1,8 @@
 //! The store: finds, pins, saves and evicts chunks in host memory and on disk, behind one lock.
 //!
-//! No call waits for a disk, except those whose documentation says so. After a panic under the lock, every call answers
-//! with misses. The store must not depend on Python, tokens or the contents of frames.
+//! No call waits for a disk, except those whose documentation says so. After a panic under the
+//! lock, every call answers with misses. The store must not depend on Python, tokens or the
+//! contents of frames.
 //!
 //! From the ground up; each file uses only files above it:
 //!

@@ -26,9 +26,11 @@ const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
 /// Most chunks on disk for which the index reserves room when the store opens.
 const MAX_RESERVED: usize = 1 << 24;
 
-/// Host arena, optional disk tier and index of one namespace. All methods may be called from any thread.
+/// Host arena, optional disk tier and index of one namespace. All methods may be called from any
+/// thread.
 ///
-/// Dropping it stops the disk threads after their current job; chunks that were not written by then are lost.
+/// Dropping it stops the disk threads after their current job; chunks that were not written by then
+/// are lost.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Locked>,
@@ -38,24 +40,30 @@ pub struct Store {
 impl Store {
     /// Allocates host memory and opens the disk tier, waiting at most ten seconds for the disk.
     ///
-    /// If the disk tier cannot be opened (another process has it, an I/O error), the store logs an event, serves from
-    /// host memory and retries. `InvalidConfig` names the wrong setting; `Io` if the system refuses memory or threads.
+    /// If the disk tier cannot be opened (another process has it, an I/O error), the store logs an
+    /// event, serves from host memory and retries. `InvalidConfig` names the wrong setting; `Io` if
+    /// the system refuses memory or threads.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         let opener = Self::opener(config, &Arc::default())?;
         Self::with_tier(config, opener, Self::clock())
     }
 
-    /// As [`Self::open`], with a given clock and disk tier; `config.disk` sets the tier's threads and capacity.
+    /// As [`Self::open`], with a given clock and disk tier; `config.disk` sets the tier's threads
+    /// and capacity.
     #[doc(hidden)]
     pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
         Self::build(config, None, opener, clock)
     }
 
-    /// Returns a clock that also counts while the machine is suspended, so that chunks expire meanwhile.
+    /// Returns a clock that also counts while the machine is suspended, so that chunks expire
+    /// meanwhile.
     pub(crate) fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-            Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+            Duration::new(
+                u64::try_from(now.tv_sec).unwrap_or(0),
+                u32::try_from(now.tv_nsec).unwrap_or(0),
+            )
         };
         let start = now();
         Box::new(move || now().saturating_sub(start))
@@ -142,9 +150,11 @@ impl Store {
         Ok(store)
     }
 
-    /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the disk.
+    /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the
+    /// disk.
     ///
-    /// Returns false at the deadline, or as soon as the deadline cannot be met because the disk is paused beyond it.
+    /// Returns false at the deadline, or as soon as the deadline cannot be met because the disk is
+    /// paused beyond it.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -152,19 +162,25 @@ impl Store {
             let is_settled = state.disk.is_settled();
             (is_settled || !state.disk.cannot_settle_by(deadline)).then_some(is_settled)
         };
-        self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
+        self.inner.wait(
+            start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)),
+            settled,
+        )
     }
 
-    /// Stops serving (lookups miss, reservations fail), writes unwritten chunks until the timeout, and stops the threads.
+    /// Stops serving (lookups miss, reservations fail), writes unwritten chunks until the timeout,
+    /// and stops the threads.
     ///
-    /// A disk thread that hangs is detached and ends by itself. Leases stay valid. A second call does nothing.
+    /// A disk thread that hangs is detached and ends by itself. Leases stay valid. A second call
+    /// does nothing.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);
         self.inner.with_state(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
         self.inner.sweep.notify_all();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads =
+            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.tier() {
             disk.close();

@@ -1,16 +1,18 @@
 //! Removes trees of chunks: at once for lookups, in slices for the index and the tiers.
 //!
-//! The root of a tree that is being removed loses its key at once. The tree is then walked depth-first, children before
-//! parents as the policies require, one slice per call. Chunks below the root keep their keys until the walk reaches
-//! them, so lookups and reservations check all ancestors while trees are being removed. A clear takes all keys at once;
-//! the index keeps the roots of the trees that are left.
+//! The root of a tree that is being removed loses its key at once. The tree is then walked
+//! depth-first, children before parents as the policies require, one slice per call. Chunks below
+//! the root keep their keys until the walk reaches them, so lookups and reservations check all
+//! ancestors while trees are being removed. A clear takes all keys at once; the index keeps the
+//! roots of the trees that are left.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Most keys that are kept until the chunks of the disk are indexed. With more, the disk is cleared.
+/// Most keys that are kept until the chunks of the disk are indexed. With more, the disk is
+/// cleared.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
@@ -105,7 +107,8 @@ impl State {
                     Cause::Age => self.stats.expired += 1,
                 }
                 self.detach(id);
-                self.evicted.num_in_use += u64::from(cause == Cause::Evict && self.index.is_same(id, generation));
+                self.evicted.num_in_use +=
+                    u64::from(cause == Cause::Evict && self.index.is_same(id, generation));
                 removed += 1;
             }
         }

@@ -30,7 +30,8 @@ pub struct Reservation {
 pub struct Got {
     /// Chunks that have to be filled.
     pub num_reserved: usize,
-    /// Chunks without a frame or a parent; unless chunks are attached, also all chunks after the first of them.
+    /// Chunks without a frame or a parent; unless chunks are attached, also all chunks after the
+    /// first of them.
     pub num_dropped: u32,
 }
 
@@ -41,8 +42,9 @@ pub struct ToSave<'a> {
     pub prefix: Prefix<'a>,
     /// Units of the prefix, one chunk each.
     pub units: Range<u32>,
-    /// Each chunk's parent is the root, as in sliding-window and Mamba groups. A chunk without a frame does not end the
-    /// save. A key after the range's is that of the chunk which ends the same prefix in a full-attention group.
+    /// Each chunk's parent is the root, as in sliding-window and Mamba groups. A chunk without a
+    /// frame does not end the save. A key after the range's is that of the chunk which ends the
+    /// same prefix in a full-attention group.
     pub is_attached: bool,
 }
 
@@ -59,7 +61,8 @@ impl ToSave<'_> {
         if start <= end && end <= self.prefix.num_units() {
             return Ok(());
         }
-        let error = Error::new(ErrorKind::InvalidConfig, "no such units in this prefix").with_context("start", start);
+        let error = Error::new(ErrorKind::InvalidConfig, "no such units in this prefix")
+            .with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
 
@@ -80,7 +83,11 @@ enum Refused {
 
 impl State {
     /// Reserves frames for the missing chunks of a checked range and adds them to `reserved`.
-    pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
+    pub(crate) fn reserve(
+        &mut self,
+        asked: &ToSave<'_>,
+        reserved: &mut Vec<(ChunkId, Reservation)>,
+    ) -> Got {
         let ToSave { prefix, ref units, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
         let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
@@ -110,7 +117,8 @@ impl State {
                 }
                 Err(why) => {
                     let num_lost = if is_attached { 1 } else { units.end - unit };
-                    self.stats.quota_dropped += if why == Refused::Quota { num_lost.into() } else { 0 };
+                    self.stats.quota_dropped +=
+                        if why == Refused::Quota { num_lost.into() } else { 0 };
                     num_dropped += num_lost;
                     if !is_attached {
                         break;
@@ -122,12 +130,16 @@ impl State {
         Got { num_reserved: reserved.len() - before, num_dropped }
     }
 
-    /// Loads the first entries of each save into the CPU cache. The saves' own reads would wait for each other.
+    /// Loads the first entries of each save into the CPU cache. The saves' own reads would wait for
+    /// each other.
     pub(crate) fn warm(&self, asked: &[ToSave<'_>]) {
-        let found = asked.iter().filter(|each| !each.units.is_empty()).map(|ToSave { prefix, units, .. }| {
-            let ids = [units.start, units.start + 1].map(|num_units| self.index.get(&prefix.key_of(num_units)));
-            ids.map(|id| id.map_or(0, |id| u64::from(id.0)))
-        });
+        let found = asked.iter().filter(|each| !each.units.is_empty()).map(
+            |ToSave { prefix, units, .. }| {
+                let ids = [units.start, units.start + 1]
+                    .map(|num_units| self.index.get(&prefix.key_of(num_units)));
+                ids.map(|id| id.map_or(0, |id| u64::from(id.0)))
+            },
+        );
         std::hint::black_box(found.fold(0, |sum, [parent, own]| sum ^ parent ^ own));
     }
 
@@ -136,8 +148,8 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Returns the chunk's entry, if it has one. An entry with its key in another place is being removed, or was forged on
-    /// disk, and is removed.
+    /// Returns the chunk's entry, if it has one. An entry with its key in another place is being
+    /// removed, or was forged on disk, and is removed.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
@@ -154,7 +166,8 @@ impl State {
         self.index[id].host.frame().is_some()
     }
 
-    /// Reserves a frame for a chunk whose parent has one. Replaces a read of the chunk that has not begun.
+    /// Reserves a frame for a chunk whose parent has one. Replaces a read of the chunk that has not
+    /// begun.
     fn reserve_one(
         &mut self,
         new: Entry,
@@ -180,7 +193,8 @@ impl State {
         Ok((id, frame))
     }
 
-    /// Keeps `id` as long as the prefix that ends with `end`, if that prefix is likely to be used again.
+    /// Keeps `id` as long as the prefix that ends with `end`, if that prefix is likely to be used
+    /// again.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none() || !self.host_policy.goes_on(end, num_chunks) {

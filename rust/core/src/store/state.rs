@@ -1,4 +1,5 @@
-//! Everything that the store's lock guards, as data. The other files of the store add methods to [`State`].
+//! Everything that the store's lock guards, as data. The other files of the store add methods to
+//! [`State`].
 //!
 //! Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 
@@ -78,7 +79,11 @@ pub(crate) struct State {
 
 impl State {
     /// Returns an empty state, without a disk until one is attached.
-    pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>, disk_policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(
+        host: HostTier,
+        host_policy: Box<dyn Policy>,
+        disk_policy: Box<dyn Policy>,
+    ) -> Self {
         Self {
             index: Index::default(),
             host,
@@ -118,9 +123,12 @@ impl State {
     /// Advances the clock; disk operations that hang open the breakers.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
-        self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
+        self.unix_s =
+            self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
         if self.disk.find_hangs(self.now) {
-            self.log("disk tier: not responding; pausing it and retrying in the background".to_owned());
+            self.log(
+                "disk tier: not responding; pausing it and retrying in the background".to_owned(),
+            );
         }
     }
 
@@ -128,7 +136,11 @@ impl State {
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
         let (frames_total, frames_free) = host.num_frames();
-        let not_counted = if disk.wants_reads() { micros(self.now.saturating_sub(disk.reading_since)) } else { 0 };
+        let not_counted = if disk.wants_reads() {
+            micros(self.now.saturating_sub(disk.reading_since))
+        } else {
+            0
+        };
         Stats {
             frames_total,
             frames_share: host.grid().map_or(frames_total, Grid::share),
@@ -146,7 +158,8 @@ impl State {
         }
     }
 
-    /// Logs a key whose chunk was added to a tier or left one, or that no longer leads to its chunk.
+    /// Logs a key whose chunk was added to a tier or left one, or that no longer leads to its
+    /// chunk.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(log) = &mut self.change_log {
             log.push(self.index[id].key);

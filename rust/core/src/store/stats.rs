@@ -21,8 +21,9 @@ macro_rules! numbers {
 }
 
 numbers! {
-/// Counters since the store was opened, then gauges. Gauges that are counted elsewhere are filled in by `State::stats`.
-/// Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
+/// Counters since the store was opened, then gauges. Gauges that are counted elsewhere are filled
+/// in by `State::stats`. Invariant I8: `frames_reserved + frames_visible + frames_free =
+/// frames_total`.
 struct Stats {
     /// Chunks that became visible after a save.
     commits,
@@ -44,13 +45,13 @@ struct Stats {
     quota_evictions,
     /// The part of `disk_evictions` for a tenant at its quota.
     quota_disk_evictions,
-    /// Attempts to save, load or write a chunk that failed because its tenant was at its quota and none of its chunks could
-    /// be evicted. Repeated attempts count again.
+    /// Attempts to save, load or write a chunk that failed because its tenant was at its quota and
+    /// none of its chunks could be evicted. Repeated attempts count again.
     quota_dropped,
     /// Chunks removed because they expired, including those found on disk.
     expired,
-    /// Chunks that were not written to disk: they were evicted first, their parent was not written, no slot could be freed,
-    /// or the file system was full.
+    /// Chunks that were not written to disk: they were evicted first, their parent was not written,
+    /// no slot could be freed, or the file system was full.
     disk_dropped,
     /// The part of `disk_dropped` that was evicted before it was written.
     disk_unwritten,
@@ -72,8 +73,8 @@ struct Stats {
     disk_bytes_read,
     /// Microseconds that disk threads spent reading.
     disk_read_us,
-    /// Microseconds in which at least one read was wanted. With `disk_reads` it gives the rate of reads that loads see,
-    /// including the time taken by writes.
+    /// Microseconds in which at least one read was wanted. With `disk_reads` it gives the rate of
+    /// reads that loads see, including the time taken by writes.
     disk_read_busy_us,
     /// Failed attempts to read a chunk; each chunk is tried twice.
     disk_read_errors,
@@ -125,7 +126,8 @@ pub struct Evicted {
     pub num_host: u64,
     /// Slots they had on disk.
     pub num_disk: u64,
-    /// Chunks in use. Removed chunks keep their frames until that ends; in host memory only, they stay.
+    /// Chunks in use. Removed chunks keep their frames until that ends; in host memory only, they
+    /// stay.
     pub num_in_use: u64,
     /// The deadline passed: lookups or a restart may still find some chunks.
     pub is_cut_short: bool,

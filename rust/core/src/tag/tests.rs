@@ -7,13 +7,15 @@ use super::*;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// The definition, word by word, in 128-bit arithmetic with its constants made again from their names.
+/// The definition, word by word, in 128-bit arithmetic with its constants made again from their
+/// names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());
         u128::from(u64::from_le_bytes(hash.as_bytes()[..8].try_into().unwrap()) | 1)
     };
-    let (a, b, c, m1, m2) = (constant("A"), constant("B"), constant("C"), constant("M1"), constant("M2"));
+    let (a, b, c, m1, m2) =
+        (constant("A"), constant("B"), constant("C"), constant("M1"), constant("M2"));
     let wrap = |x: u128| x % (1 << 64);
     let (mut sum, mut at) = (0, 0);
     let pages = (0..num_blocks).flat_map(|_| page_bytes.iter().map(|&bytes| bytes as usize));
@@ -44,16 +46,19 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
 
 /// A payload and its shape; at least one byte.
 fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
-    (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(|(pages, blocks, seed)| {
-        let len = pages.iter().sum::<u32>() * blocks;
-        (noise(len as usize, seed), pages, blocks)
-    })
+    (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(
+        |(pages, blocks, seed)| {
+            let len = pages.iter().sum::<u32>() * blocks;
+            (noise(len as usize, seed), pages, blocks)
+        },
+    )
 }
 
 /// A payload of equal pages, at least two.
 fn equal_pages() -> impl Strategy<Value = (Vec<u8>, u32, u32)> {
-    (1u32..90, 2u32..9, any::<u64>())
-        .prop_map(|(page, blocks, seed)| (noise(page as usize * blocks as usize, seed), page, blocks))
+    (1u32..90, 2u32..9, any::<u64>()).prop_map(|(page, blocks, seed)| {
+        (noise(page as usize * blocks as usize, seed), page, blocks)
+    })
 }
 
 proptest! {
@@ -103,7 +108,11 @@ proptest! {
 fn equals_the_definition_at_every_page_length() {
     for bytes in (0..200).chain([4095, 4096, 4097]) {
         let payload = noise(bytes as usize * 3, 1);
-        assert_eq!(chunk_tag(&payload, &[bytes], 3).unwrap(), slow_tag(&payload, &[bytes], 3), "{bytes}");
+        assert_eq!(
+            chunk_tag(&payload, &[bytes], 3).unwrap(),
+            slow_tag(&payload, &[bytes], 3),
+            "{bytes}"
+        );
     }
 }
 
@@ -120,15 +129,18 @@ fn golden_vectors() {
     assert!(cases.len() >= 12);
     for case in cases {
         let text = case["payload"].as_str().unwrap();
-        let payload: Vec<u8> =
-            (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
+        let payload: Vec<u8> = (0..text.len())
+            .step_by(2)
+            .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
+            .collect();
         let pages: Vec<u32> = case["page_bytes"].as_array().unwrap().iter().map(number).collect();
         let tag = chunk_tag(&payload, &pages, number(&case["num_blocks"])).unwrap();
         assert_eq!(tag, hex(&case["tag"]), "{}", case["name"]);
     }
 }
 
-/// How much one word's term changes when `mask` flips, of 2^18 words; without the sign, which a word's two values share.
+/// How much one word's term changes when `mask` flips, of 2^18 words; without the sign, which a
+/// word's two values share.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
@@ -141,7 +153,8 @@ fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
 }
 
-/// The first definition of the tag, which let the signs of two words cancel out: the measure below can see it.
+/// The first definition of the tag, which let the signs of two words cancel out: the measure below
+/// can see it.
 fn first_mix(mut x: u64) -> u64 {
     x ^= x >> 32;
     x = x.wrapping_mul(M1);
@@ -160,11 +173,14 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
     assert_eq!(num_equal(changes(first_mix, 1)), 0);
 }
 
-/// The same accident in two words, or one in one and another in the other: none of 2^43 pairs cancels out.
+/// The same accident in two words, or one in one and another in the other: none of 2^43 pairs
+/// cancels out.
 #[test]
 fn signs_tops_and_lanes_flipped_in_two_words_show() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];
-    for (lanes, width) in [(1, 64), (0x1_0000_0001, 32), (0x0001_0001_0001_0001, 16), (0x0101_0101_0101_0101, 8)] {
+    for (lanes, width) in
+        [(1, 64), (0x1_0000_0001, 32), (0x0001_0001_0001_0001, 16), (0x0101_0101_0101_0101, 8)]
+    {
         let sign: u64 = lanes << (width - 1);
         masks.extend([sign, sign >> 1, sign | sign >> 1, lanes]);
     }

@@ -1,6 +1,8 @@
-//! Fuzz entry points of the disk tier: each takes any bytes, and panics if the tier accepts invalid data.
+//! Fuzz entry points of the disk tier: each takes any bytes, and panics if the tier accepts invalid
+//! data.
 //!
-//! Checksums reject random bytes early, so parts of the input become forged records and superblocks with valid checksums.
+//! Checksums reject random bytes early, so parts of the input become forged records and superblocks
+//! with valid checksums.
 
 use std::fs;
 use std::path::Path;
@@ -9,10 +11,14 @@ use twox_hash::XxHash3_64;
 
 use super::PageBuffer;
 use crate::tier::LocalTier;
-use crate::tier::disk::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
+use crate::tier::disk::record::{
+    self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed,
+};
 use crate::tier::disk::recover::recover;
 use crate::tier::disk::superblock::{self, Superblock};
-use crate::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces};
+use crate::tier::disk::{
+    DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces,
+};
 use crate::{ChunkKey, ErrorKind};
 
 const FRAME_BYTES: u64 = 4096;
@@ -112,7 +118,9 @@ pub fn parse_record(data: &[u8]) {
         }
         match record::parse(&bytes, slot, seed) {
             Parsed::Empty => assert_eq!(bytes, EMPTY),
-            Parsed::Valid(found) => assert_eq!(found.encode(slot, seed), bytes, "believed and not what was written"),
+            Parsed::Valid(found) => {
+                assert_eq!(found.encode(slot, seed), bytes, "believed and not what was written");
+            }
             Parsed::Bad => {}
         }
     }
@@ -121,7 +129,11 @@ pub fn parse_record(data: &[u8]) {
 /// A superblock that parses is written the same way again.
 pub fn parse_superblock(data: &[u8]) {
     let forged = forge_superblock(data);
-    for found in [Some(data), forged.as_deref()].into_iter().flatten().filter_map(|data| Superblock::parse(data).ok()) {
+    for found in [Some(data), forged.as_deref()]
+        .into_iter()
+        .flatten()
+        .filter_map(|data| Superblock::parse(data).ok())
+    {
         let namespace = found.namespace().expect("a parsed superblock has a namespace");
         assert!(superblock::is_frame_size(found.frame_bytes));
         let made = Superblock::new(&namespace, found.frame_bytes, &found.description);
@@ -134,9 +146,13 @@ pub fn recover_index(data: &[u8]) {
     let index = Input(data).index();
     let seed = record_seed(&NAMESPACE);
     let records = index.as_chunks::<RECORD_BYTES>().0.iter();
-    let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| match record::parse(bytes, slot, seed) {
-        Parsed::Valid(record) => Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence }),
-        Parsed::Empty | Parsed::Bad => None,
+    let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| {
+        match record::parse(bytes, slot, seed) {
+            Parsed::Valid(record) => {
+                Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence })
+            }
+            Parsed::Empty | Parsed::Bad => None,
+        }
     });
     let found: Vec<_> = found.collect();
     let recovered = recover(&found);
@@ -144,13 +160,15 @@ pub fn recover_index(data: &[u8]) {
     assert_eq!(kept.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
     for (at, entry) in kept.iter().enumerate() {
         assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "found twice");
-        let has_parent =
-            kept[..at].iter().any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
+        let has_parent = kept[..at]
+            .iter()
+            .any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
         assert!(entry.meta.depth == 0 || has_parent, "found without its parent");
     }
 }
 
-/// With any files in a directory, inspecting it changes nothing and opening it gives a working tier.
+/// With any files in a directory, inspecting it changes nothing and opening it gives a working
+/// tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let config = DiskConfig {
@@ -174,7 +192,8 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     for entry in found {
         let result = tier.read(entry.slot, &entry.meta.key, &mut frame);
         assert!(
-            result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.meta.key, entry.slot)
+            result.is_ok_and(|()| frame.iter().all(|&b| b == 0))
+                || true_damage(&tier, &entry.meta.key, entry.slot)
         );
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }

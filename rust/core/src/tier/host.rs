@@ -23,12 +23,14 @@ pub(crate) enum FrameFor {
     Read,
 }
 
-/// The arena with its free frames. Frames are lent to the threads that fill or copy them, one borrower at a time.
+/// The arena with its free frames. Frames are lent to the threads that fill or copy them, one
+/// borrower at a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     memory: Memory,
     frames: Frames,
-    /// The lowest are handed out first: their memory is already touched, and workers can copy to those below `limit`.
+    /// The lowest are handed out first: their memory is already touched, and workers can copy to
+    /// those below `limit`.
     free: BTreeSet<FrameId>,
     num_taken: u64,
     limit: u32,
@@ -54,8 +56,14 @@ impl HostTier {
         Ok(Self::new(Memory::Own(arena, holders), frames, free))
     }
 
-    /// A grid over the memory of a pool, without a frame yet; see [`HostArena::frames`] and [`Pool::check`].
-    pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, frame_bytes: u64, num_frames: u32) -> Result<Self> {
+    /// A grid over the memory of a pool, without a frame yet; see [`HostArena::frames`] and
+    /// [`Pool::check`].
+    pub(crate) fn join(
+        pool: &Arc<Pool>,
+        percent: Option<u32>,
+        frame_bytes: u64,
+        num_frames: u32,
+    ) -> Result<Self> {
         pool.check(frame_bytes)?;
         let frames = pool.arena().frames(frame_bytes, num_frames)?;
         let grid = Grid::new(Member::join(pool, percent), frame_bytes, num_frames);
@@ -159,8 +167,8 @@ impl HostTier {
         }
     }
 
-    /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared memory its bytes may be
-    /// another store's.
+    /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared
+    /// memory its bytes may be another store's.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         if self.grid().is_some_and(|grid| !grid.is_taken(frame)) {
             return None;
@@ -173,7 +181,8 @@ impl HostTier {
         self.frames.give_back(frame);
     }
 
-    // -- slabs that others should have ------------------------------------------------------------------------
+    // -- slabs that others should have
+    // ------------------------------------------------------------------------
 
     /// Uses the slabs that came since it was hungry.
     pub(crate) fn collect(&mut self) {
@@ -182,8 +191,9 @@ impl HostTier {
         }
     }
 
-    /// Begins to empty a slab before the `end`th: the one of `coldest`, unless another has far fewer frames in use; first of those
-    /// that saves cannot use. It is given up with the last of them. None if there is none.
+    /// Begins to empty a slab before the `end`th: the one of `coldest`, unless another has far
+    /// fewer frames in use; first of those that saves cannot use. It is given up with the last of
+    /// them. None if there is none.
     pub(crate) fn drain(&mut self, end: u32, coldest: Option<FrameId>) -> Option<SlabId> {
         let Memory::Shared(grid) = &mut self.memory else { return None };
         grid.drain(end, self.limit, coldest, &mut self.free)

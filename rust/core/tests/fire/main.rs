@@ -1,7 +1,9 @@
-//! Storage under fire: the real store over the real disk tier over files that fail, against a recorder of what was acknowledged.
+//! Storage under fire: the real store over the real disk tier over files that fail, against a
+//! recorder of what was acknowledged.
 //!
-//! Lives of a store on one directory follow each other, under other caps, after clean ends, under fire and while calls hang.
-//! `KV_FIRE_SECONDS` says how long (20 s unless given), `KV_FIRE_SEED` which choices; a line of JSON has the counts.
+//! Lives of a store on one directory follow each other, under other caps, after clean ends, under
+//! fire and while calls hang. `KV_FIRE_SECONDS` says how long (20 s unless given), `KV_FIRE_SEED`
+//! which choices; a line of JSON has the counts.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod counting;
@@ -24,7 +26,8 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// The store's time runs so much faster than the clock: its breakers, back-offs and hangs come and go in milliseconds.
+/// The store's time runs so much faster than the clock: its breakers, back-offs and hangs come and
+/// go in milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
 /// A life without any operation for so long hangs.
@@ -92,7 +95,8 @@ impl Fire {
             }),
         };
         let is_open = self.disk.expect_cap(cap_bytes);
-        let (files, reads, place) = (self.disk.files.clone(), Arc::clone(&self.reads), self.disk.dir.clone());
+        let (files, reads, place) =
+            (self.disk.files.clone(), Arc::clone(&self.reads), self.disk.dir.clone());
         let opener = move || {
             let config = DiskConfig {
                 dir: place.clone(),
@@ -117,14 +121,24 @@ impl Fire {
         let end = dice.pick(&[End::Clean, End::UnderFire, End::UnderFire, End::Overlap]);
         let stop = AtomicBool::new(false);
         let time = Duration::from_millis(50 + dice.roll() % 1500).min(most);
-        let shared = Shared { store: &store, recorder: &self.recorder, stop: &stop, pulse: &self.pulse, cap_bytes };
+        let shared = Shared {
+            store: &store,
+            recorder: &self.recorder,
+            stop: &stop,
+            pulse: &self.pulse,
+            cap_bytes,
+        };
         let mut workers: Vec<_> = (0..WORKERS).map(|_| Worker::new(&shared, dice.roll())).collect();
         let mut loans = Vec::new();
         std::thread::scope(|scope| {
-            let threads: Vec<_> = workers.iter_mut().map(|worker| scope.spawn(|| worker.work())).collect();
+            let threads: Vec<_> =
+                workers.iter_mut().map(|worker| scope.spawn(|| worker.work())).collect();
             std::thread::sleep(time);
             stop.store(true, Ordering::SeqCst);
-            loans = threads.into_iter().flat_map(|thread| thread.join().expect("a worker is right")).collect();
+            loans = threads
+                .into_iter()
+                .flat_map(|thread| thread.join().expect("a worker is right"))
+                .collect();
         });
         if end == End::Clean {
             self.disk.calm();
@@ -139,7 +153,8 @@ impl Fire {
             workers[0].check(loan);
         }
         drop(loans);
-        let finished: Vec<_> = workers.into_iter().map(|worker| (worker.counts, worker.bytes_compared)).collect();
+        let finished: Vec<_> =
+            workers.into_iter().map(|worker| (worker.counts, worker.bytes_compared)).collect();
         self.longest_close = longest_close;
         for (counts, bytes) in finished {
             self.bytes_compared += bytes;
@@ -164,8 +179,10 @@ impl Fire {
         }
         self.disk.calm();
         for store in std::mem::take(&mut self.hung) {
-            let stat = |name: &str| store.stats().into_iter().find(|(known, _)| *known == name).unwrap().1;
-            for name in ["frames_reserved", "pins", "read_leases", "write_leases", "reads_pending"] {
+            let stat =
+                |name: &str| store.stats().into_iter().find(|(known, _)| *known == name).unwrap().1;
+            for name in ["frames_reserved", "pins", "read_leases", "write_leases", "reads_pending"]
+            {
                 until(name, || stat(name) == 0);
             }
             store.check().unwrap();
@@ -198,9 +215,14 @@ impl Fire {
     fn report(&self, lives: u64, seconds: f64) -> String {
         let load = |counter: &AtomicU64| counter.load(Ordering::SeqCst);
         let is_operation = |what: &str| !what.contains(' ');
-        let operations: u64 = self.counts.iter().filter(|(what, _)| is_operation(what)).map(|(_, num)| num).sum();
+        let operations: u64 =
+            self.counts.iter().filter(|(what, _)| is_operation(what)).map(|(_, num)| num).sum();
         let quoted = |counts: &BTreeMap<&str, u64>| {
-            counts.iter().map(|(what, num)| format!("\"{what}\": {num}")).collect::<Vec<_>>().join(", ")
+            counts
+                .iter()
+                .map(|(what, num)| format!("\"{what}\": {num}"))
+                .collect::<Vec<_>>()
+                .join(", ")
         };
         format!(
             "{{\"seed\": {}, \"seconds\": {seconds:.1}, \"lives\": {lives}, \"operations\": {operations}, \"chunk_reads\": {}, \
@@ -276,7 +298,8 @@ fn what_was_acknowledged_is_served_right_or_not_at_all() {
     }));
     let place = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let mut fire = Fire::new(&place.path().join("disk"), seed);
-    let (disk, pulse, over) = (Arc::clone(&fire.disk), Arc::clone(&fire.pulse), Arc::new(AtomicBool::new(false)));
+    let (disk, pulse, over) =
+        (Arc::clone(&fire.disk), Arc::clone(&fire.pulse), Arc::new(AtomicBool::new(false)));
     std::thread::spawn(move || disk.burn(Dice(seed ^ 0xf1fe)));
     let is_over = Arc::clone(&over);
     std::thread::spawn(move || watch_pulse(&pulse, &is_over, seed));

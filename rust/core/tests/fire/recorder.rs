@@ -1,7 +1,9 @@
-//! What was acknowledged, kept apart from the store: every chunk's versions, and what a leased frame must hold.
+//! What was acknowledged, kept apart from the store: every chunk's versions, and what a leased
+//! frame must hold.
 //!
-//! Each save of a chunk is another version with other bytes. A lease may hand out only a version that was committed, of the
-//! chunk at that place of the prefix, and none from before a discard that had returned when the lease was taken.
+//! Each save of a chunk is another version with other bytes. A lease may hand out only a version
+//! that was committed, of the chunk at that place of the prefix, and none from before a discard
+//! that had returned when the lease was taken.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -86,7 +88,9 @@ impl Recorder {
             for variant in 0..VARIANTS {
                 let len = 4 + (family * 7 + variant * 11) % 28;
                 let shared = len * variant / (2 * VARIANTS);
-                let token = |at: u32| family * 1000 + if at < shared { 0 } else { 1 + variant } + at * 100_000;
+                let token = |at: u32| {
+                    family * 1000 + if at < shared { 0 } else { 1 + variant } + at * 100_000
+                };
                 let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
                 chain.append_tokens(&(0..len).map(token).collect::<Vec<_>>()).unwrap();
                 made.learn(&chain);
@@ -142,7 +146,8 @@ impl Recorder {
         self.set(chunk, version, Version::Aborted);
     }
 
-    /// The chunk and what hangs on it, each with its number of versions: to be taken before a discard.
+    /// The chunk and what hangs on it, each with its number of versions: to be taken before a
+    /// discard.
     pub(crate) fn below(&self, chunk: usize) -> Vec<(usize, u64)> {
         let (mut found, mut next) = (Vec::new(), vec![chunk]);
         while let Some(id) = next.pop() {
@@ -154,7 +159,9 @@ impl Recorder {
 
     /// All chunks, as `below`.
     pub(crate) fn all(&self) -> Vec<(usize, u64)> {
-        (0..self.chunks.len()).map(|id| (id, self.with_versions(id, |versions| versions.len() as u64))).collect()
+        (0..self.chunks.len())
+            .map(|id| (id, self.with_versions(id, |versions| versions.len() as u64)))
+            .collect()
     }
 
     /// The discard returned: none of these versions may come back.
@@ -173,10 +180,15 @@ impl Recorder {
 
     /// The least version of each block's chunk that a lease taken from now on may have.
     pub(crate) fn floors(&self, chain: &KeyChain) -> Vec<u64> {
-        chain.keys().iter().map(|key| self.chunks[self.id(key)].floor.load(Ordering::SeqCst)).collect()
+        chain
+            .keys()
+            .iter()
+            .map(|key| self.chunks[self.id(key)].floor.load(Ordering::SeqCst))
+            .collect()
     }
 
-    /// Whether these frames are the prefix of `chain` from position 0 on; the error says how they are not.
+    /// Whether these frames are the prefix of `chain` from position 0 on; the error says how they
+    /// are not.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
         for (unit, leased) in frames.iter().enumerate() {
             if chain.keys().get(unit) != Some(&leased.key) {
@@ -186,11 +198,19 @@ impl Recorder {
         Ok(())
     }
 
-    /// Compares every byte of a chunk's frame with what was committed, from version `floor` on; the error says how it is wrong.
-    pub(crate) fn check_bytes(&self, key: &ChunkKey, floor: u64, bytes: &[u8; FRAME]) -> Result<u64, String> {
+    /// Compares every byte of a chunk's frame with what was committed, from version `floor` on; the
+    /// error says how it is wrong.
+    pub(crate) fn check_bytes(
+        &self,
+        key: &ChunkKey,
+        floor: u64,
+        bytes: &[u8; FRAME],
+    ) -> Result<u64, String> {
         let chunk = self.id(key);
         let (whose, version) = (word(bytes, 0), word(bytes, 1));
-        let state = self.with_versions(chunk, |versions| versions.get(usize::try_from(version).unwrap()).copied());
+        let state = self.with_versions(chunk, |versions| {
+            versions.get(usize::try_from(version).unwrap()).copied()
+        });
         if whose != chunk as u64 || state != Some(Version::Committed) || version < floor {
             return Err(format!(
                 "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} are forgotten"

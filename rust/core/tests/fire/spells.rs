@@ -1,4 +1,5 @@
-//! The disk's bad days: one thread that begins and ends spells of faults, over all lives, and watches the directory's size.
+//! The disk's bad days: one thread that begins and ends spells of faults, over all lives, and
+//! watches the directory's size.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -67,7 +68,9 @@ impl Disk {
     /// Compares the directory with the cap; bytes above it, ever.
     pub(crate) fn measure(&self) -> u64 {
         let mut limit = self.limit.lock().unwrap();
-        if let Some((cap_bytes, _)) = limit.next.as_ref().filter(|(_, opened)| opened.load(Ordering::SeqCst)) {
+        if let Some((cap_bytes, _)) =
+            limit.next.as_ref().filter(|(_, opened)| opened.load(Ordering::SeqCst))
+        {
             limit.bytes = *cap_bytes;
         }
         let above = du(&self.dir).saturating_sub(limit.bytes);
@@ -149,7 +152,10 @@ impl Disk {
             6 => Rule::new(Fault::Refuse(EIO)).on(ALL).chance(rare * 8),
             7 => Rule::new(Fault::Torn(at / 8, Some(EIO))).on(WRITES).chance(often),
             8 => Rule::new(Fault::Torn(at / 8, None)).on(WRITES).chance(rare * 4),
-            9 => Rule::new(Fault::Torn(at % 128, None)).on(WRITES).in_file("index.dat").chance(rare * 4),
+            9 => Rule::new(Fault::Torn(at % 128, None))
+                .on(WRITES)
+                .in_file("index.dat")
+                .chance(rare * 4),
             10 => Rule::new(Fault::Lost).on(WRITES).chance(rare * 4),
             11 => Rule::new(Fault::Lost).on(WRITES).in_file("index.dat").chance(rare * 8),
             12 => Rule::new(Fault::Lost).on(WRITES).in_file("frames.dat").chance(rare * 8),

@@ -48,9 +48,18 @@ const MAX_LOANS: usize = 3;
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
         // The file, not the mapping: what the store's process wrote is read by another way.
-        let arena = File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
+        let arena =
+            File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
         let dice = Dice(seed);
-        Self { shared, arena, dice, loans: Vec::new(), saves: Vec::new(), counts: BTreeMap::new(), bytes_compared: 0 }
+        Self {
+            shared,
+            arena,
+            dice,
+            loans: Vec::new(),
+            saves: Vec::new(),
+            counts: BTreeMap::new(),
+            bytes_compared: 0,
+        }
     }
 
     /// Works until told to stop; returns the leases it still holds. Its reservations end unfilled.
@@ -152,21 +161,31 @@ impl<'a> Worker<'a> {
             if !same || frames.len() < loan.seen.len() {
                 return Err(format!("leased frames changed: {:?}, now {frames:?}", loan.seen));
             }
-            frames.iter().enumerate().try_for_each(|(nth, frame)| self.check_frame(loan, nth, frame))
+            frames
+                .iter()
+                .enumerate()
+                .try_for_each(|(nth, frame)| self.check_frame(loan, nth, frame))
         });
         if let Err(how) = right {
             panic!("WRONG BYTES: {how}");
         }
     }
 
-    fn check_frame(&mut self, loan: &mut Loan<'_>, nth: usize, leased: &LeasedFrame) -> Result<(), String> {
+    fn check_frame(
+        &mut self,
+        loan: &mut Loan<'_>,
+        nth: usize,
+        leased: &LeasedFrame,
+    ) -> Result<(), String> {
         let mut bytes = [0; FRAME];
         self.arena.read_exact_at(&mut bytes, u64::from(leased.frame.0) * FRAME as u64).unwrap();
         let floor = loan.floors[nth];
         let version = self.shared.recorder.check_bytes(&leased.key, floor, &bytes)?;
         self.bytes_compared += FRAME as u64;
         match loan.seen.get(nth) {
-            Some((_, before)) if *before != version => Err(format!("a pinned frame changed: {leased:?}")),
+            Some((_, before)) if *before != version => {
+                Err(format!("a pinned frame changed: {leased:?}"))
+            }
             Some(_) => Ok(()),
             None => {
                 loan.seen.push((*leased, version));
@@ -178,13 +197,18 @@ impl<'a> Worker<'a> {
     fn save(&mut self) {
         let chain = self.prompt();
         let full = chain.num_blocks();
-        let start = if self.dice.in_100(80) { 0 } else { u32::try_from(self.dice.below(full as usize)).unwrap() };
+        let start = if self.dice.in_100(80) {
+            0
+        } else {
+            u32::try_from(self.dice.below(full as usize)).unwrap()
+        };
         let stop = if self.dice.in_100(70) { full } else { (start + 4).min(full) };
         let reserved = self.shared.store.reserve(chain, start..stop).unwrap();
         self.count("reserve");
         let mut bytes = [0; FRAME];
         for lease in reserved.leases {
-            let (chunk, frame) = (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
+            let (chunk, frame) =
+                (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
             let version = self.shared.recorder.reserve(chunk);
             write_bytes(chunk, version, &mut bytes);
             // Some copies break off, and are aborted.
@@ -218,7 +242,9 @@ impl<'a> Worker<'a> {
     }
 
     fn abort(&mut self, num: usize) {
-        for (lease, chunk, version) in self.saves.drain(..num.min(self.saves.len())).collect::<Vec<_>>() {
+        for (lease, chunk, version) in
+            self.saves.drain(..num.min(self.saves.len())).collect::<Vec<_>>()
+        {
             self.shared.recorder.abort(chunk, version);
             drop(lease);
             self.count("abort");
@@ -229,7 +255,10 @@ impl<'a> Worker<'a> {
         let chain = self.prompt();
         let found = self.shared.store.lookup(chain);
         self.count("lookup");
-        assert!(found.host_units <= found.stored_units && found.stored_units <= chain.num_blocks(), "{found:?}");
+        assert!(
+            found.host_units <= found.stored_units && found.stored_units <= chain.num_blocks(),
+            "{found:?}"
+        );
     }
 
     fn discard(&mut self) {

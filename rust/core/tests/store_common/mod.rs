@@ -1,5 +1,11 @@
-//! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory that fails on demand.
-#![allow(dead_code, clippy::unwrap_used, clippy::allow_attributes, reason = "tests; each file uses a part of this one")]
+//! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory
+//! that fails on demand.
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    clippy::allow_attributes,
+    reason = "tests; each file uses a part of this one"
+)]
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -9,7 +15,9 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
-use kvloft_core::store::{ArenaInfo, DiskSettings, Quota, Reservation, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{
+    ArenaInfo, DiskSettings, Quota, Reservation, Store, StoreConfig, TenantLimits,
+};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::{Error, ErrorKind};
@@ -54,14 +62,21 @@ pub(crate) fn bytes(num_frames: u32) -> Quota {
     Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
-/// One of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a time, so they share prefixes.
+/// One of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a time, so
+/// they share prefixes.
 pub(crate) fn prompt_chain(prompt: usize) -> KeyChain {
-    let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
+    let tokens: Vec<u32> =
+        (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
     chain(&tokens)
 }
 
 pub(crate) fn stat(store: &Store, name: &str) -> u64 {
-    store.stats().into_iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("no {name}")).1
+    store
+        .stats()
+        .into_iter()
+        .find(|(known, _)| *known == name)
+        .unwrap_or_else(|| panic!("no {name}"))
+        .1
 }
 
 fn spec(key: ChunkKey) -> PartSpec<'static> {

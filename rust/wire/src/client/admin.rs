@@ -42,8 +42,14 @@ pub fn evict(
     call(socket, &AdminRequest::Evict(request), timeout)
 }
 
-fn call<T: DeserializeOwned>(socket: &Path, request: &AdminRequest, timeout: Duration) -> Result<T> {
-    let malformed = |error: serde_json::Error| Error::io("the kvloft server sent a malformed response", error.into());
+fn call<T: DeserializeOwned>(
+    socket: &Path,
+    request: &AdminRequest,
+    timeout: Duration,
+) -> Result<T> {
+    let malformed = |error: serde_json::Error| {
+        Error::io("the kvloft server sent a malformed response", error.into())
+    };
     let json = serde_json::to_vec(request).map_err(malformed)?;
     match Connection::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
         (Answer::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),

@@ -25,7 +25,13 @@ pub(crate) fn sent_range<'a>(asked: &ToSave<'a>) -> Result<Option<SentRange<'a>>
     // The key that an attached chunk belongs to may follow the range.
     let end = if is_attached { prefix.keys.len().min(end + 1) } else { end };
     let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
-    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, units, is_attached }))
+    Ok((end <= MAX_KEYS).then_some(SentRange {
+        root: prefix.root,
+        first,
+        keys,
+        units,
+        is_attached,
+    }))
 }
 
 /// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.
@@ -51,7 +57,8 @@ pub(crate) fn join_answers<Q, T>(
 ) -> impl Iterator<Item = Option<T>> {
     let mut answers = answers.into_iter();
     let each = parts.iter().map(move |part| {
-        let found = answers.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
+        let found =
+            answers.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
         let missing = if found.is_some() { 0 } else { part.len() };
         found.into_iter().flatten().map(Some).chain((0..missing).map(|_| None))
     });

@@ -31,14 +31,23 @@ enum FeedState {
 
 impl ChangeFeed {
     /// Returns the request to send; None if `asked` has more keys than a request may have.
-    pub(crate) fn request<'a>(&self, asked: &'a [ChunkKey], limit: usize) -> Option<SentChanges<'a>> {
+    pub(crate) fn request<'a>(
+        &self,
+        asked: &'a [ChunkKey],
+        limit: usize,
+    ) -> Option<SentChanges<'a>> {
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
         let sent = SentChanges { capacity: self.capacity, limit, asked: Keys::Own(asked) };
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
     /// Returns the changes to report for an answer, or for a missing one.
-    pub(crate) fn apply(&mut self, asked: &[ChunkKey], answer: Option<Changes>, is_connected: bool) -> Changes {
+    pub(crate) fn apply(
+        &mut self,
+        asked: &[ChunkKey],
+        answer: Option<Changes>,
+        is_connected: bool,
+    ) -> Changes {
         let before = self.last;
         if let Some(Changes { rows, lost }) = answer {
             self.last = FeedState::Answered;

@@ -19,7 +19,8 @@ use rustix::event::PollFlags;
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
 use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors};
 use crate::socket::{
-    ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait, wait,
+    ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait,
+    wait,
 };
 
 /// A connection with more unsent bytes than this is closed at the next request.
@@ -44,11 +45,15 @@ impl Connection {
     /// Connects to the server at `path`. `Io` if no server listens, `InvalidConfig` if the server
     /// is another user's.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
-        let fail = |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
+        let fail =
+            |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
         let stream = UnixStream::connect(path).map_err(fail)?;
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
-            let message = format!("the server at {} is another user's; set server to one of your own", path.display());
+            let message = format!(
+                "the server at {} is another user's; set server to one of your own",
+                path.display()
+            );
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         enlarge_buffers(&stream);
@@ -67,7 +72,11 @@ impl Connection {
 
     /// Sends the first request; returns its answer and the descriptors received with it.
     /// `InvalidConfig`, with the server's reason, if the server refuses.
-    pub(crate) fn open(&mut self, request: &Request<'_>, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>)> {
+    pub(crate) fn open(
+        &mut self,
+        request: &Request<'_>,
+        timeout: Duration,
+    ) -> Result<(Answer, Vec<OwnedFd>)> {
         let deadline = Instant::now() + timeout;
         let fail = |error| Error::io("the kvloft server does not answer", error);
         let late = || fail(IoKind::TimedOut.into());
@@ -87,7 +96,9 @@ impl Connection {
             if let Some(bytes) = self.received.next(MAX_MESSAGE).map_err(fail)? {
                 self.unanswered.clear();
                 return match Answer::decode(bytes) {
-                    Some((_, Answer::Refused(text))) => Err(Error::new(ErrorKind::InvalidConfig, text)),
+                    Some((_, Answer::Refused(text))) => {
+                        Err(Error::new(ErrorKind::InvalidConfig, text))
+                    }
                     Some((_, answer)) => Ok((answer, found)),
                     None => Err(fail(IoKind::InvalidData.into())),
                 };
@@ -124,7 +135,11 @@ impl Connection {
     }
 
     /// Sends a request even if an earlier answer is overdue; in that case it does not wait.
-    pub(crate) fn call_always(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+    pub(crate) fn call_always(
+        &mut self,
+        request: &Request<'_>,
+        deadline: Instant,
+    ) -> Option<Answer> {
         let is_overdue = self.is_overdue();
         if self.is_closed {
             return None;
@@ -135,11 +150,16 @@ impl Connection {
 
     /// Sends several requests and waits for their answers. None, a miss, for each answer that does
     /// not arrive in time, and for all if an earlier answer is overdue.
-    pub(crate) fn call_all(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
+    pub(crate) fn call_all(
+        &mut self,
+        requests: &[Request<'_>],
+        deadline: Instant,
+    ) -> Vec<Option<Answer>> {
         if self.is_overdue() {
             return requests.iter().map(|_| None).collect();
         }
-        let (mut numbers, mut answers) = (Vec::with_capacity(requests.len()), Vec::with_capacity(requests.len()));
+        let (mut numbers, mut answers) =
+            (Vec::with_capacity(requests.len()), Vec::with_capacity(requests.len()));
         for request in requests {
             while self.unsent.num_unsent() > MAX_UNSENT / 2 && answers.len() < numbers.len() {
                 answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
@@ -165,7 +185,11 @@ impl Connection {
     }
 
     /// As [`Self::call_all`], but waits for overdue answers first.
-    pub(crate) fn call_for_saves(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
+    pub(crate) fn call_for_saves(
+        &mut self,
+        requests: &[Request<'_>],
+        deadline: Instant,
+    ) -> Vec<Option<Answer>> {
         if !self.wait_for_overdue(deadline) {
             return Vec::new();
         }
@@ -196,8 +220,10 @@ impl Connection {
         self.prefix_cache.reset(None);
         if let Some(Answer::Anchors(found)) = self.call(&Request::Anchors(sent), deadline) {
             let known = (found.num_known as usize).checked_sub(1);
-            self.prefix_cache.reset(known.and_then(|last| Some((*ends.get(last)?, *keys.get(last)?))));
-            let end = ends.get(found.num_stored as usize).map_or(prefix.keys.len(), |end| *end as usize);
+            self.prefix_cache
+                .reset(known.and_then(|last| Some((*ends.get(last)?, *keys.get(last)?))));
+            let end =
+                ends.get(found.num_stored as usize).map_or(prefix.keys.len(), |end| *end as usize);
             prefix.keys = &prefix.keys[..end];
         }
     }
@@ -237,7 +263,9 @@ impl Connection {
             if let Some(answer) = self.take_answer(wanted) {
                 return Some(answer); // it was received together with an earlier answer
             }
-            if self.is_closed || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline)) {
+            if self.is_closed
+                || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline))
+            {
                 return None;
             }
             let filled = self.received.fill(&self.stream);

@@ -38,11 +38,13 @@ impl NewConnection {
             ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()),
             _ => error,
         };
-        let (answer, fds) = connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
+        let (answer, fds) =
+            connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
         let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response"));
         };
-        let [(path, id), (lifeline_path, lifeline_id)] = [path_and_inode(&fds[0])?, path_and_inode(&fds[1])?];
+        let [(path, id), (lifeline_path, lifeline_id)] =
+            [path_and_inode(&fds[0])?, path_and_inode(&fds[1])?];
         let lifeline = Some(LifelineInfo { path: lifeline_path, id: lifeline_id });
         let arena = ArenaInfo { path, id, frame_bytes: config.frame_bytes, num_frames, lifeline };
         Ok(Self { connection, arena, fds })
@@ -51,6 +53,7 @@ impl NewConnection {
 
 /// Returns the path at which another process of this user can open `fd`, and its inode.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
-    let stat = rustix::fs::fstat(fd).map_err(|error| Error::io("cannot inspect the arena", error.into()))?;
+    let stat = rustix::fs::fstat(fd)
+        .map_err(|error| Error::io("cannot inspect the arena", error.into()))?;
     Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

@@ -43,20 +43,29 @@ impl MissedCalls {
     }
 
     /// Returns the line to log now, if any, and marks it as logged.
-    pub(crate) fn log_line(&mut self, now: Instant, server: &str, deadline: Duration) -> Option<String> {
+    pub(crate) fn log_line(
+        &mut self,
+        now: Instant,
+        server: &str,
+        deadline: Duration,
+    ) -> Option<String> {
         let num_new = self.num - self.num_logged;
-        if num_new == 0 || self.last_logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL) {
+        if num_new == 0
+            || self.last_logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL)
+        {
             return None;
         }
         let more = if self.num_logged > 0 { " more" } else { "" };
-        let (calls, were) = if num_new == 1 { ("call", "was a miss") } else { ("calls", "were misses") };
+        let (calls, were) =
+            if num_new == 1 { ("call", "was a miss") } else { ("calls", "were misses") };
         let num_chunks = self.num_chunks - self.num_chunks_logged;
         let lost = match num_chunks {
             0 => String::new(),
             1 => "; 1 chunk was not saved".to_owned(),
             _ => format!("; {num_chunks} chunks were not saved"),
         };
-        (self.num_logged, self.num_chunks_logged, self.last_logged) = (self.num, self.num_chunks, Some(now));
+        (self.num_logged, self.num_chunks_logged, self.last_logged) =
+            (self.num, self.num_chunks, Some(now));
         Some(format!(
             "{num_new}{more} {calls} got no answer from {server} within {deadline:?} (server_timeout) and {were}{lost}"
         ))
@@ -86,8 +95,13 @@ mod tests {
         assert_eq!((logged(&mut missed, after(600)), missed.num()), (None, 4));
         missed.add_call();
         missed.add_unsaved_chunks(5);
-        let line = missed.log_line(after(601), "the server", Duration::from_millis(5)).expect("due");
-        assert!(line.starts_with("1 more call") && line.ends_with("was a miss; 5 chunks were not saved"), "{line}");
+        let line =
+            missed.log_line(after(601), "the server", Duration::from_millis(5)).expect("due");
+        assert!(
+            line.starts_with("1 more call")
+                && line.ends_with("was a miss; 5 chunks were not saved"),
+            "{line}"
+        );
         assert_eq!((missed.take_new(), missed.take_new()), ([5, 5], [0, 0]));
     }
 }

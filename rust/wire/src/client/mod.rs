@@ -48,7 +48,9 @@ impl Client {
         match NewConnection::open(&inner.config) {
             Ok(new) => inner.state().adopt(new, inner.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Err(error) => failures.log_line(&error).into_iter().for_each(|line| inner.state().log(line)),
+            Err(error) => {
+                failures.log_line(&error).into_iter().for_each(|line| inner.state().log(line));
+            }
         }
         let own = Arc::clone(&inner);
         let connect = move || {
@@ -88,7 +90,10 @@ impl Client {
 
     /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier
     /// answer is overdue.
-    pub(crate) fn call_all<'a>(&self, make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
+    pub(crate) fn call_all<'a>(
+        &self,
+        make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>,
+    ) -> Vec<Option<Answer>> {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let Some(connection) = state.live_connection() else { return Vec::new() };
@@ -104,13 +109,20 @@ impl Client {
     }
 
     /// Looks prefixes up in messages of bounded size. None for each prefix without an answer.
-    pub(crate) fn lookup_batches(&self, prefixes: &[Prefix<'_>], is_for_save: bool) -> Vec<Option<Lookup>> {
+    pub(crate) fn lookup_batches(
+        &self,
+        prefixes: &[Prefix<'_>],
+        is_for_save: bool,
+    ) -> Vec<Option<Lookup>> {
         let mut prefixes: Vec<_> = prefixes.iter().map(clamp_prefix).collect();
         self.state().trim_prefix(&mut prefixes, &self.inner);
         let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
         let request = if is_for_save { Request::LookupForSave } else { Request::Lookup };
         let answers = self.call_all(|connection| {
-            parts.iter().map(|part| request(connection.prefix_cache.prefixes_to_send(part))).collect()
+            parts
+                .iter()
+                .map(|part| request(connection.prefix_cache.prefixes_to_send(part)))
+                .collect()
         });
         let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
         join_answers(&parts, answers, found).collect()
@@ -125,8 +137,8 @@ impl Client {
         let Some(connection) = state.live_connection() else { return Vec::new() };
         let must_wait = !connection.is_unresponsive();
         let answers = connection.call_for_saves(requests, deadline);
-        let is_overdue =
-            !connection.is_closed() && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
+        let is_overdue = !connection.is_closed()
+            && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
         state.is_save_late = is_overdue;
         if is_overdue && must_wait {
             state.missed_calls.add_call();

@@ -31,7 +31,8 @@ impl ConnectFailures {
         let reason = error.to_string();
         let is_new = self.reason != reason;
         self.reason.clone_from(&reason);
-        is_new.then(|| format!("{reason}; running without the cache and retrying in the background"))
+        is_new
+            .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
     /// Returns the time until the next attempt.

@@ -4,7 +4,9 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
+use kvloft_core::store::{
+    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave,
+};
 use kvloft_core::{ChunkKey, Result};
 
 use crate::client::Client;
@@ -76,12 +78,15 @@ impl Session for Client {
         let mut state = self.state();
         match state.leases.get(&lease) {
             None => return Progress::default(),
-            Some(Some(progress)) if state.connection.as_ref().is_some_and(|connection| !connection.is_closed()) => {
+            Some(Some(progress))
+                if state.connection.as_ref().is_some_and(|connection| !connection.is_closed()) =>
+            {
                 return *progress;
             }
             Some(_) => {}
         }
-        match state.call(deadline, |connection| connection.call(&Request::Poll(lease.0), deadline)) {
+        match state.call(deadline, |connection| connection.call(&Request::Poll(lease.0), deadline))
+        {
             Some(Answer::Progress(progress)) => {
                 state.leases.insert(lease, (progress.pending_units == 0).then_some(progress));
                 progress
@@ -96,7 +101,8 @@ impl Session for Client {
         if !state.leases.contains_key(&lease) {
             return Vec::new();
         }
-        let answer = state.call(deadline, |connection| connection.call(&Request::Frames(lease.0), deadline));
+        let answer =
+            state.call(deadline, |connection| connection.call(&Request::Frames(lease.0), deadline));
         if let Some(Answer::Frames(frames)) = answer { frames } else { Vec::new() }
     }
 
@@ -113,7 +119,8 @@ impl Session for Client {
         let parts = split_batches(&sent, |range| range.keys.iter().len());
         let requests: Vec<_> = parts.iter().map(|part| Request::Reserve(part.to_vec())).collect();
         let answers = self.call_for_saves(&requests);
-        let each_of = |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
+        let each_of =
+            |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
         let mut answers = join_answers(&parts, answers, each_of);
         let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
         let mut num_unanswered = 0;
@@ -125,7 +132,8 @@ impl Session for Client {
             reserved.extend_from_slice(&rows);
             got.push(Got { num_reserved: rows.len(), num_dropped });
         }
-        let dropped = asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
+        let dropped =
+            asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
         let mut state = self.state();
         if state.is_save_late {
             state.missed_calls.add_unsaved_chunks(num_unanswered.into());
@@ -135,8 +143,13 @@ impl Session for Client {
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {
-        let answer = self.call_always(&Request::Commit(tickets.to_vec()), self.inner.save_deadline());
-        if let Some(Answer::Count(number)) = answer { u32::try_from(number).unwrap_or(u32::MAX) } else { 0 }
+        let answer =
+            self.call_always(&Request::Commit(tickets.to_vec()), self.inner.save_deadline());
+        if let Some(Answer::Count(number)) = answer {
+            u32::try_from(number).unwrap_or(u32::MAX)
+        } else {
+            0
+        }
     }
 
     fn abort(&self, tickets: &[u64]) {
@@ -183,7 +196,11 @@ impl Session for Client {
 
     fn take_events(&self) -> Vec<String> {
         let mut state = self.state();
-        let late = state.missed_calls.log_line(Instant::now(), &self.inner.server_name(), self.inner.config.deadline);
+        let late = state.missed_calls.log_line(
+            Instant::now(),
+            &self.inner.server_name(),
+            self.inner.config.deadline,
+        );
         std::mem::take(&mut state.events).into_iter().chain(late).collect()
     }
 
@@ -195,10 +212,12 @@ impl Session for Client {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let sent = state.change_feed.request(asked, limit);
-        let answer = state.call(deadline, |connection| connection.call(&Request::Changes(sent?), deadline));
-        let changes = if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
-        let is_connected =
-            !state.is_clear_pending && state.connection.as_ref().is_some_and(|connection| !connection.is_closed());
+        let answer =
+            state.call(deadline, |connection| connection.call(&Request::Changes(sent?), deadline));
+        let changes =
+            if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
+        let is_connected = !state.is_clear_pending
+            && state.connection.as_ref().is_some_and(|connection| !connection.is_closed());
         state.change_feed.apply(asked, changes, is_connected)
     }
 

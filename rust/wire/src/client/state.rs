@@ -89,8 +89,9 @@ impl ClientState {
     pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
         let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
-            && let Some(connection) =
-                self.live_connection().filter(|connection| connection.prefix_cache.needs_anchors(first.keys))
+            && let Some(connection) = self
+                .live_connection()
+                .filter(|connection| connection.prefix_cache.needs_anchors(first.keys))
         {
             connection.trim_prefix(first, deadline);
             if Instant::now() >= deadline {

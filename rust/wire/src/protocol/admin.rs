@@ -146,7 +146,8 @@ impl AdminRequest {
 impl Status {
     /// Encodes the status in JSON.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|error| Error::io("cannot encode the status", error.into()))
+        serde_json::to_string(self)
+            .map_err(|error| Error::io("cannot encode the status", error.into()))
     }
 
     /// Every connected engine.
@@ -176,14 +177,21 @@ mod hex_tag {
     use super::tag_text;
 
     #[expect(clippy::ref_option, reason = "serde calls it with a reference")]
-    pub(super) fn serialize<S: Serializer>(tag: &Option<SaltTag>, to: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        tag: &Option<SaltTag>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
         tag.map(tag_text).serialize(to)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SaltTag>, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<SaltTag>, D::Error> {
         let parse = |text: String| {
             let tag = u64::from_str_radix(&text, 16).map(|number| SaltTag(number.to_be_bytes()));
-            tag.ok().filter(|tag| tag_text(*tag) == text).ok_or_else(|| D::Error::custom("not a salt's tag"))
+            tag.ok()
+                .filter(|tag| tag_text(*tag) == text)
+                .ok_or_else(|| D::Error::custom("not a salt's tag"))
         };
         Option::deserialize(from)?.map(parse).transpose()
     }

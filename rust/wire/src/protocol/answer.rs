@@ -119,7 +119,10 @@ impl Answer {
                 1 => Self::Welcome(from.u32()?),
                 2 => Self::Refused(from.text()?),
                 3 => Self::Found(from.list(8, read_lookup)?),
-                4 => Self::Progress(Progress { ready_units: from.u32()?, pending_units: from.u32()? }),
+                4 => Self::Progress(Progress {
+                    ready_units: from.u32()?,
+                    pending_units: from.u32()?,
+                }),
                 5 => Self::Frames(from.list(37, read_frame)?),
                 6 => Self::Reserved(from.list(8, |from| {
                     let num_dropped = from.u32()?;

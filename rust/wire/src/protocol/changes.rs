@@ -39,15 +39,21 @@ impl SentChanges<'_> {
             return None;
         }
         let asked: Vec<_> = self.asked.iter().map(|key| ChunkKey(*key)).collect();
-        let [capacity, limit] = [self.capacity, self.limit].map(|number| number.min(MAX_CHANGES) as usize);
+        let [capacity, limit] =
+            [self.capacity, self.limit].map(|number| number.min(MAX_CHANGES) as usize);
         let is_first = listener.is_none();
-        let Changes { rows, lost } = listener.get_or_insert_with(|| store.watch(capacity)).changes(&asked, limit);
+        let Changes { rows, lost } =
+            listener.get_or_insert_with(|| store.watch(capacity)).changes(&asked, limit);
         Some(Changes { rows, lost: lost || is_first })
     }
 }
 
 pub(crate) fn read_sent_changes<'a>(from: &mut Reader<'a>) -> Option<SentChanges<'a>> {
-    Some(SentChanges { capacity: from.u32()?, limit: from.u32()?, asked: Keys::Bytes(from.keys()?) })
+    Some(SentChanges {
+        capacity: from.u32()?,
+        limit: from.u32()?,
+        asked: Keys::Bytes(from.keys()?),
+    })
 }
 
 pub(crate) fn write_changes(to: &mut Writer<'_>, changes: &Changes) {

@@ -121,7 +121,11 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads the number of items and the items, each of at least `num_bytes`.
-    pub(crate) fn list<T>(&mut self, num_bytes: usize, mut read: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+    pub(crate) fn list<T>(
+        &mut self,
+        num_bytes: usize,
+        mut read: impl FnMut(&mut Self) -> Option<T>,
+    ) -> Option<Vec<T>> {
         let num = usize::try_from(self.u32()?).ok()?;
         if num.checked_mul(num_bytes)? > self.0.len() {
             return None;
@@ -131,7 +135,12 @@ impl<'a> Reader<'a> {
 }
 
 /// Appends a message with its length.
-pub(crate) fn write_message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
+pub(crate) fn write_message(
+    to: &mut Vec<u8>,
+    number: u32,
+    kind: u8,
+    fields: impl FnOnce(&mut Writer<'_>),
+) {
     let start = to.len();
     let mut writer = Writer(to);
     writer.u32(0);

@@ -63,7 +63,10 @@ pub(crate) fn anchor_ends(num_keys: usize) -> Vec<u32> {
     // With a stride of the square root there are as many anchors as keys between two of them.
     let stride = num_keys.isqrt().max(MIN_STRIDE);
     let before = (stride..num_keys).step_by(stride);
-    before.chain((num_keys > 0).then_some(num_keys)).filter_map(|end| u32::try_from(end).ok()).collect()
+    before
+        .chain((num_keys > 0).then_some(num_keys))
+        .filter_map(|end| u32::try_from(end).ok())
+        .collect()
 }
 
 impl PrefixCache {
@@ -109,7 +112,10 @@ impl PrefixCache {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
         let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
         let num_same = u32::try_from(num_same).unwrap_or(0);
-        SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
+        SentPrefixes {
+            num_same,
+            all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect(),
+        }
     }
 
     /// Removes the cached keys and caches the rest; returns the number removed. Skips a single key,
@@ -157,6 +163,9 @@ mod tests {
         }
         assert_eq!((cache.num_same(&keys[..4]), cache.num_same(&keys)), (4, 4));
         assert!(cache.extend(4, keys[4..].iter().copied()));
-        assert_eq!((cache.num_same(&keys[..3]), cache.num_same(&keys[..5]), cache.num_same(&keys)), (0, 5, 6));
+        assert_eq!(
+            (cache.num_same(&keys[..3]), cache.num_same(&keys[..5]), cache.num_same(&keys)),
+            (0, 5, 6)
+        );
     }
 }

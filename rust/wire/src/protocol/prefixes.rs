@@ -42,7 +42,8 @@ impl<'a> Keys<'a> {
 
 impl PartialEq for Keys<'_> {
     fn eq(&self, other: &Self) -> bool {
-        self.iter().len() == other.iter().len() && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
+        self.iter().len() == other.iter().len()
+            && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
     }
 }
 
@@ -101,12 +102,16 @@ impl SentPrefixes<'_> {
 
 pub(crate) fn read_prefixes<'a>(from: &mut Reader<'a>) -> Option<SentPrefixes<'a>> {
     let (num_same, mut before) = (from.u32()?, None);
-    let all = read_list(from, |from| Some((read_root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
+    let all =
+        read_list(from, |from| Some((read_root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
     Some(SentPrefixes { num_same, all })
 }
 
 /// Reads a list of at most [`MAX_PREFIXES`] items.
-fn read_list<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
+fn read_list<'a, T>(
+    from: &mut Reader<'a>,
+    read: impl FnMut(&mut Reader<'a>) -> Option<T>,
+) -> Option<Vec<T>> {
     let (num, _) = from.0.split_first_chunk()?;
     if u32::from_le_bytes(*num) > MAX_PREFIXES { None } else { from.list(5, read) }
 }

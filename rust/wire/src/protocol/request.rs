@@ -3,7 +3,9 @@
 use crate::protocol::changes::{SentChanges, read_sent_changes};
 use crate::protocol::codec::{Reader, read_message, write_message};
 use crate::protocol::prefix_cache::{SentAnchors, read_anchors};
-use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, read_prefixes, read_ranges, write_ranges};
+use crate::protocol::prefixes::{
+    Keys, SentPrefixes, SentRange, read_prefixes, read_ranges, write_ranges,
+};
 
 /// Version of the protocol. A server refuses clients of any other version.
 pub const VERSION: u32 = 12;
@@ -70,7 +72,12 @@ fn read_hello(from: &mut Reader<'_>) -> Option<Hello> {
     let version = from.u32()?;
     if version != VERSION {
         from.0 = &[]; // another version may have other fields
-        return Some(Hello { version, namespace: [0; 32], frame_bytes: 0, description: String::new() });
+        return Some(Hello {
+            version,
+            namespace: [0; 32],
+            frame_bytes: 0,
+            description: String::new(),
+        });
     }
     let (namespace, frame_bytes) = (from.key()?, from.u64()?);
     Some(Hello { version, namespace, frame_bytes, description: from.text()? })

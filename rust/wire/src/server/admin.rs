@@ -37,13 +37,20 @@ impl ServerState {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
         // Evictions run one at a time, so that each counts only its own chunks.
-        let Some(_guard) = self.evict_lock.lock(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
+        let Some(_guard) = self.evict_lock.lock(deadline) else {
+            return Ok(EvictReport { is_cut_short: true, ..all });
+        };
         // Closed namespaces come first, since one may be opened meanwhile, and again last, since
         // one may be closed meanwhile. A hung disk leaves time for the open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         for namespace in &namespaces {
-            evict_in(namespace, Evict { salt: request.tenant, is_host_only: request.host_only }, deadline, &mut all);
+            evict_in(
+                namespace,
+                Evict { salt: request.tenant, is_host_only: request.host_only },
+                deadline,
+                &mut all,
+            );
         }
         let num_namespaces = all.num_namespaces;
         let after = self.evict_closed(request, deadline, &mut all)?;
@@ -54,10 +61,13 @@ impl ServerState {
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.no_such_namespace());
         }
-        let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {}", tag_text(tag)));
+        let tenant = request
+            .tenant
+            .map_or("all tenants".to_owned(), |tag| format!("tenant {}", tag_text(tag)));
         let from = if request.host_only { " from host memory" } else { "" };
         let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
-        let and_closed = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
+        let and_closed =
+            if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
         let open = match ids.as_slice() {
             [] => "no open namespace".to_owned(),
             [one] => format!("namespace {one}"),
@@ -76,8 +86,10 @@ impl ServerState {
         deadline: Instant,
         all: &mut EvictReport,
     ) -> Result<BTreeSet<String>> {
-        if let (Some(_), Some(disk), false) = (request.tenant, &self.config.disk, request.host_only) {
-            let (disk, root, request) = (disk.clone(), Arc::clone(&self.namespaces.disk), request.clone());
+        if let (Some(_), Some(disk), false) = (request.tenant, &self.config.disk, request.host_only)
+        {
+            let (disk, root, request) =
+                (disk.clone(), Arc::clone(&self.namespaces.disk), request.clone());
             let erase = move || erase_closed(&disk, &root, &request.namespace, request.tenant);
             let erased = self.erase_within(deadline, erase)?;
             all.num_namespaces += erased.num_namespaces;
@@ -107,7 +119,8 @@ impl ServerState {
                 Err(Error::new(ErrorKind::Busy, message))
             }
             _ => {
-                let ids = open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
+                let ids =
+                    open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
                     "several namespaces of this kvloft server match, open or on disk only; use --namespace with one of {ids}"
@@ -119,7 +132,13 @@ impl ServerState {
 
     fn clear_open(&self, namespace: &Namespace) -> u64 {
         let Some(store) = namespace.store() else { return 0 };
-        let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
+        let count = || {
+            store
+                .stats()
+                .into_iter()
+                .find(|(name, _)| *name == "cleared")
+                .map_or(0, |(_, number)| number)
+        };
         let before = count();
         store.clear();
         let num_chunks = count() - before;
@@ -130,7 +149,8 @@ impl ServerState {
     fn clear_closed(&self, id: &str, deadline: Instant) -> Result<u64> {
         let Some(disk) = self.config.disk.clone() else { return Ok(0) };
         let (root, prefix) = (Arc::clone(&self.namespaces.disk), id.to_owned());
-        let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
+        let erased =
+            self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
         self.log_cleared(erased.num_chunks, id);
         if erased.is_cut_short || !erased.open.is_empty() {
             let message = format!(
@@ -142,7 +162,10 @@ impl ServerState {
     }
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
-        self.log(format!("kvloft clear: removed {} of namespace {id}", num_chunks_text(num_chunks)));
+        self.log(format!(
+            "kvloft clear: removed {} of namespace {id}",
+            num_chunks_text(num_chunks)
+        ));
     }
 
     /// Returns the ids of closed namespaces that match; None if the server cannot use its disk or
@@ -153,9 +176,15 @@ impl ServerState {
             return None;
         }
         let root = Arc::clone(&self.namespaces.disk);
-        let found = self.run_within(deadline.min(Instant::now() + LIST_TIMEOUT), move || root.closed(&disk.dir));
+        let found = self.run_within(deadline.min(Instant::now() + LIST_TIMEOUT), move || {
+            root.closed(&disk.dir)
+        });
         let names = found.ok()??.ok()?.into_keys();
-        Some(names.filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str())).collect())
+        Some(
+            names
+                .filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str()))
+                .collect(),
+        )
     }
 
     /// Returns the result of `erase`, or one with `is_cut_short` at the deadline.
@@ -199,7 +228,9 @@ impl ServerState {
         let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
         if num_chunks > 0 {
-            self.log(format!("removed {num_chunks} expired chunks on disk of namespaces without engines"));
+            self.log(format!(
+                "removed {num_chunks} expired chunks on disk of namespaces without engines"
+            ));
         }
     }
 }

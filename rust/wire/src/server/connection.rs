@@ -20,7 +20,9 @@ use crate::server::handler::{Disconnect, EngineHandler, malformed};
 use crate::server::lifeline::{Lifeline, ProcessWatch};
 use crate::server::namespace::{Membership, namespace_id};
 use crate::server::shared_state::{Peer, ServerState};
-use crate::socket::{SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin};
+use crate::socket::{
+    SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin,
+};
 use crate::threads::spawn;
 
 /// Longest wait for the first request of a connection.
@@ -63,12 +65,20 @@ pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
         return refuse(state, &stream, OTHER_USER);
     }
     enlarge_buffers(&stream);
-    let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
+    let limits = stream
+        .set_read_timeout(Some(HELLO_TIMEOUT))
+        .and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
     let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
     let counters = Arc::<Counters>::default();
     let watch = ProcessWatch::new(pid);
-    let peer =
-        Peer { stream: clone, pid, watch, since: Instant::now(), membership: None, counters: Arc::clone(&counters) };
+    let peer = Peer {
+        stream: clone,
+        pid,
+        watch,
+        since: Instant::now(),
+        membership: None,
+        counters: Arc::clone(&counters),
+    };
     state.peers().insert(number, peer);
     let mut connection = ServedConnection {
         state: Arc::clone(state),
@@ -91,7 +101,9 @@ fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Resu
     reader.read_exact(&mut length)?;
     let length = u64::from(u32::from_le_bytes(length));
     if length > max_bytes as u64 {
-        return Err(Disconnect::Refused(format!("message of {length} bytes exceeds the limit of {max_bytes} bytes")));
+        return Err(Disconnect::Refused(format!(
+            "message of {length} bytes exceeds the limit of {max_bytes} bytes"
+        )));
     }
     into.clear();
     let num_read = reader.take(length).read_to_end(into)?;
@@ -115,9 +127,11 @@ impl ServedConnection {
         let mut bytes = Vec::new();
         let end = loop {
             let max_bytes = if self.membership.is_some() { MAX_MESSAGE } else { MAX_HELLO };
-            let done = receive(&mut reader, &mut bytes, max_bytes).and_then(|()| match Request::decode(&bytes) {
-                Some((number, request)) => self.handle(number, &request),
-                None => Err(malformed()),
+            let done = receive(&mut reader, &mut bytes, max_bytes).and_then(|()| {
+                match Request::decode(&bytes) {
+                    Some((number, request)) => self.handle(number, &request),
+                    None => Err(malformed()),
+                }
             });
             if let Err(end) = done {
                 break end;
@@ -161,7 +175,10 @@ impl ServedConnection {
         if request != AdminRequest::Status {
             self.count_once();
         }
-        self.state.answer_admin(&request).map(Answer::Admin).map_err(|error| Disconnect::Refused(error.to_string()))
+        self.state
+            .answer_admin(&request)
+            .map(Answer::Admin)
+            .map_err(|error| Disconnect::Refused(error.to_string()))
     }
 
     fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), Disconnect> {
@@ -200,7 +217,9 @@ impl Drop for ServedConnection {
         self.state.remove_peer(self.number);
         // The last reference: `remove_peer` dropped the other one, which a status uses under the
         // peers' lock.
-        if let (Some(membership), Some(lifeline)) = (membership.and_then(Arc::into_inner), self.lifeline.take()) {
+        if let (Some(membership), Some(lifeline)) =
+            (membership.and_then(Arc::into_inner), self.lifeline.take())
+        {
             self.state.quarantine.add(membership, lifeline);
         }
     }

@@ -7,8 +7,15 @@ use kvloft_core::store::Lookup;
 use crate::protocol::admin::Stats;
 
 /// Names of [`Counters`]'s counters, in order.
-const NAMES: [&str; 7] =
-    ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
+const NAMES: [&str; 7] = [
+    "lookups",
+    "lookup_chunks",
+    "lookup_chunks_found",
+    "load_chunks",
+    "save_chunks",
+    "late_calls",
+    "late_chunks",
+];
 
 /// Lookups, chunks looked up, chunks found in any tier, chunks loaded, chunks saved; and, counted
 /// by the engine, calls that got no answer in time and chunks not saved because of that.
@@ -29,7 +36,10 @@ pub(crate) enum Increment {
 impl Increment {
     /// Counts a lookup of prefixes of `asked` units each.
     pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup]) -> Self {
-        Self::Lookup(asked.map(u64::from).sum(), found.iter().map(|found| u64::from(found.stored_units)).sum())
+        Self::Lookup(
+            asked.map(u64::from).sum(),
+            found.iter().map(|found| u64::from(found.stored_units)).sum(),
+        )
     }
 }
 
@@ -58,6 +68,10 @@ impl Counters {
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        NAMES.iter().zip(&self.0).map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed))).collect()
+        NAMES
+            .iter()
+            .zip(&self.0)
+            .map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed)))
+            .collect()
     }
 }

@@ -67,8 +67,9 @@ impl EngineHandler {
                 let whole = std::mem::take(&mut self.num_anchored);
                 let prefixes = self.prefixes(prefixes)?;
                 let found = local.lookup_many(&prefixes);
-                let num_units =
-                    |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_units().max(if nth == 0 { whole } else { 0 });
+                let num_units = |(nth, prefix): (usize, &Prefix<'_>)| {
+                    prefix.num_units().max(if nth == 0 { whole } else { 0 })
+                };
                 let asked = Increment::lookup(prefixes.iter().enumerate().map(num_units), &found);
                 if matches!(request, Request::Lookup(_)) {
                     self.count(asked, membership);
@@ -90,11 +91,15 @@ impl EngineHandler {
                 Answer::Progress(local.poll(own))
             }
             Request::Anchors(anchors) => self.anchors(anchors, local)?,
-            Request::Poll(lease) => {
-                Answer::Progress(self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default())
-            }
+            Request::Poll(lease) => Answer::Progress(
+                self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default(),
+            ),
             Request::Frames(lease) => {
-                let frames = self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default();
+                let frames = self
+                    .leases
+                    .get(lease)
+                    .map(|(lease, _)| local.frames(*lease))
+                    .unwrap_or_default();
                 self.count(Increment::Loaded(frames.len() as u64), membership);
                 Answer::Frames(frames)
             }
@@ -106,7 +111,9 @@ impl EngineHandler {
                 let asked = self.ranges(ranges)?;
                 let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
                 let mut reserved = reserved.into_iter();
-                let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
+                let rows = |got: Got| {
+                    (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped)
+                };
                 Answer::Reserved(got.into_iter().map(rows).collect())
             }
             Request::Commit(tickets) => {
@@ -118,16 +125,22 @@ impl EngineHandler {
                 local.abort(tickets);
                 return Ok(None);
             }
-            Request::Discard(keys) => {
-                Answer::Count(local.discard(&keys.iter().map(|key| ChunkKey(*key)).collect::<Vec<_>>()))
-            }
+            Request::Discard(keys) => Answer::Count(
+                local.discard(&keys.iter().map(|key| ChunkKey(*key)).collect::<Vec<_>>()),
+            ),
             Request::Clear => {
                 local.clear();
                 Answer::Count(0)
             }
             Request::Stats([num_calls, num_chunks]) => {
                 self.count(Increment::Late(*num_calls, *num_chunks), membership);
-                Answer::Stats(local.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect())
+                Answer::Stats(
+                    local
+                        .stats()
+                        .into_iter()
+                        .map(|(name, value)| (name.into_owned(), value))
+                        .collect(),
+                )
             }
             Request::LimitFrames(num_frames) => {
                 local.limit_frames(*num_frames);
@@ -170,16 +183,19 @@ impl EngineHandler {
         if num_same.saturating_add(num_sent) > MAX_KEYS {
             return Err(malformed());
         }
-        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
+        let num_first =
+            sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
         let is_long = num_first > 1;
         let (first, others) = sent.all.split_at(is_long.into());
         let mut keys = first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key));
-        let is_whole = if is_long { self.prefix_cache.extend(num_same, &mut keys) } else { num_same == 0 };
+        let is_whole =
+            if is_long { self.prefix_cache.extend(num_same, &mut keys) } else { num_same == 0 };
         if !is_whole {
             return Err(malformed());
         }
         self.scratch.clear();
-        self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        self.scratch
+            .extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
         let mut rest = self.scratch.as_slice();
         let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
             let (own, behind) = rest.split_at(keys.iter().len());
@@ -195,7 +211,8 @@ impl EngineHandler {
     fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<ToSave<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {
-            one.first > one.units.start.saturating_sub(1) || one.first as usize + one.keys.iter().len() > MAX_KEYS
+            one.first > one.units.start.saturating_sub(1)
+                || one.first as usize + one.keys.iter().len() > MAX_KEYS
         };
         if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
             return Err(malformed());

@@ -1,4 +1,5 @@
-//! Listens on a private socket, with a lock file that distinguishes a stale socket from another server's.
+//! Listens on a private socket, with a lock file that distinguishes a stale socket from another
+//! server's.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
@@ -74,22 +75,33 @@ fn keeps_listening(path: &Path) -> bool {
 /// mean that it is busy, of another type, or not accessible.
 fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let try_connect =
-        || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
+    let try_connect = || {
+        connect(
+            &socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?,
+            &SocketAddrUnix::new(path)?,
+        )
+    };
     !matches!(try_connect(), Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
 /// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode of its
 /// file.
 fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
-    let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
+    let fail =
+        |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
     if let Ok(found) = path.symlink_metadata() {
         if !found.file_type().is_socket() {
-            let message = format!("{} exists and is not a socket; give --socket another path", path.display());
+            let message = format!(
+                "{} exists and is not a socket; give --socket another path",
+                path.display()
+            );
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         if keeps_listening(path) {
-            let message = format!("another program listens at {}; give --socket another path", path.display());
+            let message = format!(
+                "another program listens at {}; give --socket another path",
+                path.display()
+            );
             return Err(Error::new(ErrorKind::Busy, message));
         }
         match std::fs::remove_file(path) {
@@ -101,7 +113,8 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     }
     let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
     let private = Permissions::from_mode(0o600);
-    std::fs::set_permissions(path, private).map_err(|error| fail("cannot make the socket private:", error))?;
+    std::fs::set_permissions(path, private)
+        .map_err(|error| fail("cannot make the socket private:", error))?;
     let file = file_at(path).map_err(|error| fail("cannot read the metadata of", error))?;
     Ok((socket, file))
 }
@@ -133,15 +146,18 @@ fn is_same_file(file: &File, path: &Path) -> io::Result<bool> {
 
 /// Locks a socket's lock file; `Busy` if another server has it.
 fn lock(socket: &Path) -> Result<File> {
-    let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
+    let fail =
+        |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
     let path = lock_path(socket);
     loop {
         let lock = File::options().write(true).create(true).truncate(false).open(&path);
         let lock = lock.map_err(|error| fail("cannot create the lock file of", error))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
-                let message =
-                    format!("another kvloft server listens at {}; give --socket another path", socket.display());
+                let message = format!(
+                    "another kvloft server listens at {}; give --socket another path",
+                    socket.display()
+                );
                 Error::new(ErrorKind::Busy, message)
             }
             TryLockError::Error(error) => fail("cannot lock the lock file of", error),
@@ -156,11 +172,16 @@ fn lock(socket: &Path) -> Result<File> {
 /// Creates the socket's directory. An existing one must belong to this user and must not be
 /// writable by others.
 fn create_directory(path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    made.map_err(|error| Error::io(format!("cannot create the socket's directory {}", folder.display()), error))?;
+    made.map_err(|error| {
+        Error::io(format!("cannot create the socket's directory {}", folder.display()), error)
+    })?;
     let found = folder.metadata();
-    let found = found.map_err(|error| Error::io(format!("cannot read the metadata of {}", folder.display()), error))?;
+    let found = found.map_err(|error| {
+        Error::io(format!("cannot read the metadata of {}", folder.display()), error)
+    })?;
     let (me, rights) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
     let problem = if found.uid() != me {
         format!("belongs to user {}, and this process is user {me}", found.uid())
@@ -216,9 +237,13 @@ mod tests {
         std::fs::remove_file(lock_path(&path)).expect("it is there");
         assert_eq!(SocketListener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
         first.shut();
-        let second = SocketListener::bind(&path).expect("no process listens, and no lock says that it is taken");
+        let second = SocketListener::bind(&path)
+            .expect("no process listens, and no lock says that it is taken");
         drop(first);
-        assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
+        assert!(
+            UnixStream::connect(&path).is_ok() && lock_path(&path).exists(),
+            "it is the second one's"
+        );
         drop(second);
         assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
     }
@@ -227,12 +252,17 @@ mod tests {
     fn socket_of_another_program_is_not_replaced() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("others.sock");
-        let is_left =
-            || SocketListener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
+        let is_left = || {
+            SocketListener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy)
+                && !lock_path(&path).exists()
+        };
         let listens = UnixListener::bind(&path).expect("the path is free");
         rustix::net::listen(&listens, 0).expect("it listens already");
         assert!((0..4).all(|_| is_listening(&path)), "also with more that wait than it lets");
-        assert!(is_left() && listens.accept().is_ok() && path.exists(), "it lost its socket, or a lock is left");
+        assert!(
+            is_left() && listens.accept().is_ok() && path.exists(),
+            "it lost its socket, or a lock is left"
+        );
         drop(listens);
         drop(SocketListener::bind(&path).expect("it is stale"));
         let is_no_stream = UnixDatagram::bind(&path).expect("a listener takes its socket along");
@@ -250,7 +280,9 @@ mod tests {
             let killed = UnixListener::bind(&path).expect("the path is free");
             let own = path.clone();
             // It goes once it was asked; one that ends by itself may take its file with it.
-            let end = thread::spawn(move || killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok()));
+            let end = thread::spawn(move || {
+                killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok())
+            });
             let found = SocketListener::bind(&path);
             let is_had = end.join().unwrap_or(false) && found.is_ok();
             drop(found);
@@ -258,7 +290,10 @@ mod tests {
             is_had
         };
         for is_tidy in [false, true] {
-            assert!((0..20).any(|_| is_had(is_tidy)), "on a busy machine it may take longer than is waited for");
+            assert!(
+                (0..20).any(|_| is_had(is_tidy)),
+                "on a busy machine it may take longer than is waited for"
+            );
         }
     }
 
@@ -266,11 +301,15 @@ mod tests {
     fn lock_file_may_be_a_link() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
-        std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path)).expect("the path is free");
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path))
+            .expect("the path is free");
         let (send, bound) = mpsc::channel();
         let own = path.clone();
         thread::spawn(move || send.send(SocketListener::bind(&own)));
-        let listener = bound.recv_timeout(Duration::from_secs(60)).expect("it is still at it").expect("it is free");
+        let listener = bound
+            .recv_timeout(Duration::from_secs(60))
+            .expect("it is still at it")
+            .expect("it is free");
         assert!(SocketListener::bind(&path).is_err(), "it is taken");
         drop(listener);
         assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());

@@ -113,7 +113,10 @@ impl Server {
         for peer in peers.values() {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
-        let gone = self.state.peer_left.wait_timeout_while(peers, CLOSE_TIMEOUT, |peers| !peers.is_empty());
+        let gone = self
+            .state
+            .peer_left
+            .wait_timeout_while(peers, CLOSE_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
         self.state.namespaces.close(timeout);
         self.state.namespaces.disk.let_go();
@@ -154,7 +157,9 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
         if state.peers().len() >= state.config.max_connections {
             state.num_accepted.fetch_add(1, Ordering::Relaxed);
             let limit = state.config.max_connections;
-            let text = format!("this kvloft server is at its limit of {limit} connections; close some of them");
+            let text = format!(
+                "this kvloft server is at its limit of {limit} connections; close some of them"
+            );
             connection::refuse(state, &stream, &text);
             continue;
         }

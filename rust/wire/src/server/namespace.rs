@@ -82,7 +82,9 @@ impl Namespace {
     /// Returns since when the namespace has no engine. None if it has one, or if a clear is not yet
     /// complete on disk: closing the store would bring cleared chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
-        let changed = Some(locked(&self.engines)).filter(|engines| engines.num == 0).map(|engines| engines.changed);
+        let changed = Some(locked(&self.engines))
+            .filter(|engines| engines.num == 0)
+            .map(|engines| engines.changed);
         changed.filter(|_| !self.is_clearing())
     }
 
@@ -93,7 +95,11 @@ impl Namespace {
     /// Returns the configured percent of host memory.
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
         let name = namespace_hex(&self.hello.namespace);
-        config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent)
+        config
+            .shares
+            .iter()
+            .find(|(prefix, _)| name.starts_with(prefix))
+            .map(|(_, percent)| *percent)
     }
 
     pub(crate) fn open(&self, pool: &Arc<Pool>, config: &ServerConfig) -> Result<Arc<Store>> {
@@ -101,7 +107,11 @@ impl Namespace {
         if let Some(store) = self.store.get() {
             return Ok(Arc::clone(store));
         }
-        let store = Arc::new(Store::open_in(&store_config(&self.hello, config), pool, self.percent(config))?);
+        let store = Arc::new(Store::open_in(
+            &store_config(&self.hello, config),
+            pool,
+            self.percent(config),
+        )?);
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 

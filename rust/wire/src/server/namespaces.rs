@@ -54,21 +54,27 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
-        let message = format!("--share: two shares match one namespace: {name} covers {longer}; use more digits");
+        let message = format!(
+            "--share: two shares match one namespace: {name} covers {longer}; use more digits"
+        );
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
         return Ok(());
     }
-    let message = format!("--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}");
+    let message = format!(
+        "--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}"
+    );
     Err(Error::new(ErrorKind::InvalidConfig, message))
 }
 
 impl OpenNamespaces {
     /// Returns the idle namespaces, the one idle longest first.
     fn idle(&self) -> Vec<Arc<Namespace>> {
-        let since = |namespace: &Arc<Namespace>| namespace.idle_since().map(|since| (since, Arc::clone(namespace)));
+        let since = |namespace: &Arc<Namespace>| {
+            namespace.idle_since().map(|since| (since, Arc::clone(namespace)))
+        };
         let mut idle: Vec<_> = self.namespaces.values().filter_map(since).collect();
         idle.sort_by_key(|(since, _)| *since);
         idle.into_iter().map(|(_, namespace)| namespace).collect()
@@ -127,7 +133,12 @@ impl Namespaces {
             let pool = if let Some(pool) = &open.pool {
                 Arc::clone(pool)
             } else {
-                let pool = Pool::create_over(Arc::clone(&self.disk), config.host_bytes, hello.frame_bytes, wake)?;
+                let pool = Pool::create_over(
+                    Arc::clone(&self.disk),
+                    config.host_bytes,
+                    hello.frame_bytes,
+                    wake,
+                )?;
                 if !config.numa.is_empty() {
                     // Before an engine writes to the memory.
                     log(place_memory(&pool, hello.frame_bytes, &config.numa));
@@ -181,9 +192,13 @@ impl Namespaces {
     pub(crate) fn no_such_namespace(&self) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            "this kvloft server has no such namespace; run this again once an engine is connected".to_owned()
+            "this kvloft server has no such namespace; run this again once an engine is connected"
+                .to_owned()
         } else {
-            format!("this kvloft server has no such namespace; use --namespace with one of: {}", ids.join(", "))
+            format!(
+                "this kvloft server has no such namespace; use --namespace with one of: {}",
+                ids.join(", ")
+            )
         };
         Error::new(ErrorKind::InvalidConfig, message)
     }
@@ -191,7 +206,8 @@ impl Namespaces {
     /// Releases slabs for namespaces that need them, first from the namespace most above its share.
     /// Returns true if there is more to do at once.
     pub(crate) fn release_slabs(&self) -> bool {
-        let mut stores: Vec<_> = self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
+        let mut stores: Vec<_> =
+            self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
         stores.sort_by_cached_key(|store| Reverse(store.num_slabs().1));
         stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
     }
@@ -202,8 +218,11 @@ impl Namespaces {
         let mut open = locked(&self.open);
         let mut is_short = open.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
         let mut idle = open.idle();
-        let num_slabs = |namespace: &Arc<Namespace>| namespace.store().map(|store| store.num_slabs().0);
-        idle.retain(|namespace| num_slabs(namespace).is_some_and(|num| num == 0 || std::mem::take(&mut is_short)));
+        let num_slabs =
+            |namespace: &Arc<Namespace>| namespace.store().map(|store| store.num_slabs().0);
+        idle.retain(|namespace| {
+            num_slabs(namespace).is_some_and(|num| num == 0 || std::mem::take(&mut is_short))
+        });
         for namespace in &idle {
             open.namespaces.remove(&namespace.hello.namespace);
         }
@@ -223,7 +242,10 @@ impl Namespaces {
 fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
     let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     match pool.place(frame_bytes, nodes) {
-        Ok(1) => format!("host memory is on NUMA node{} {names}", if nodes.len() == 1 { "" } else { "s" }),
+        Ok(1) => format!(
+            "host memory is on NUMA node{} {names}",
+            if nodes.len() == 1 { "" } else { "s" }
+        ),
         Ok(num) => format!("host memory is on NUMA nodes {names} by shard, in {num} ranges"),
         Err(error) => format!("{error}; the system chooses the NUMA nodes"),
     }

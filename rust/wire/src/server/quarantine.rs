@@ -58,6 +58,9 @@ impl Quarantine {
     /// Returns the numbers of reservations and read leases in quarantine.
     pub(crate) fn num_open(&self) -> (usize, usize) {
         let entries = self.entries();
-        entries.iter().map(|each| each.membership.local.num_open()).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+        entries
+            .iter()
+            .map(|each| each.membership.local.num_open())
+            .fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
     }
 }

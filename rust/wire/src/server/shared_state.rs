@@ -72,7 +72,10 @@ pub(crate) struct ServerState {
 
 impl ServerState {
     pub(crate) fn new(config: ServerConfig) -> Self {
-        let unclaimed = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
+        let unclaimed = config
+            .disk
+            .as_ref()
+            .map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
         let disk_trouble = Mutex::new(unclaimed); // until the first claim
         Self {
             quarantine: Quarantine::new(config.gpu_settle),
@@ -128,7 +131,8 @@ impl ServerState {
     pub(crate) fn join(&self, hello: &Hello) -> Result<Membership> {
         let housekeeper = Arc::clone(&self.housekeeper);
         let wake = move || housekeeper.get().map_or((), Thread::unpark);
-        let membership = self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
+        let membership =
+            self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
         if self.is_stopping.load(Ordering::SeqCst) {
             // Its disk may have hung until the server had closed all other namespaces.
             membership.namespace.close(Duration::ZERO);
@@ -159,7 +163,9 @@ impl ServerState {
             return true;
         }
         let idle = self.namespaces.remove_idle();
-        idle.iter().filter_map(|namespace| namespace.store()).for_each(|store| store.close(Duration::ZERO));
+        idle.iter()
+            .filter_map(|namespace| namespace.store())
+            .for_each(|store| store.close(Duration::ZERO));
         self.log_store_events(&idle, false);
         false
     }

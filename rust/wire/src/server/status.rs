@@ -35,7 +35,12 @@ impl ServerState {
         });
         let stats = stats.into_iter().chain(space.into_iter().flatten());
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).collect();
-        let namespaces = self.namespaces.all().iter().map(|namespace| self.namespace_status(namespace)).collect();
+        let namespaces = self
+            .namespaces
+            .all()
+            .iter()
+            .map(|namespace| self.namespace_status(namespace))
+            .collect();
         let settings = self.config.settings.iter().cloned().collect();
         Status { host_bytes, slab_bytes, stats, settings, namespaces }
     }
@@ -43,14 +48,18 @@ impl ServerState {
     fn namespace_status(&self, namespace: &Arc<Namespace>) -> NamespaceStatus {
         let stats = namespace.store().map(|store| {
             let own = store.stats().into_iter().map(|(name, value)| (name.to_owned(), value));
-            let percent = namespace.percent(&self.config).map(|percent| ("share_percent".to_owned(), percent.into()));
+            let percent = namespace
+                .percent(&self.config)
+                .map(|percent| ("share_percent".to_owned(), percent.into()));
             own.chain(namespace.counters.stats()).chain(percent).collect()
         });
         let peers = self.peers();
-        let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(namespace)).collect();
+        let mut engines: Vec<_> =
+            peers.values().filter_map(|peer| peer.status(namespace)).collect();
         drop(peers);
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
-        let tenants = namespace.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
+        let tenants =
+            namespace.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
         let tenants = tenants.into_iter().map(TenantStatus::from).collect();
         NamespaceStatus {
             namespace: namespace.hello.namespace,
@@ -66,7 +75,8 @@ impl ServerState {
 
 impl Peer {
     fn status(&self, of: &Arc<Namespace>) -> Option<EngineStatus> {
-        let membership = self.membership.as_ref().filter(|membership| Arc::ptr_eq(&membership.namespace, of))?;
+        let membership =
+            self.membership.as_ref().filter(|membership| Arc::ptr_eq(&membership.namespace, of))?;
         let (num_reserved, num_leases) = membership.local.num_open();
         Some(EngineStatus {
             pid: self.pid,

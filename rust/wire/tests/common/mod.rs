@@ -25,7 +25,12 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
 }
 
 pub(crate) fn with_disk(dir: &Path) -> ServerConfig {
-    let disk = DiskSettings { dir: dir.join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
+    let disk = DiskSettings {
+        dir: dir.join("disk"),
+        cap_bytes: 1 << 20,
+        num_threads: 1,
+        description: String::new(),
+    };
     ServerConfig { disk: Some(disk), ..server_config(dir) }
 }
 
@@ -65,7 +70,9 @@ pub(crate) fn accepted(config: ClientConfig) -> Option<Client> {
 
 pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
-    chain.append_tokens(&(0..num_blocks).map(|at| at * 1000 + seed).collect::<Vec<_>>()).expect("tokens");
+    chain
+        .append_tokens(&(0..num_blocks).map(|at| at * 1000 + seed).collect::<Vec<_>>())
+        .expect("tokens");
     chain
 }
 

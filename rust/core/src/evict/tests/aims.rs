@@ -1,4 +1,5 @@
-//! What policies are for: what is used stays, what comes back is found, a new working set takes over.
+//! What policies are for: what is used stays, what comes back is found, a new working set takes
+//! over.
 
 use super::*;
 
@@ -21,7 +22,9 @@ fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
 #[test]
 fn adaptive_finds_what_comes_back_after_it_was_evicted_and_needs_its_ghosts_for_that() {
     const CAPACITY: u32 = 60;
-    let hits = |policy: Adaptive| Forest::new(policy).replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
+    let hits = |policy: Adaptive| {
+        Forest::new(policy).replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY))
+    };
     let possible = 19 * CAPACITY / 2;
     assert_eq!(hits(Adaptive::lru()), 0);
     let mut without_ghosts = Adaptive::new(CAPACITY as usize);
@@ -46,7 +49,8 @@ fn what_is_used_stays_through_a_flood_of_what_is_not() {
     }
 }
 
-/// A shift of the working set: once-used chunks of the new one come back, and the credit of the old one is gone.
+/// A shift of the working set: once-used chunks of the new one come back, and the credit of the old
+/// one is gone.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;

@@ -71,9 +71,18 @@ fn entries_that_replace_others_leave_nothing_behind() {
     }
     assert_found(&table, 9 * NUM..10 * NUM, true);
     assert_found(&table, 0..9 * NUM, false);
-    let num_used: usize = table.segments.iter().flat_map(|segment| &segment.slots).filter(|slot| slot.1 != 0).count();
-    assert_eq!((num_used, table.len()), (NUM as usize, NUM as usize), "nothing is left of what was removed");
-    assert!(table.size_bytes() <= 2 * size_bytes, "{} bytes after {size_bytes}", table.size_bytes());
+    let num_used: usize =
+        table.segments.iter().flat_map(|segment| &segment.slots).filter(|slot| slot.1 != 0).count();
+    assert_eq!(
+        (num_used, table.len()),
+        (NUM as usize, NUM as usize),
+        "nothing is left of what was removed"
+    );
+    assert!(
+        table.size_bytes() <= 2 * size_bytes,
+        "{} bytes after {size_bytes}",
+        table.size_bytes()
+    );
 }
 
 #[test]
@@ -83,7 +92,12 @@ fn memory_follows_what_is_stored() {
     for number in 0..1 << 20 {
         table.insert(&number_key(number), ChunkId(number));
         let limit = (SEGMENT_SLOTS + 4 * table.len()) * size_of::<Slot>();
-        assert!(table.size_bytes() <= limit, "{} bytes for {} entries", table.size_bytes(), table.len());
+        assert!(
+            table.size_bytes() <= limit,
+            "{} bytes for {} entries",
+            table.size_bytes(),
+            table.len()
+        );
     }
     table.clear();
     assert_eq!((table.size_bytes(), table.len()), (0, 0));
@@ -113,8 +127,9 @@ fn keys_that_hash_alike_share_a_segment_that_grows() {
     };
     let num = u32::try_from(2 * SEGMENT_SLOTS).unwrap();
     let hash_of_first = hash(&alike(0));
-    let keys: Vec<_> =
-        (0..num).map(|number| (if number % 2 == 0 { alike(0) } else { alike(number) }, number)).collect();
+    let keys: Vec<_> = (0..num)
+        .map(|number| (if number % 2 == 0 { alike(0) } else { alike(number) }, number))
+        .collect();
     for (key, number) in &keys {
         table.insert(key, ChunkId(*number));
     }

@@ -3,7 +3,8 @@
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
 
-/// What the system says of pages of another mapping than the one that was placed; None where it says nothing.
+/// What the system says of pages of another mapping than the one that was placed; None where it
+/// says nothing.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
     let num_frames = u32::try_from(arena.size_bytes / FRAME_ALIGN).unwrap();
     let other = Arena::open(&arena.path(), FRAME_ALIGN, num_frames).unwrap();
@@ -11,30 +12,51 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
         let (mut mode, mut mask) = (-1_i32, 0_u64);
         let at = other.address() + page * 4096;
         // SAFETY: the mode and one word of a mask are ours; the address is only looked up.
-        let done =
-            unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, &raw mut mask, 65_u64, at, MPOL_F_ADDR) };
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_get_mempolicy,
+                &raw mut mode,
+                &raw mut mask,
+                65_u64,
+                at,
+                MPOL_F_ADDR,
+            )
+        };
         (done == 0).then_some((mode, mask))
     };
     pages.map(policy).collect()
 }
 
-/// Whether it takes a policy from anyone: asked of the system itself, so that a fault of `place` is no reason to skip.
+/// Whether it takes a policy from anyone: asked of the system itself, so that a fault of `place` is
+/// no reason to skip.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN, 1).unwrap();
     let (preferred, mask) = (1, 1_u64);
-    // SAFETY: one whole page of a mapping that outlives the call; the system writes 64 bits of the mask.
-    let done =
-        unsafe { libc::syscall(libc::SYS_mbind, page.address(), 4096_usize, preferred, &raw const mask, 65_u64, 0) };
+    // SAFETY: one whole page of a mapping that outlives the call; the system writes 64 bits of the
+    // mask.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            page.address(),
+            4096_usize,
+            preferred,
+            &raw const mask,
+            65_u64,
+            0,
+        )
+    };
     done == 0
 }
 
-/// On this machine's first node, which is the only one that there surely is: every other page of more than one call's ranges.
+/// On this machine's first node, which is the only one that there surely is: every other page of
+/// more than one call's ranges.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
     let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
     let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
-    let place = |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };
+    let place =
+        |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };
     let places: Vec<_> = (0..num_pages).step_by(2).map(place).collect();
     if !system_places_memory() {
         eprintln!("skipped: this system refuses to place memory");
@@ -54,7 +76,8 @@ fn pages_that_were_placed_stay_where_they_are() {
     }
     let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
     let worker = Arena::open(&arena.path(), FRAME_ALIGN, 4).unwrap();
-    let prefer = |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
+    let prefer =
+        |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
     assert!(!prefer(0, 63) && !prefer(0, 64), "there are no such nodes");
     assert!(prefer(0, 0));
     assert_eq!(policies(&arena, 0..4), Some(vec![(1, 1), (1, 1), (0, 0), (0, 0)]));
@@ -71,14 +94,17 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_grid_gives_it_back() {
     assert!([0, 63, 64, 129, 130, u32::MAX].iter().all(|id| frames.lend(FrameId(*id)).is_none()));
     let frame = held.remove(64);
     frames.give_back(frame);
-    assert!(!frames.is_lent(FrameId(64)) && [63, 65, 128].iter().all(|id| frames.is_lent(FrameId(*id))));
+    assert!(
+        !frames.is_lent(FrameId(64)) && [63, 65, 128].iter().all(|id| frames.is_lent(FrameId(*id)))
+    );
     let mut again = frames.lend(FrameId(64)).unwrap();
     assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
     drop(again);
     assert!(frames.lend(FrameId(64)).is_none(), "who drops it does not say that it is done");
     let mut others = arena.frames(FRAME_ALIGN, 130).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
-    let _debug = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
+    let _debug =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
     assert!(frames.lend(FrameId(3)).is_none());
 }
 

@@ -17,8 +17,12 @@ struct Case {
 impl Case {
     fn chain(&self, nth: usize) -> KeyChain {
         let root = ChunkKey([u8::try_from(nth).unwrap(); 32]);
-        let mut chain =
-            KeyChain::with_lookahead(root, self.block_tokens, self.lookahead.min(self.block_tokens)).unwrap();
+        let mut chain = KeyChain::with_lookahead(
+            root,
+            self.block_tokens,
+            self.lookahead.min(self.block_tokens),
+        )
+        .unwrap();
         for (name, start, num) in &self.items {
             let _same_with_another_length = chain.add_item(&name.to_string(), *start, *num);
         }

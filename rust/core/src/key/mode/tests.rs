@@ -24,7 +24,11 @@ fn lanes_equal_plain_keyed_hash_for_every_length_and_count() {
             let mut got = vec![[0; 32]; count];
             TOKENS.hash_each(&bytes, stride, &mut got);
             for (got, input) in got.iter().zip(bytes.chunks(stride)) {
-                assert_eq!(got, blake3::keyed_hash(&TOKENS.key, input).as_bytes(), "{stride} x {count}");
+                assert_eq!(
+                    got,
+                    blake3::keyed_hash(&TOKENS.key, input).as_bytes(),
+                    "{stride} x {count}"
+                );
             }
         }
     }

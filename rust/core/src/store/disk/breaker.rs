@@ -1,4 +1,5 @@
-//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes it with one operation at a time.
+//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes it with one
+//! operation at a time.
 //!
 //! Pure state: times are of the store's clock and passed in.
 
@@ -43,7 +44,8 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
-    /// Records the end of an operation: success, failure, or neither (None). The probe may be a later operation.
+    /// Records the end of an operation: success, failure, or neither (None). The probe may be a
+    /// later operation.
     pub(crate) fn end(&mut self, operation: u64, is_well: Option<bool>, now: Duration) {
         self.probe = self.probe.filter(|probe| *probe != operation);
         match is_well {
@@ -58,7 +60,8 @@ impl Breaker {
         }
     }
 
-    /// Opens it, or keeps it open for longer. Operations that began before it opened change nothing until a probe is due.
+    /// Opens it, or keeps it open for longer. Operations that began before it opened change nothing
+    /// until a probe is due.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

@@ -1,8 +1,8 @@
 //! Chooses the next job of a disk thread and applies its outcome. Under the lock, without I/O.
 //!
-//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first, then chunks are written,
-//! oldest first. Slots are freed only while nothing is written, because a chunk that is being written may be a child of
-//! the removed chunk whose slot is freed.
+//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first,
+//! then chunks are written, oldest first. Slots are freed only while nothing is written, because a
+//! chunk that is being written may be a child of the removed chunk whose slot is freed.
 
 use std::time::Duration;
 
@@ -73,7 +73,8 @@ pub(crate) enum Written {
     NoRoom,
     /// Its tenant is at its quota, and none of its chunks may be evicted.
     NoQuota,
-    /// The system refused. If a slot is given, it could not be freed either, and may hold the chunk's record.
+    /// The system refused. If a slot is given, it could not be freed either, and may hold the
+    /// chunk's record.
     Failed(Option<SlotId>),
 }
 
@@ -88,7 +89,9 @@ impl State {
             Clearing::No => self.next_of_both()?,
             // Chunks that are still to be removed must give up their slots before it.
             Clearing::Wanted
-                if self.disk.write_breaker.may_begin(now) && self.disk.in_flight.is_empty() && !self.is_removing() =>
+                if self.disk.write_breaker.may_begin(now)
+                    && self.disk.in_flight.is_empty()
+                    && !self.is_removing() =>
             {
                 self.disk.clearing = Clearing::Running;
                 let mut slots = std::mem::take(&mut self.disk.to_free);
@@ -125,7 +128,9 @@ impl State {
     /// Applies the outcome of a job, and reports it to the breaker.
     pub(crate) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
-        let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else { return };
+        let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
+            return;
+        };
         let JobInFlight { direction: Some(direction), started, charge, hangs, .. } =
             self.disk.in_flight.swap_remove(at)
         else {
@@ -160,7 +165,9 @@ impl State {
         if before != after {
             let what = if direction == Direction::Read { "reads" } else { "writes" };
             self.log(if after {
-                format!("disk tier: {what} are failing; pausing {what} and retrying in the background")
+                format!(
+                    "disk tier: {what} are failing; pausing {what} and retrying in the background"
+                )
             } else {
                 format!("disk tier: {what} work again")
             });
@@ -177,7 +184,8 @@ impl State {
     fn next_read(&mut self) -> Option<Job> {
         while let Some(id) = self.disk.read_queue.pop(&self.index, Entry::is_to_read) {
             let entry = self.index[id];
-            let has_parent = entry.parent.is_none_or(|parent| self.index[parent].host.may_have_children());
+            let has_parent =
+                entry.parent.is_none_or(|parent| self.index[parent].host.may_have_children());
             let room = self.room_of(entry.tenant);
             if let (DiskState::Stored(slot), true) = (entry.disk, has_parent)
                 && let Some(place) = self.take_frame_under(entry.parent, room, FrameFor::Read)
@@ -228,7 +236,8 @@ impl State {
         None
     }
 
-    /// Returns true if a queued chunk may be written now. If not, it is blocked until its parent is written.
+    /// Returns true if a queued chunk may be written now. If not, it is blocked until its parent is
+    /// written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
         if self.index[parent].disk.is_stored() {
@@ -237,16 +246,23 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent left the disk or could not be written. It is in host memory, because its child is.
+            // The parent left the disk or could not be written. It is in host memory, because its
+            // child is.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
         false
     }
 
-    /// Ends a read. A chunk that could not be read stays on disk and is retried later. A chunk that is damaged is removed
-    /// with all chunks below it, none of which is visible in host memory.
-    fn end_read(&mut self, id: ChunkId, frame: Frame, outcome: &Result<()>, num_refused: u64) -> bool {
+    /// Ends a read. A chunk that could not be read stays on disk and is retried later. A chunk that
+    /// is damaged is removed with all chunks below it, none of which is visible in host memory.
+    fn end_read(
+        &mut self,
+        id: ChunkId,
+        frame: Frame,
+        outcome: &Result<()>,
+        num_refused: u64,
+    ) -> bool {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
         self.stats.disk_read_errors += num_refused;
@@ -321,7 +337,8 @@ impl State {
         is_well
     }
 
-    /// Keeps slots that could not be freed for another attempt, because a restart would find their chunks.
+    /// Keeps slots that could not be freed for another attempt, because a restart would find their
+    /// chunks.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;

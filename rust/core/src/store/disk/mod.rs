@@ -1,6 +1,8 @@
-//! The disk side of the store: which chunks are read, written and freed, and what happens when the disk fails.
+//! The disk side of the store: which chunks are read, written and freed, and what happens when the
+//! disk fails.
 //!
-//! Everything here decides under the store's lock. Only `threads` and `opener` do I/O, without it. From the ground up:
+//! Everything here decides under the store's lock. Only `threads` and `opener` do I/O, without it.
+//! From the ground up:
 //!
 //! | file | contents |
 //! |---|---|

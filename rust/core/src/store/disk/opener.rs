@@ -1,4 +1,5 @@
-//! Opens a disk tier for the first time in a separate thread, so that an engine need not wait for a disk that hangs.
+//! Opens a disk tier for the first time in a separate thread, so that an engine need not wait for a
+//! disk that hangs.
 //!
 //! If that takes long, a disk thread waits for it instead.
 
@@ -50,12 +51,14 @@ impl Opening {
             if tier.is_some() || left.is_zero() {
                 return tier.take();
             }
-            (tier, _) = self.0.came.wait_timeout(tier, left).unwrap_or_else(PoisonError::into_inner);
+            (tier, _) =
+                self.0.came.wait_timeout(tier, left).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
 /// Calls `work`, and turns a panic into an `Io` error.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }

@@ -10,11 +10,19 @@ use crate::index::{Entry, Index};
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is far longer than `num_wanted`.
-    pub(crate) fn push(&mut self, index: &Index, id: ChunkId, num_wanted: u64, is_wanted: fn(&Entry) -> bool) {
+    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is far longer than
+    /// `num_wanted`.
+    pub(crate) fn push(
+        &mut self,
+        index: &Index,
+        id: ChunkId,
+        num_wanted: u64,
+        is_wanted: fn(&Entry) -> bool,
+    ) {
         self.0.push_back((id, index[id].generation));
         if self.0.len() as u64 > 2 * num_wanted + 64 {
-            self.0.retain(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id]));
+            self.0
+                .retain(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id]));
         }
     }
 
@@ -26,7 +34,9 @@ impl Queue {
     /// Removes and returns the first chunk that is still wanted.
     pub(crate) fn pop(&mut self, index: &Index, is_wanted: fn(&Entry) -> bool) -> Option<ChunkId> {
         let mut wanted = std::iter::from_fn(|| self.0.pop_front());
-        wanted.find(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id])).map(|(id, _)| id)
+        wanted
+            .find(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id]))
+            .map(|(id, _)| id)
     }
 
     /// Returns true if there is nothing in the queue, wanted or not.

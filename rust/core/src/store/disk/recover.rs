@@ -1,4 +1,5 @@
-//! Indexes the chunks that a disk tier held when it was opened, at the start or while the store serves.
+//! Indexes the chunks that a disk tier held when it was opened, at the start or while the store
+//! serves.
 
 use std::time::Duration;
 
@@ -13,7 +14,8 @@ use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 pub(crate) const SLICE: usize = 512;
 
 impl State {
-    /// Attaches an open tier that holds `found`, parents before children. Returns false if the store is closing.
+    /// Attaches an open tier that holds `found`, parents before children. Returns false if the
+    /// store is closing.
     pub(crate) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
         self.disk.check_at = self.now + CHECK_EVERY;
@@ -32,7 +34,9 @@ impl State {
         self.disk.attached = Attached::NotBefore(self.now + wait);
         if self.disk.last_event != why {
             why.clone_into(&mut self.disk.last_event);
-            self.log(format!("disk tier: cannot be opened; using host memory only and retrying: {why}"));
+            self.log(format!(
+                "disk tier: cannot be opened; using host memory only and retrying: {why}"
+            ));
         }
     }
 
@@ -40,7 +44,8 @@ impl State {
     pub(crate) fn open_later(&mut self, waited: Duration) {
         self.disk.attached = Attached::NotBefore(self.now);
         let seconds = waited.as_secs();
-        self.disk.last_event = format!("disk tier: not open after {seconds} s; using host memory only until it is");
+        self.disk.last_event =
+            format!("disk tier: not open after {seconds} s; using host memory only until it is");
         self.log(self.disk.last_event.clone());
     }
 
@@ -53,7 +58,8 @@ impl State {
         is_due
     }
 
-    /// Indexes some of the chunks found; returns false if none is left. Frees the slots of chunks that do not fit.
+    /// Indexes some of the chunks found; returns false if none is left. Frees the slots of chunks
+    /// that do not fit.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
@@ -79,10 +85,16 @@ impl State {
     }
 
     /// Indexes a chunk; None if its place is impossible, it was discarded, or another slot has it.
-    fn recover(&mut self, found: DiskMeta, slot: SlotId, before: Option<ChunkId>) -> Option<ChunkId> {
+    fn recover(
+        &mut self,
+        found: DiskMeta,
+        slot: SlotId,
+        before: Option<ChunkId>,
+    ) -> Option<ChunkId> {
         let DiskMeta { key, parent: parent_key, depth, saved_s } = found;
         let saved_s = u32::try_from(saved_s).unwrap_or(u32::MAX);
-        let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
+        let parent =
+            if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];
             parent.depth + 1 == depth && parent.disk.is_stored()

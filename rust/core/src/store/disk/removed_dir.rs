@@ -46,7 +46,9 @@ impl State {
     /// Ends a check. `removed` is the directory or file that was removed, if one was.
     pub(crate) fn end_check(&mut self, ticket: u64, removed: Option<&Path>) {
         self.disk.check_at = self.now + CHECK_EVERY;
-        let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else { return };
+        let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
+            return;
+        };
         if self.disk.in_flight.swap_remove(at).hangs {
             self.end_hang(ticket);
         }
@@ -55,8 +57,9 @@ impl State {
         self.disk.attached = Attached::Removed;
         self.disk.found.clear();
         let (path, num_chunks) = (path.display(), self.stats.disk_used);
-        self.disk.last_event =
-            format!("disk tier: {path} was removed; dropping its {num_chunks} chunks and opening it again");
+        self.disk.last_event = format!(
+            "disk tier: {path} was removed; dropping its {num_chunks} chunks and opening it again"
+        );
         self.log(self.disk.last_event.clone());
     }
 

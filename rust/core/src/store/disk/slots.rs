@@ -1,4 +1,5 @@
-//! Chooses whose slot is freed for a chunk that is about to be written. `threads` frees it, without the lock.
+//! Chooses whose slot is freed for a chunk that is about to be written. `threads` frees it, without
+//! the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};
@@ -18,13 +19,17 @@ pub(crate) enum SlotFor {
 }
 
 impl State {
-    /// Returns whether a chunk, which is counted already, fits its tenant's quota. Begins to evict another if not.
+    /// Returns whether a chunk, which is counted already, fits its tenant's quota. Begins to evict
+    /// another if not.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let tenant = self.index[id].tenant;
-        if !self.tenants.limits.has_quotas || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk {
+        if !self.tenants.limits.has_quotas
+            || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk
+        {
             return SlotFor::Fits;
         }
-        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim)) {
+        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim))
+        {
             Some((victim, slot)) => SlotFor::After(victim, slot),
             None => SlotFor::None,
         }
@@ -38,7 +43,11 @@ impl State {
 
     /// Begins to evict a given chunk.
     fn begin_evict(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
-        debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
+        debug_assert_eq!(
+            self.index[victim].disk_evictable,
+            Some(true),
+            "a policy returns evictable chunks only"
+        );
         let slot = self.index[victim].disk.slot()?;
         self.change_disk(victim, DiskEvent::Evict);
         Some((victim, slot))

@@ -1,7 +1,7 @@
 //! Disk threads: take jobs under the lock and do their I/O without it.
 //!
-//! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the threads end, and the store
-//! answers with misses from then on.
+//! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the
+//! threads end, and the store answers with misses from then on.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,9 +22,11 @@ use crate::{Error, ErrorKind, Result};
 
 /// Attempts of a write to get a slot; another thread may take a slot that was just freed.
 const SLOT_TRIES: u32 = 4;
-/// Attempts to write a chunk; if the file system is full, the second one uses the slot of an evicted chunk.
+/// Attempts to write a chunk; if the file system is full, the second one uses the slot of an
+/// evicted chunk.
 const WRITE_TRIES: u32 = 2;
-/// Longest sleep of a thread. Work that becomes due with time (a probe, a tier to open) is not signaled.
+/// Longest sleep of a thread. Work that becomes due with time (a probe, a tier to open) is not
+/// signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
 /// Time until the first attempt to reopen a tier; each failed attempt doubles it.
 pub(crate) const FIRST_REOPEN: Duration = Duration::from_secs(1);
@@ -83,7 +85,8 @@ fn open(inner: &Locked) -> bool {
         }
         drop(state);
         let slow_opening = inner.slow_opening.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let tier = slow_opening.map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
+        let tier = slow_opening
+            .map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
         match tier {
             None => return false,
             Some(Ok((disk, found))) => {
@@ -126,7 +129,8 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed, so that its space is free before a new tier claims any.
+/// Closes a tier whose directory was removed, so that its space is free before a new tier claims
+/// any.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
@@ -162,7 +166,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     entered.is_some()
 }
 
-/// Waits until there is work; None if the store closes. Removes, indexes and drops chunks meanwhile.
+/// Waits until there is work; None if the store closes. Removes, indexes and drops chunks
+/// meanwhile.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut is_fresh = false;
     loop {
@@ -213,7 +218,8 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     let mut num_refused = 0;
     loop {
         let outcome = guarded(|| disk.read(slot, key, into));
-        num_refused += u64::from(outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt));
+        num_refused +=
+            u64::from(outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt));
         if num_refused != 1 || outcome.is_ok() {
             return (outcome, num_refused);
         }
@@ -229,7 +235,13 @@ fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
 }
 
 /// Writes a chunk to a free slot, evicting others if needed.
-fn write(inner: &Locked, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, bytes: &[u8]) -> Written {
+fn write(
+    inner: &Locked,
+    disk: &dyn LocalTier,
+    id: ChunkId,
+    meta: &DiskMeta,
+    bytes: &[u8],
+) -> Written {
     match keep_quota(inner, disk, id) {
         Ok(true) => {}
         Ok(false) => return Written::NoQuota,
@@ -241,7 +253,9 @@ fn write(inner: &Locked, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, byt
             Ok(None) => return Written::NoRoom,
             Err(_) => return Written::Failed(None),
         };
-        let Err(error) = guarded(|| disk.write(slot, meta, bytes)) else { return Written::In(slot) };
+        let Err(error) = guarded(|| disk.write(slot, meta, bytes)) else {
+            return Written::In(slot);
+        };
         if guarded(|| disk.free(slot)).is_err() {
             return Written::Failed(Some(slot));
         }
@@ -278,7 +292,9 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
         if let Some(slot) = guarded(|| Ok(disk.reserve()))? {
             return Ok(Some(slot));
         }
-        let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else { return Ok(None) };
+        let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else {
+            return Ok(None);
+        };
         let freed = guarded(|| disk.free(slot));
         inner.with_state(|state| state.end_disk_eviction(victim, freed.is_ok()));
         freed?;

@@ -1,8 +1,8 @@
 //! Fair shares of disk time: which direction, reads or writes, gets the next disk thread.
 //!
-//! Each direction is charged the time of its jobs: an estimate when one begins, the measured time when it ends. The
-//! direction with less time goes first. One without work forfeits what it did not use, so it cannot save up time and
-//! later hold every thread. Pure state: times are passed in.
+//! Each direction is charged the time of its jobs: an estimate when one begins, the measured time
+//! when it ends. The direction with less time goes first. One without work forfeits what it did not
+//! use, so it cannot save up time and later hold every thread. Pure state: times are passed in.
 
 use std::time::Duration;
 
@@ -60,9 +60,11 @@ impl TimeShares {
 
     /// Replaces the charge of a job with the time that it took.
     pub(crate) fn end(&mut self, direction: Direction, charge: Duration, took: Duration) {
-        let (used, estimate) = (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);
+        let (used, estimate) =
+            (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);
         *used = (*used + took).saturating_sub(charge);
-        *estimate = (*estimate * (JOBS_TO_FOLLOW - 1) + took.max(Duration::from_micros(1))) / JOBS_TO_FOLLOW;
+        *estimate = (*estimate * (JOBS_TO_FOLLOW - 1) + took.max(Duration::from_micros(1)))
+            / JOBS_TO_FOLLOW;
     }
 }
 
@@ -91,7 +93,10 @@ mod tests {
     fn slow_writes_get_as_much_time_as_fast_reads() {
         let took = [Duration::from_millis(1), Duration::from_millis(9)];
         let [reads, writes] = jobs(&mut TimeShares::default(), 1000, took);
-        assert!((880..=920).contains(&reads) && writes == 1000 - reads, "{reads} reads, {writes} writes");
+        assert!(
+            (880..=920).contains(&reads) && writes == 1000 - reads,
+            "{reads} reads, {writes} writes"
+        );
     }
 
     #[test]

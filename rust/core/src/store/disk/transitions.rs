@@ -2,8 +2,10 @@
 //!
 //! The states are in `index/disk_state.rs`. What holds between two calls:
 //!
-//! - A chunk that takes a slot has a stored parent: it is written after its parent and leaves before it.
-//! - The policy has each chunk that is in a slot and not detached, and may evict stored leaves that are not being read.
+//! - A chunk that takes a slot has a stored parent: it is written after its parent and leaves
+//!   before it.
+//! - The policy has each chunk that is in a slot and not detached, and may evict stored leaves that
+//!   are not being read.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
@@ -17,14 +19,17 @@ impl State {
     /// - inserts the chunk into the disk policy with its slot, and removes it with its slot,
     /// - reports to the host policy whether the chunk is unwritten,
     /// - updates the gauges and the change log,
-    /// - updates which chunks the disk policy may evict; after `Found`, [`State::sync_disk`] is the caller's, so
-    ///   that chains which are found link by link do not become leaves and cease to be.
+    /// - updates which chunks the disk policy may evict; after `Found`, [`State::sync_disk`] is the
+    ///   caller's, so that chains which are found link by link do not become leaves and cease to
+    ///   be.
     ///
     /// Queues are the caller's, and so is the slot of a chunk that leaves.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
         let entry = &self.index[id];
         let (before, is_detached) = (entry.disk, entry.detached);
-        let Some(after) = before.after(event) else { unreachable!("disk tier: {event:?} in state {before:?}") };
+        let Some(after) = before.after(event) else {
+            unreachable!("disk tier: {event:?} in state {before:?}")
+        };
         if let DiskEvent::Leave(removal) = event {
             self.leave_disk_policy(id, removal);
         }
@@ -119,11 +124,17 @@ impl State {
         }
     }
 
-    /// Queues a chunk that became visible in host memory for writing, if there is a disk tier and it is not there.
+    /// Queues a chunk that became visible in host memory for writing, if there is a disk tier and
+    /// it is not there.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.attached != Attached::Never && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);
-            self.disk.write_queue.push(&self.index, id, self.disk.num_unwritten, Entry::is_to_write);
+            self.disk.write_queue.push(
+                &self.index,
+                id,
+                self.disk.num_unwritten,
+                Entry::is_to_write,
+            );
         }
     }
 
@@ -141,7 +152,8 @@ impl State {
     fn take_blocked(&mut self, id: ChunkId) -> Vec<ChunkId> {
         let mut children = self.disk.blocked.remove(&id).unwrap_or_default();
         let index = &self.index;
-        children.retain(|&child| index.is_child(child, id) && index[child].disk == DiskState::Blocked);
+        children
+            .retain(|&child| index.is_child(child, id) && index[child].disk == DiskState::Blocked);
         children.sort_unstable();
         children.dedup(); // a child that was cancelled and wanted again is listed twice
         children

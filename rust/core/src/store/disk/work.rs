@@ -1,4 +1,5 @@
-//! Everything that the lock guards for the disk tier: queues, jobs in flight, breakers and whether the tier is open.
+//! Everything that the lock guards for the disk tier: queues, jobs in flight, breakers and whether
+//! the tier is open.
 //!
 //! Data and predicates only.
 
@@ -31,7 +32,8 @@ pub(crate) enum Attached {
     #[default]
     Never,
     Yes,
-    /// Its directory was removed. No job begins; once those in flight end, its chunks are dropped and it is reopened.
+    /// Its directory was removed. No job begins; once those in flight end, its chunks are dropped
+    /// and it is reopened.
     Removed,
     /// It could not be opened. A disk thread retries at this time.
     NotBefore(Duration),
@@ -85,8 +87,8 @@ pub(crate) struct DiskWork {
     pub(crate) num_detached_slots: u64,
     /// The store closes: no job begins, and leases that wait for reads end early.
     pub(crate) stopping: bool,
-    /// Chunks that the tier held when it was opened and that are not indexed yet, in reverse order; and keys that were
-    /// discarded meanwhile.
+    /// Chunks that the tier held when it was opened and that are not indexed yet, in reverse order;
+    /// and keys that were discarded meanwhile.
     pub(crate) found: Vec<DiskEntry>,
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
@@ -99,17 +101,25 @@ pub(crate) struct DiskWork {
 impl DiskWork {
     /// Returns true if every wanted chunk is on disk and every removed one is off it.
     pub(crate) fn is_settled(&self) -> bool {
-        let nothing_to_free = self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
+        let nothing_to_free =
+            self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
         let nothing_to_index = self.found.is_empty() && self.rejected.is_empty();
         let nothing_to_forget = self.num_detached_slots == 0 && self.clearing == Clearing::No;
         self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
     }
 
-    /// Returns true if it cannot settle by `deadline`: the tier is closing, closed, paused for longer, or hangs.
+    /// Returns true if it cannot settle by `deadline`: the tier is closing, closed, paused for
+    /// longer, or hangs.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
-        let is_stuck = !self.unfreed.is_empty() && self.unfreed_until > deadline && self.clearing == Clearing::No;
+        let is_stuck = !self.unfreed.is_empty()
+            && self.unfreed_until > deadline
+            && self.clearing == Clearing::No;
         let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
-        self.stopping || is_absent || is_stuck || self.write_breaker.retry_at > deadline || self.all_hang()
+        self.stopping
+            || is_absent
+            || is_stuck
+            || self.write_breaker.retry_at > deadline
+            || self.all_hang()
     }
 
     pub(crate) fn has_jobs(&self) -> bool {
@@ -117,7 +127,10 @@ impl DiskWork {
             || self.num_queued_reads > 0
             || !self.to_free.is_empty()
             || !self.found.is_empty();
-        wants || self.clearing == Clearing::Wanted || self.stopping || self.attached == Attached::Removed
+        wants
+            || self.clearing == Clearing::Wanted
+            || self.stopping
+            || self.attached == Attached::Removed
     }
 
     /// Returns true if the store has a disk tier that is not open.
@@ -137,22 +150,31 @@ impl DiskWork {
 
     /// Returns true if the tier accepts reads now.
     pub(crate) fn answers(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes && !self.stopping && self.read_breaker.accepts(now) && !self.all_hang()
+        self.attached == Attached::Yes
+            && !self.stopping
+            && self.read_breaker.accepts(now)
+            && !self.all_hang()
     }
 
     /// Returns true if chunks wait to be read or are being read.
     pub(crate) fn wants_reads(&self) -> bool {
-        self.num_queued_reads > 0 || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
+        self.num_queued_reads > 0
+            || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
-    /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host memory.
+    /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host
+    /// memory.
     pub(crate) fn takes_writes(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes && !self.stopping && self.write_breaker.accepts(now) && !self.all_hang()
+        self.attached == Attached::Yes
+            && !self.stopping
+            && self.write_breaker.accepts(now)
+            && !self.all_hang()
     }
 
     /// Returns true if every disk thread hangs, so that no thread can probe the tier.
     fn all_hang(&self) -> bool {
-        self.num_threads > 0 && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
+        self.num_threads > 0
+            && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
     }
 
     pub(crate) fn is_broken(&self) -> bool {
@@ -169,12 +191,24 @@ impl DiskWork {
     pub(crate) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
         let charge = self.time_shares.begin(direction);
-        self.in_flight.push(JobInFlight { ticket, direction: Some(direction), started: now, charge, hangs: false });
+        self.in_flight.push(JobInFlight {
+            ticket,
+            direction: Some(direction),
+            started: now,
+            charge,
+            hangs: false,
+        });
     }
 
     pub(crate) fn begin_check(&mut self, ticket: u64, now: Duration) {
         let charge = Duration::ZERO;
-        self.in_flight.push(JobInFlight { ticket, direction: None, started: now, charge, hangs: false });
+        self.in_flight.push(JobInFlight {
+            ticket,
+            direction: None,
+            started: now,
+            charge,
+            hangs: false,
+        });
     }
 
     pub(crate) fn is_checking(&self) -> bool {
@@ -183,7 +217,8 @@ impl DiskWork {
 
     /// Opens both breakers for each operation that newly hangs; returns true if there was one.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
-        let hangs = |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
+        let hangs =
+            |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
         let found = self.in_flight.iter_mut().filter(hangs).map(|job| job.hangs = true).count() > 0;
         if found {
             self.read_breaker.trip(now);

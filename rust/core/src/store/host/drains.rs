@@ -1,11 +1,13 @@
-//! Slabs that are being emptied for other stores, and how far each one is. Data only; `slabs` empties them.
+//! Slabs that are being emptied for other stores, and how far each one is. Data only; `slabs`
+//! empties them.
 
 use rustc_hash::FxHashSet;
 
 use crate::evict::ChunkId;
 use crate::pool::SlabId;
 
-/// Slabs that are being emptied, in rounds of many calls. A chunk that must stay is visited once per round.
+/// Slabs that are being emptied, in rounds of many calls. A chunk that must stay is visited once
+/// per round.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,

@@ -1,5 +1,5 @@
-//! Ends of a fill: a filled chunk becomes visible after its parent; a chunk that fails takes its waiting children along; a
-//! read without a holder is cancelled.
+//! Ends of a fill: a filled chunk becomes visible after its parent; a chunk that fails takes its
+//! waiting children along; a read without a holder is cancelled.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
@@ -26,7 +26,8 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Ends a fill: the chunk becomes visible with its parent, or fails with it. Returns how many chunks became visible.
+    /// Ends a fill: the chunk becomes visible with its parent, or fails with it. Returns how many
+    /// chunks became visible.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
@@ -37,7 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is, and then the filled children that waited; returns how many.
+    /// Makes a filled chunk visible if its parent is, and then the filled children that waited;
+    /// returns how many.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -56,16 +58,21 @@ impl State {
         shown
     }
 
-    /// Returns the children that came to host memory while `id` was not visible and are `wanted`, and clears the list
-    /// of all that did.
-    fn take_waiters(&mut self, id: ChunkId, wanted: fn(HostState) -> bool) -> impl Iterator<Item = ChunkId> {
+    /// Returns the children that came to host memory while `id` was not visible and are `wanted`,
+    /// and clears the list of all that did.
+    fn take_waiters(
+        &mut self,
+        id: ChunkId,
+        wanted: fn(HostState) -> bool,
+    ) -> impl Iterator<Item = ChunkId> {
         let (children, index) = (self.waiters.take(id), &self.index);
         children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
     /// Fails a chunk that will not come to host memory, and all chunks that can only wait for it.
     ///
-    /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it wait for that.
+    /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it
+    /// wait for that.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;

@@ -37,8 +37,8 @@ impl State {
         frame
     }
 
-    /// Takes a free frame, evicting a chunk if needed; None if every frame that fits is in use. The caller holds chunks
-    /// that must stay.
+    /// Takes a free frame, evicting a chunk if needed; None if every frame that fits is in use. The
+    /// caller holds chunks that must stay.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
         let mut spared = Vec::new();
@@ -46,7 +46,11 @@ impl State {
             && spared.len() < MAX_SPARED
             && let Some(victim) = self.host_victim(None)
         {
-            debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            debug_assert_eq!(
+                self.index[victim].host_evictable,
+                Some(true),
+                "a policy returns evictable chunks only"
+            );
             let its_frame = self.index[victim].host.frame();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
                 self.host_policy.set_evictable(victim, false); // its frame does not fit, so evicting it would not help
@@ -65,7 +69,8 @@ impl State {
         frame
     }
 
-    /// Takes a frame for saves from any chunk that may be evicted; the policy would propose many others first.
+    /// Takes a frame for saves from any chunk that may be evicted; the policy would propose many
+    /// others first.
     fn take_frame_below_limit(&mut self) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit()
@@ -79,7 +84,11 @@ impl State {
     }
 
     /// Takes a frame for a tenant at its quota, evicting one of its chunks.
-    pub(crate) fn take_own_frame(&mut self, tenant: TenantId, what_for: FrameFor) -> Option<FrameId> {
+    pub(crate) fn take_own_frame(
+        &mut self,
+        tenant: TenantId,
+        what_for: FrameFor,
+    ) -> Option<FrameId> {
         if self.tenants.num_frames(tenant) > self.tenants.ceiling(tenant).host {
             return None; // its quota was lowered: `trim` comes first
         }
@@ -90,7 +99,8 @@ impl State {
             && let Some(victim) = self.host_victim(Some(group(tenant)))
         {
             let its_frame = self.index[victim].host.frame();
-            if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for)) {
+            if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for))
+            {
                 self.evict_for_quota(victim);
                 frame = self.host.take(what_for);
             } else {

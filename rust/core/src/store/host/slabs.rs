@@ -1,7 +1,8 @@
 //! Releases slabs to other stores of the same pool.
 //!
-//! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are pinned, reserved, read or
-//! written stay until that ends, and the slab with them. Meanwhile it takes no new chunks, and other slabs are emptied too.
+//! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are
+//! pinned, reserved, read or written stay until that ends, and the slab with them. Meanwhile it
+//! takes no new chunks, and other slabs are emptied too.
 
 use std::sync::Arc;
 
@@ -35,23 +36,31 @@ pub enum Way {
 }
 
 impl Store {
-    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an equal part.
+    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an
+    /// equal part.
     ///
-    /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's slabs.
+    /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's
+    /// slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
         Self::build(config, Some((pool, percent)), Self::opener(config, &pool.disk)?, Self::clock())
     }
 
     #[doc(hidden)]
-    pub fn with_tier_in(config: &StoreConfig, pool: &Arc<Pool>, opener: Option<Opener>) -> Result<Self> {
+    pub fn with_tier_in(
+        config: &StoreConfig,
+        pool: &Arc<Pool>,
+        opener: Option<Opener>,
+    ) -> Result<Self> {
         let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
         Self::build(config, Some((pool, None)), opener, Self::clock())
     }
 
-    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other stores need them.
+    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
+    /// stores need them.
     pub fn set_active(&self, is_active: bool) {
-        self.inner.with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
+        self.inner
+            .with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
     }
 
     /// Returns the number of slabs it has, and how many of them exceed its share.
@@ -60,7 +69,8 @@ impl Store {
         self.inner.with_state(of).flatten().unwrap_or_default()
     }
 
-    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits; each call does a slice.
+    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
+    /// each call does a slice.
     pub fn give_way(&self) -> Way {
         self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
     }
@@ -71,7 +81,8 @@ impl State {
         self.host.collect();
         let asked = self.host.grid().and_then(|grid| grid.member().asked());
         let mut drains = std::mem::take(&mut self.drains);
-        for drain in drains.all.extract_if(.., |drain| asked.is_none_or(|end| drain.slab.0 >= end)) {
+        for drain in drains.all.extract_if(.., |drain| asked.is_none_or(|end| drain.slab.0 >= end))
+        {
             self.host.keep(drain.slab);
         }
         let Some(end) = asked else { return Way::Unasked };
@@ -113,7 +124,12 @@ impl State {
     }
 
     /// Evicts the unused chunks of a slab and the chunks below them.
-    fn empty(&mut self, drain: &mut Drain, stuck: &mut FxHashSet<(ChunkId, u32)>, budget: &mut usize) -> Way {
+    fn empty(
+        &mut self,
+        drain: &mut Drain,
+        stuck: &mut FxHashSet<(ChunkId, u32)>,
+        budget: &mut usize,
+    ) -> Way {
         while self.is_draining(drain.slab) {
             if *budget == 0 {
                 return Way::Working;
@@ -121,7 +137,8 @@ impl State {
             *budget -= 1;
             if !drain.path.is_empty() {
                 self.step(&mut drain.path, stuck);
-            } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
+            } else if let Some((frame, id)) =
+                self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
             {
                 drain.next = frame.0 + 1;
                 self.go_to(id, &mut drain.path, stuck);
@@ -140,11 +157,13 @@ impl State {
         }
     }
 
-    /// Evicts the last chunk of the path, or descends to its next child in host memory, or leaves the chunk.
+    /// Evicts the last chunk of the path, or descends to its next child in host memory, or leaves
+    /// the chunk.
     fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = path.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);
-        let is_gone = !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
+        let is_gone =
+            !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
         if !is_gone && entry.host_evictable == Some(true) {
             path.pop();
             return self.evict(id);
@@ -164,7 +183,8 @@ impl State {
             return;
         };
         let behind = self.index[child].next_sibling;
-        *next = behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
+        *next =
+            behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
         if !self.index[child].host.is_absent() {
             self.go_to(child, path, stuck);
         }

@@ -4,7 +4,8 @@
 //!
 //! - A chunk that is not absent has a parent that is not absent, unless the chunk is detached.
 //! - A chunk with a frame has a parent with a frame; a visible chunk has a visible parent.
-//! - The policy has each chunk with a frame that is not detached, and may evict visible leaves without users.
+//! - The policy has each chunk with a frame that is not detached, and may evict visible leaves
+//!   without users.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -14,7 +15,8 @@ use crate::store::state::State;
 impl State {
     /// Applies an event to a chunk. This is the only code that changes `Entry::host`. It also
     ///
-    /// - counts the chunk among its parent's children, and as a waiter of a parent that is not visible,
+    /// - counts the chunk among its parent's children, and as a waiter of a parent that is not
+    ///   visible,
     /// - takes the frame from the event, or returns the chunk's frame to the tier,
     /// - inserts the chunk into the host policy with its frame, and removes it with its frame,
     /// - updates the gauges, the queue of reads and the change log,
@@ -24,7 +26,9 @@ impl State {
     pub(crate) fn change_host(&mut self, id: ChunkId, event: HostEvent) {
         let entry = &self.index[id];
         let (before, parent, is_detached) = (entry.host, entry.parent, entry.detached);
-        let Some(after) = before.after(event) else { unreachable!("host tier: {event:?} in state {before:?}") };
+        let Some(after) = before.after(event) else {
+            unreachable!("host tier: {event:?} in state {before:?}")
+        };
         if let HostEvent::Leave(removal) = event {
             self.leave_host_policy(id, removal);
         }
@@ -90,7 +94,12 @@ impl State {
                 self.disk.reading_since = self.now;
             }
             self.disk.num_queued_reads += 1;
-            self.disk.read_queue.push(&self.index, id, self.disk.num_queued_reads, Entry::is_to_read);
+            self.disk.read_queue.push(
+                &self.index,
+                id,
+                self.disk.num_queued_reads,
+                Entry::is_to_read,
+            );
         } else if before == HostState::Queued {
             self.disk.num_queued_reads -= 1;
         }
@@ -118,8 +127,8 @@ impl State {
 
     /// Returns the chunk to evict next, of all or of one group.
     ///
-    /// Unwritten chunks are last while the disk accepts writes and they are at most half of the frames. With more of
-    /// them, chunks in use would have to go instead.
+    /// Unwritten chunks are last while the disk accepts writes and they are at most half of the
+    /// frames. With more of them, chunks in use would have to go instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.takes_writes(self.now));

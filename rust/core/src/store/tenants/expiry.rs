@@ -1,8 +1,10 @@
-//! Expiry: lookups miss a chunk once its TTL has passed since it was saved, and the sweeper removes it soon after.
+//! Expiry: lookups miss a chunk once its TTL has passed since it was saved, and the sweeper removes
+//! it soon after.
 //!
-//! The TTL starts when a chunk is reserved, and continues over restarts, because records on disk hold that time. Using a
-//! chunk does not extend it. `expires_s` never grows from parent to child, so presence stays monotone while chunks expire.
-//! Times are Unix time in seconds: the time when the store was opened, plus what its clock has counted since.
+//! The TTL starts when a chunk is reserved, and continues over restarts, because records on disk
+//! hold that time. Using a chunk does not extend it. `expires_s` never grows from parent to child,
+//! so presence stays monotone while chunks expire. Times are Unix time in seconds: the time when
+//! the store was opened, plus what its clock has counted since.
 
 use std::sync::Arc;
 
@@ -58,7 +60,8 @@ impl State {
 
     /// Returns true if the chunk expires before its parent, or has none.
     fn expires_alone(&self, entry: &Entry) -> bool {
-        entry.expires_s != NEVER && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
+        entry.expires_s != NEVER
+            && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
 
     /// Adds a new chunk to the expiry queue, if it expires before its parent.
@@ -78,11 +81,13 @@ impl State {
     /// Returns true if the expiry queue has exactly the chunks it should; for checks.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn check_expiry(&self) -> bool {
-        let is_noted = |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));
+        let is_noted =
+            |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));
         let is_right = |(id, entry): (ChunkId, &Entry)| {
             let is_old = entry.removing || entry.detached;
             is_noted(id, entry) == self.expires_alone(entry) || is_old && !is_noted(id, entry)
         };
-        self.index.iter().all(is_right) && self.expiries.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
+        self.index.iter().all(is_right)
+            && self.expiries.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
     }
 }

@@ -1,6 +1,8 @@
-//! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as configured and in frames.
+//! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as
+//! configured and in frames.
 //!
-//! A *class* is a row of the table: requests without a salt, with a salt, and each salt with individual limits.
+//! A *class* is a row of the table: requests without a salt, with a salt, and each salt with
+//! individual limits.
 
 use rustc_hash::FxHashMap;
 
@@ -39,7 +41,9 @@ pub struct TenantLimits {
 
 impl TenantLimits {
     fn all(&self) -> impl Iterator<Item = &Limits> {
-        [&self.unsalted, &self.salted].into_iter().chain(self.by_salt.iter().map(|(_, limits)| limits))
+        [&self.unsalted, &self.salted]
+            .into_iter()
+            .chain(self.by_salt.iter().map(|(_, limits)| limits))
     }
 
     /// Returns the shortest time to live, in seconds.

@@ -1,7 +1,7 @@
 //! Quotas: a tenant at its quota gets room only by evicting its coldest chunk.
 //!
-//! A frame counts from the moment it is taken, so no tenant exceeds its quota, unless the quota was lowered or the disk
-//! held more when it was opened. Then the sweeper evicts the excess.
+//! A frame counts from the moment it is taken, so no tenant exceeds its quota, unless the quota was
+//! lowered or the disk held more when it was opened. Then the sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -33,17 +33,20 @@ impl State {
             return Room::Any;
         }
         let tag = SaltTag::of_root(&new.parent_key);
-        match parent.map(|parent| self.index[parent].tenant).or_else(|| self.tenants.find_any(tag)) {
+        match parent.map(|parent| self.index[parent].tenant).or_else(|| self.tenants.find_any(tag))
+        {
             Some(tenant) => self.room_of(tenant),
-            None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host == 0 => Room::None,
+            None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host == 0 => {
+                Room::None
+            }
             None => Room::Any,
         }
     }
 
     /// Returns where another frame for a tenant may come from.
     pub(crate) fn room_of(&self, tenant: TenantId) -> Room {
-        let has_room =
-            !self.tenants.limits.has_quotas || self.tenants.num_frames(tenant) < self.tenants.ceiling(tenant).host;
+        let has_room = !self.tenants.limits.has_quotas
+            || self.tenants.num_frames(tenant) < self.tenants.ceiling(tenant).host;
         if has_room { Room::Any } else { Room::Own(tenant) }
     }
 
@@ -63,7 +66,8 @@ impl State {
         }
     }
 
-    /// Updates the sizes that percentages refer to. A store without a share of the pool keeps its last one.
+    /// Updates the sizes that percentages refer to. A store without a share of the pool keeps its
+    /// last one.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.grid().map_or_else(|| self.host.num_frames().0, Grid::share);
         let host = if host > 0 { host } else { self.tenants.limits.bases().host };

@@ -1,4 +1,5 @@
-//! Sweeper: removes expired chunks, and evicts what exceeds a quota that was lowered, once a second.
+//! Sweeper: removes expired chunks, and evicts what exceeds a quota that was lowered, once a
+//! second.
 //!
 //! It has a separate thread, so that it depends neither on the disk nor on calls of engines.
 
@@ -43,11 +44,15 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants above their quota, from the `next` tenant on; returns true at the end.
+    /// Evicts chunks of tenants above their quota, from the `next` tenant on; returns true at the
+    /// end.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
         for _ in 0..TENANTS_PER_SLICE {
-            let Some(tenant) = self.tenants.nth(*next).filter(|_| self.tenants.limits.has_quotas) else { return true };
+            let Some(tenant) = self.tenants.nth(*next).filter(|_| self.tenants.limits.has_quotas)
+            else {
+                return true;
+            };
             let ceiling = self.tenants.ceiling(tenant);
             while budget > 0
                 && self.tenants.num_frames(tenant) > ceiling.host
@@ -77,7 +82,9 @@ impl Locked {
     pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;
         loop {
-            let done = self.with_state(|state| (!state.disk.stopping).then(|| state.sweep(&mut next))).flatten();
+            let done = self
+                .with_state(|state| (!state.disk.stopping).then(|| state.sweep(&mut next)))
+                .flatten();
             match done {
                 Some(false) => thread::yield_now(),
                 done => return done.is_some(),
@@ -98,5 +105,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
         }
     };
     let thread = thread::Builder::new().name("kvloft-sweep".to_owned()).spawn(work);
-    thread.map_err(|error| Error::io("the thread that enforces tenant limits cannot be started", error))
+    thread.map_err(|error| {
+        Error::io("the thread that enforces tenant limits cannot be started", error)
+    })
 }

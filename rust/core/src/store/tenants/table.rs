@@ -1,7 +1,9 @@
-//! What each tenant uses now. Chunks under roots with one `cache_salt` belong to one tenant, whatever their adapter.
+//! What each tenant uses now. Chunks under roots with one `cache_salt` belong to one tenant,
+//! whatever their adapter.
 //!
-//! An entry has its parent's tenant, and a first chunk that of its root, so no lookup walks a tree. A tenant whose last
-//! chunk is gone is removed. This file sees salts only as the tags that roots end with.
+//! An entry has its parent's tenant, and a first chunk that of its root, so no lookup walks a tree.
+//! A tenant whose last chunk is gone is removed. This file sees salts only as the tags that roots
+//! end with.
 
 use rustc_hash::FxHashMap;
 
@@ -64,7 +66,10 @@ impl TenantTable {
         *by_tag.entry(tag).or_insert_with(|| {
             let id = vacant.pop().unwrap_or_else(|| {
                 all.push(TenantCounts::default());
-                TenantId(u32::try_from(all.len() - 1).expect("each has an entry, and entries are counted in u32"))
+                TenantId(
+                    u32::try_from(all.len() - 1)
+                        .expect("each has an entry, and entries are counted in u32"),
+                )
             });
             let tenant = &mut all[id.0 as usize];
             (tenant.tag, tenant.class) = (Some(tag), limits.class_of(Some(tag)));
@@ -122,9 +127,15 @@ impl TenantTable {
 
     /// Recounts everything from the entries and compares; for checks.
     #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn check<'a>(&self, entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>) -> bool {
-        let keep =
-            |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts { tag, class, ..TenantCounts::default() };
+    pub(crate) fn check<'a>(
+        &self,
+        entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>,
+    ) -> bool {
+        let keep = |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts {
+            tag,
+            class,
+            ..TenantCounts::default()
+        };
         let mut counted: Vec<_> = self.all.iter().map(keep).collect();
         for (id, entry) in entries {
             let tenant = &mut counted[id.0 as usize];

@@ -38,18 +38,22 @@ impl State {
                 ttl_s: is_set(ceiling.ttl_s),
             }
         };
-        let some: Vec<_> =
-            (*next..*next + TENANTS_PER_SLICE).map_while(|nth| self.tenants.nth(nth)).map(tenant).collect();
+        let some: Vec<_> = (*next..*next + TENANTS_PER_SLICE)
+            .map_while(|nth| self.tenants.nth(nth))
+            .map(tenant)
+            .collect();
         *next += some.len();
         (some, self.tenants.num_salts())
     }
 }
 
 impl Store {
-    /// Returns the `limit` tenants with the most frames, then slots, and the number of salts that have chunks.
+    /// Returns the `limit` tenants with the most frames, then slots, and the number of salts that
+    /// have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
-        while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next)) {
+        while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))
+        {
             num = num_salts;
             if some.is_empty() {
                 break;

@@ -40,7 +40,10 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
         // What began before it opened says nothing new.
         breaker.end(1, Some(false), now);
         now = breaker.retry_at;
-        assert!(!breaker.accepts(now.saturating_sub(Duration::from_millis(1))) && breaker.may_begin(now));
+        assert!(
+            !breaker.accepts(now.saturating_sub(Duration::from_millis(1)))
+                && breaker.may_begin(now)
+        );
         breaker.begin(1);
         assert!(!breaker.may_begin(now) && breaker.accepts(now));
         breaker.end(1, Some(false), now);

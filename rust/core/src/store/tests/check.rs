@@ -42,10 +42,18 @@ pub(super) fn check(state: &State) -> Result<(), String> {
             *(if entry.host.is_visible() { &mut visible } else { &mut reserved }) += 1;
         }
     }
-    ensure!(state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry))), "{:?}", state.tenants);
+    ensure!(
+        state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry))),
+        "{:?}",
+        state.tenants
+    );
     let gauges = state.stats();
     ensure!(state.check_expiry(), "{:?}", state.expiries);
-    ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
+    ensure!(
+        attached == state.index.len(),
+        "every attached entry has a key: {attached} {}",
+        state.index.len()
+    );
     ensure!(
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),
         "gauges {gauges:?}, counted {visible} visible and {reserved} reserved"
@@ -56,7 +64,9 @@ pub(super) fn check(state: &State) -> Result<(), String> {
 
 fn check_disk(state: &State) -> Result<(), String> {
     let disk = &state.disk;
-    let count = |holds: &dyn Fn(&Entry) -> bool| state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64;
+    let count = |holds: &dyn Fn(&Entry) -> bool| {
+        state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64
+    };
     let counts = [
         ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.slot().is_some())),
         (
@@ -80,12 +90,22 @@ fn check_disk(state: &State) -> Result<(), String> {
 }
 
 fn check_links(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> {
-    let children = || state.index.iter().map(|(_, child)| child).filter(|child| child.parent == Some(id));
+    let children =
+        || state.index.iter().map(|(_, child)| child).filter(|child| child.parent == Some(id));
     let host_children = children().filter(|child| !child.host.is_absent()).count();
-    ensure!(entry.host_children as usize == host_children, "host_children of {entry:?}: counted {host_children}");
+    ensure!(
+        entry.host_children as usize == host_children,
+        "host_children of {entry:?}: counted {host_children}"
+    );
     let disk_children = children().filter(|child| child.disk.takes_slot()).count();
-    ensure!(entry.disk_children as usize == disk_children, "disk_children of {entry:?}: counted {disk_children}");
-    ensure!(entry.has_children() == children().next().is_some(), "the children of {entry:?} are not linked");
+    ensure!(
+        entry.disk_children as usize == disk_children,
+        "disk_children of {entry:?}: counted {disk_children}"
+    );
+    ensure!(
+        entry.has_children() == children().next().is_some(),
+        "the children of {entry:?} are not linked"
+    );
     Ok(())
 }
 
@@ -94,14 +114,25 @@ fn check_detached(entry: &Entry) -> Result<(), String> {
         entry.host_evictable.is_none() && entry.disk_evictable.is_none(),
         "a policy has a detached chunk: {entry:?}"
     );
-    let used = entry.holds > 0 || entry.has_children() || entry.host.is_filling() || entry.disk.takes_slot();
+    let used = entry.holds > 0
+        || entry.has_children()
+        || entry.host.is_filling()
+        || entry.disk.takes_slot();
     ensure!(used, "a detached chunk without a user was not freed: {entry:?}");
     ensure!(!entry.disk.is_waiting(), "a detached chunk waits to be written: {entry:?}");
     Ok(())
 }
 
-fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) -> Result<(), String> {
-    ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
+fn check_attached(
+    state: &State,
+    id: ChunkId,
+    entry: &Entry,
+    is_mapped: bool,
+) -> Result<(), String> {
+    ensure!(
+        (state.index.get(&entry.key) == Some(id)) == is_mapped,
+        "where the key of {entry:?} leads"
+    );
     ensure!(is_mapped || state.is_removing(), "{entry:?} is never removed");
     let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.frame().map(|_| may_go);
@@ -114,16 +145,34 @@ fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) ->
     ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is nowhere");
     let failed = matches!(entry.host, HostState::Failed(_));
     ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
-    ensure!(!entry.is_to_read() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
-    ensure!(!matches!(entry.host, HostState::Filled(_)) || entry.parent.is_some(), "{entry:?} waits");
+    ensure!(
+        !entry.is_to_read() || entry.holds > 0 || entry.host_children > 0,
+        "a read for no lease: {entry:?}"
+    );
+    ensure!(
+        !matches!(entry.host, HostState::Filled(_)) || entry.parent.is_some(),
+        "{entry:?} waits"
+    );
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {
         ensure!(!parent.detached, "{entry:?} outlives its parent");
-        ensure!(entry.host.is_absent() || !parent.host.is_absent(), "host is not monotone at {entry:?}");
+        ensure!(
+            entry.host.is_absent() || !parent.host.is_absent(),
+            "host is not monotone at {entry:?}"
+        );
         let frames_fit = entry.host.frame().is_none() || parent.host.frame().is_some();
         ensure!(frames_fit, "frames are not monotone at {entry:?}");
-        ensure!(!entry.host.is_visible() || parent.host.is_visible(), "visibility is not monotone at {entry:?}");
-        ensure!(!entry.disk.takes_slot() || parent.disk.is_stored(), "the disk is not monotone at {entry:?}");
-        ensure!((parent.key, parent.depth + 1) == (entry.parent_key, entry.depth), "place of {entry:?}");
+        ensure!(
+            !entry.host.is_visible() || parent.host.is_visible(),
+            "visibility is not monotone at {entry:?}"
+        );
+        ensure!(
+            !entry.disk.takes_slot() || parent.disk.is_stored(),
+            "the disk is not monotone at {entry:?}"
+        );
+        ensure!(
+            (parent.key, parent.depth + 1) == (entry.parent_key, entry.depth),
+            "place of {entry:?}"
+        );
         ensure!(!entry.proven || parent.proven, "{entry:?} is proven alone");
     }
     Ok(())

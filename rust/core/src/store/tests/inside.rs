@@ -69,12 +69,17 @@ fn changes_are_logged_only_for_a_listener() {
     assert_eq!(is_logging(), Some(false));
 }
 
-/// Disk threads that wait for work end after a panic under the lock, and closing the store does not wait for them.
+/// Disk threads that wait for work end after a panic under the lock, and closing the store does not
+/// wait for them.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
-    let disk =
-        DiskSettings { dir: dir.path().to_owned(), cap_bytes: 64 << 20, num_threads: 3, description: String::new() };
+    let disk = DiskSettings {
+        dir: dir.path().to_owned(),
+        cap_bytes: 64 << 20,
+        num_threads: 3,
+        description: String::new(),
+    };
     let config = StoreConfig {
         frame_bytes: 4096,
         host_bytes: 8 * 4096,
@@ -108,7 +113,11 @@ fn a_discard_while_the_tier_is_opened_holds() {
     state.discard(&[key]);
     assert!(!state.recover_some(), "nothing was handed over yet");
     let slot = SlotId(0);
-    assert!(state.attach(vec![DiskEntry { slot, meta: DiskMeta { key, parent, depth: 0, saved_s: 0 }, sequence: 0 }]));
+    assert!(state.attach(vec![DiskEntry {
+        slot,
+        meta: DiskMeta { key, parent, depth: 0, saved_s: 0 },
+        sequence: 0
+    }]));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
 }
@@ -121,7 +130,8 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that is not open for weeks must not cost memory for each chunk that is discarded meanwhile.
+/// A disk that is not open for weeks must not cost memory for each chunk that is discarded
+/// meanwhile.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4096, 4).unwrap();
@@ -134,7 +144,10 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     assert!(state.attach((0..4).map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
-    assert!(matches!(state.next_job(), Some((_, Job::Clear(_)))), "nor does another life find them");
+    assert!(
+        matches!(state.next_job(), Some((_, Job::Clear(_)))),
+        "nor does another life find them"
+    );
 }
 
 #[test]
@@ -170,7 +183,11 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 #[test]
 fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
-    let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(
+        HostTier::create(4096, 4).unwrap(),
+        Eviction::Lru.policy(4),
+        Eviction::Lru.policy(4),
+    );
     state.disk.num_threads = 1;
     assert!(state.attach(Vec::new()));
     assert_eq!(state.begin_check(), None, "it was opened a moment ago");
@@ -189,7 +206,11 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
 /// The tier's directory may come back with a chunk that was queued for writing again meanwhile.
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
-    let mut state = State::new(HostTier::create(4096, 4).unwrap(), Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    let mut state = State::new(
+        HostTier::create(4096, 4).unwrap(),
+        Eviction::Lru.policy(4),
+        Eviction::Lru.policy(4),
+    );
     let mut chain = KeyChain::new(ChunkKey([9; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2]).unwrap();
     state.disk.attached = Attached::Opening;

@@ -1,9 +1,9 @@
-//! Disk jobs in every order, without threads: the test takes jobs, does their I/O in memory and applies the outcome, step
-//! by step, between the calls of schedulers and workers.
+//! Disk jobs in every order, without threads: the test takes jobs, does their I/O in memory and
+//! applies the outcome, step by step, between the calls of schedulers and workers.
 //!
-//! Orders that threads reach rarely are chosen here, and every case is reproducible. Each step checks the invariants
-//! (`check`), the disk's contract, the bytes of every frame and the result of `flush`. The end checks that nothing waits
-//! without end and nothing is left.
+//! Orders that threads reach rarely are chosen here, and every case is reproducible. Each step
+//! checks the invariants (`check`), the disk's contract, the bytes of every frame and the result of
+//! `flush`. The end checks that nothing waits without end and nothing is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -31,10 +31,28 @@ const SLOT_TRIES: u32 = 4;
 /// A job in flight and its progress.
 #[derive(Debug)]
 pub(super) enum Under {
-    Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
-    Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: WriteStep },
-    Free { slots: Vec<SlotId>, failed: bool },
-    Clear { slots: Vec<SlotId>, is_cleared: Option<bool> },
+    Read {
+        id: ChunkId,
+        slot: SlotId,
+        key: ChunkKey,
+        frame: Frame,
+        outcome: Option<Result<(), Error>>,
+    },
+    Write {
+        id: ChunkId,
+        meta: DiskMeta,
+        frame: Frame,
+        tries: u32,
+        place: WriteStep,
+    },
+    Free {
+        slots: Vec<SlotId>,
+        failed: bool,
+    },
+    Clear {
+        slots: Vec<SlotId>,
+        is_cleared: Option<bool>,
+    },
 }
 
 #[derive(Debug)]
@@ -59,7 +77,12 @@ pub(super) struct Run {
 }
 
 impl Run {
-    pub(super) fn new(num_frames: u32, num_slots: u32, eviction: Eviction, num_threads: usize) -> Self {
+    pub(super) fn new(
+        num_frames: u32,
+        num_slots: u32,
+        eviction: Eviction,
+        num_threads: usize,
+    ) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, policies.0, policies.1);
@@ -115,8 +138,10 @@ impl Run {
             Step::Discard { prompt, block } => {
                 let key = prompt_chain(prompt).keys()[block];
                 self.state.discard(&[key]);
-                let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
-                let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
+                let below =
+                    (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
+                let gone: BTreeSet<_> =
+                    below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
                 self.forget_keys(|key| gone.contains(key));
             }
             Step::Clear => {
@@ -130,7 +155,9 @@ impl Run {
                 }
             }
             Step::Take if self.in_flight.len() < self.num_threads => self.take_job(),
-            Step::Go { nth, io } if !self.in_flight.is_empty() => self.go(nth % self.in_flight.len(), io),
+            Step::Go { nth, io } if !self.in_flight.is_empty() => {
+                self.go(nth % self.in_flight.len(), io);
+            }
             Step::Settle { .. } | Step::Release { .. } | Step::Take | Step::Go { .. } => {}
         }
         self.check();
@@ -148,12 +175,21 @@ impl Run {
         }
     }
 
-    fn reserve(&mut self, prompt: usize, start: u32, stop: u32) -> Vec<(ChunkId, Option<ChunkKey>)> {
+    fn reserve(
+        &mut self,
+        prompt: usize,
+        start: u32,
+        stop: u32,
+    ) -> Vec<(ChunkId, Option<ChunkKey>)> {
         let chain = prompt_chain(prompt);
         let mut reserved = Vec::new();
         self.state.reserve(&(Prefix::from(&chain), start.min(stop)..stop).into(), &mut reserved);
         for (_, reservation) in &reserved {
-            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
+            let mut frame = self
+                .state
+                .host
+                .lend(reservation.frame)
+                .expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
             self.state.host.give_back(frame);
         }
@@ -176,7 +212,9 @@ impl Run {
         }
         let Some((ticket, job)) = self.state.next_job() else { return };
         let under = match job {
-            Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
+            Job::Read { id, slot, key, frame } => {
+                Under::Read { id, slot, key, frame, outcome: None }
+            }
             Job::Write { id, meta, frame } => {
                 assert_eq!(frame.bytes()[..32], meta.key.0, "a frame is written as another chunk");
                 Under::Write { id, meta, frame, tries: 0, place: WriteStep::None }
@@ -202,7 +240,9 @@ impl Run {
                 let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io);
                 Err(End::Read { id, frame, outcome, num_refused: 2 * u64::from(is_refused) })
             }
-            Under::Write { id, frame, place: WriteStep::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
+            Under::Write { id, frame, place: WriteStep::Over(outcome), .. } => {
+                Err(End::Write { id, frame, outcome })
+            }
             Under::Write { id, meta, frame, tries, place } => {
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
@@ -225,12 +265,16 @@ impl Run {
                     self.slots.clear();
                 } else if let Some(slot) = slots.pop() {
                     self.free(slot, Io::Works);
-                } else if let Some(&some) = self.slots.iter().find(|(_, meta)| meta.is_some()).map(|(slot, _)| slot) {
+                } else if let Some(&some) =
+                    self.slots.iter().find(|(_, meta)| meta.is_some()).map(|(slot, _)| slot)
+                {
                     self.slots.remove(&some);
                 }
                 Ok(Under::Clear { slots, is_cleared: Some(io == Io::Works) })
             }
-            Under::Clear { slots, is_cleared: Some(is_cleared) } => Err(End::Clear(slots, is_cleared)),
+            Under::Clear { slots, is_cleared: Some(is_cleared) } => {
+                Err(End::Clear(slots, is_cleared))
+            }
         };
         match next {
             Ok(under) => self.in_flight.push((ticket, under)),
@@ -247,8 +291,11 @@ impl Run {
                     self.slots.insert(free, None);
                     return WriteStep::Reserved(SlotId(free));
                 }
-                let victim = if tries < 2 * SLOT_TRIES { self.state.begin_disk_eviction() } else { None };
-                victim.map_or(WriteStep::Over(Written::NoRoom), |(id, slot)| WriteStep::Evicting(id, slot))
+                let victim =
+                    if tries < 2 * SLOT_TRIES { self.state.begin_disk_eviction() } else { None };
+                victim.map_or(WriteStep::Over(Written::NoRoom), |(id, slot)| {
+                    WriteStep::Evicting(id, slot)
+                })
             }
             WriteStep::Evicting(id, slot) => {
                 let freed = self.free(slot, io);
@@ -272,7 +319,11 @@ impl Run {
 
     fn read(&self, slot: SlotId, key: &ChunkKey, frame: &mut Frame, io: Io) -> Result<(), Error> {
         let there = self.slots.get(&slot.0).copied().flatten();
-        assert_eq!(there.map(|meta| meta.key), Some(*key), "{slot:?} is read for a chunk that is not there");
+        assert_eq!(
+            there.map(|meta| meta.key),
+            Some(*key),
+            "{slot:?} is read for a chunk that is not there"
+        );
         frame.bytes_mut()[..32].copy_from_slice(if io == Io::Works { &key.0 } else { &[0xee; 32] });
         match io {
             Io::Works => Ok(()),
@@ -282,9 +333,14 @@ impl Run {
     }
 
     fn write(&mut self, slot: SlotId, meta: DiskMeta) {
-        let is_there = |key: &ChunkKey| self.slots.values().flatten().any(|other| other.key == *key);
+        let is_there =
+            |key: &ChunkKey| self.slots.values().flatten().any(|other| other.key == *key);
         assert!(meta.depth == 0 || is_there(&meta.parent), "{meta:?} is written before its parent");
-        assert_eq!(self.slots.insert(slot.0, Some(meta)), Some(None), "{slot:?} is written without being reserved");
+        assert_eq!(
+            self.slots.insert(slot.0, Some(meta)),
+            Some(None),
+            "{slot:?} is written without being reserved"
+        );
     }
 
     fn free(&mut self, slot: SlotId, io: Io) -> bool {
@@ -314,7 +370,8 @@ impl Run {
                 self.check_frame(leased.frame, leased.key);
             }
         }
-        let frames_lent = self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
+        let frames_lent =
+            self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
         let is_read = |entry: &crate::index::Entry| matches!(entry.host, HostState::Reading(_));
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
         assert_eq!(reading, frames_lent, "a read has a frame while it runs, and only then");
@@ -324,7 +381,8 @@ impl Run {
         }
     }
 
-    /// A leased frame has its chunk's bytes (I4). A lent one is being written, and was checked then.
+    /// A leased frame has its chunk's bytes (I4). A lent one is being written, and was checked
+    /// then.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
@@ -342,13 +400,19 @@ impl Run {
                     wanted.insert(slot.0, entry.key);
                 }
                 DiskState::Absent => {}
-                DiskState::Queued | DiskState::Blocked | DiskState::Writing | DiskState::Evicting(_) => {
+                DiskState::Queued
+                | DiskState::Blocked
+                | DiskState::Writing
+                | DiskState::Evicting(_) => {
                     panic!("flush would return too early: {entry:?}")
                 }
             }
         }
-        let there: BTreeMap<_, _> =
-            self.slots.iter().filter_map(|(slot, meta)| Some((*slot, meta.as_ref()?.key))).collect();
+        let there: BTreeMap<_, _> = self
+            .slots
+            .iter()
+            .filter_map(|(slot, meta)| Some((*slot, meta.as_ref()?.key)))
+            .collect();
         assert_eq!(there, wanted);
         assert_eq!(self.slots.len(), there.len(), "a slot is reserved and unknown");
     }
@@ -385,7 +449,8 @@ impl Run {
                 "a failed chunk stays"
             );
             if is_faultless && had_room {
-                let is_written = !entry.host.is_visible() || entry.disk.is_stored() || entry.detached;
+                let is_written =
+                    !entry.host.is_visible() || entry.disk.is_stored() || entry.detached;
                 assert!(is_written, "never written: {entry:?}");
             }
         }
@@ -407,7 +472,10 @@ impl Run {
         self.forget_keys(|_| true);
         self.finish_jobs();
         let gauges = self.state.stats();
-        assert_eq!((gauges.pins, gauges.read_leases, gauges.write_leases, gauges.entries), (0, 0, 0, 0));
+        assert_eq!(
+            (gauges.pins, gauges.read_leases, gauges.write_leases, gauges.entries),
+            (0, 0, 0, 0)
+        );
         assert_eq!((gauges.frames_free, gauges.disk_used), (gauges.frames_total, 0));
         assert!(self.slots.is_empty());
     }
@@ -432,7 +500,8 @@ proptest! {
     }
 }
 
-/// A chain on disk is saved again, and its first chunk is aborted while the others are filled from the end.
+/// A chain on disk is saved again, and its first chunk is aborted while the others are filled from
+/// the end.
 #[test]
 fn chunks_filled_below_a_failed_chunk_fail_with_it() {
     let mut run = Run::new(6, 12, Eviction::Lru, 1);

@@ -1,4 +1,5 @@
-//! How reads and writes share disk time, and which chunks leave host memory: jobs in order, without threads.
+//! How reads and writes share disk time, and which chunks leave host memory: jobs in order, without
+//! threads.
 
 use std::time::Duration;
 
@@ -79,7 +80,8 @@ fn two_threads_are_never_both_reading_while_chunks_wait_to_be_written() {
 fn reads_that_fail_leave_all_threads_to_writes() {
     let mut run = reads_and_writes();
     run.state.disk.read_breaker.trip(run.state.now);
-    let order: String = std::iter::from_fn(|| run.do_job(Duration::from_millis(2))).take(6).collect();
+    let order: String =
+        std::iter::from_fn(|| run.do_job(Duration::from_millis(2))).take(6).collect();
     assert_eq!(order, "WWWWWW");
     run.end(true);
 }
@@ -120,7 +122,11 @@ fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
     run.save(2, 4); // three more
     assert_eq!((run.in_host(0), run.in_host(63), run.state.stats().disk_pending), (2, 3, 5));
     run.save(2, 5);
-    assert_eq!((run.in_host(0), run.in_host(63)), (1, 3), "the coldest goes, for five of eight wait to be written");
+    assert_eq!(
+        (run.in_host(0), run.in_host(63)),
+        (1, 3),
+        "the coldest goes, for five of eight wait to be written"
+    );
     run.end(false);
 }
 
@@ -129,7 +135,10 @@ fn the_time_that_reads_take_counts_once_however_many_are_wanted() {
     let mut run = reads_and_writes();
     while run.do_job(Duration::from_millis(10)).is_some() {}
     let stats = run.state.stats();
-    assert_eq!((stats.disk_reads, stats.disk_read_us, stats.disk_read_busy_us), (6, 60_000, 110_000));
+    assert_eq!(
+        (stats.disk_reads, stats.disk_read_us, stats.disk_read_busy_us),
+        (6, 60_000, 110_000)
+    );
     run.take(&Step::Wait { millis: 500 });
     assert_eq!(run.state.stats().disk_read_busy_us, 110_000, "nothing is wanted");
     run.end(true);

@@ -1,5 +1,5 @@
-//! What changes while a tier is open: who has which slot, the counters, the few lines that a person should see, and who grows
-//! the files. Data only.
+//! What changes while a tier is open: who has which slot, the counters, the few lines that a person
+//! should see, and who grows the files. Data only.
 
 use std::time::Instant;
 
@@ -25,7 +25,10 @@ pub(super) struct Books {
 impl Books {
     /// Notes an event, up to a limit, and not again what was told lately.
     pub(super) fn event(&mut self, line: String) {
-        if self.waiting.len() < MAX_EVENTS && !self.waiting.contains(&line) && !self.told.contains(&line) {
+        if self.waiting.len() < MAX_EVENTS
+            && !self.waiting.contains(&line)
+            && !self.told.contains(&line)
+        {
             self.waiting.push(line);
         }
     }

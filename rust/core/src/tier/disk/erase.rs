@@ -1,6 +1,7 @@
 //! Erasing chunks of namespaces that are not open, by the first chunks that they hang on.
 //!
-//! A namespace is opened only if a record in it says that there is something to erase: to open one counts as its use.
+//! A namespace is opened only if a record in it says that there is something to erase: to open one
+//! counts as its use.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -26,12 +27,14 @@ pub struct Erased {
     pub num_bytes: u64,
     /// A namespace is in use, or the system refused: something may be there yet.
     pub is_cut_short: bool,
-    /// Names of those that were meant and not looked at, for they are open here: whoever has them open must do it.
+    /// Names of those that were meant and not looked at, for they are open here: whoever has them
+    /// open must do it.
     pub open: BTreeSet<String>,
 }
 
-/// Frees the first chunks that are `meant`, and what hangs on those, in all namespaces of `dir` whose names begin as `prefix` does, as far as both go, but
-/// those that `root` has open. A directory that is not there holds nothing. `Io` if it cannot be listed.
+/// Frees the first chunks that are `meant`, and what hangs on those, in all namespaces of `dir`
+/// whose names begin as `prefix` does, as far as both go, but those that `root` has open. A
+/// directory that is not there holds nothing. `Io` if it cannot be listed.
 pub(crate) fn erase(
     dir: &Path,
     cap_bytes: u64,
@@ -45,7 +48,8 @@ pub(crate) fn erase(
     }
     let is_named = |name: &str| name.starts_with(prefix) || prefix.starts_with(name);
     let open = root.open_names();
-    let found = namespaces::scan(dir, &open).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
+    let found = namespaces::scan(dir, &open)
+        .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     all.open = open.into_iter().filter(|name| is_named(name)).collect();
     for found in found.iter().filter(|found| is_named(&found.name)) {
         match erase_in(found, dir, cap_bytes, root, (prefix, &is_meant)) {
@@ -73,7 +77,8 @@ fn erase_in(
         Ok(_) => return Ok(Erased::default()),
         Err(_) => return Ok(Erased { is_cut_short: is_whole(found), ..Erased::default() }),
     };
-    let named = superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
+    let named =
+        superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
     let Some(namespace) = named else { return Ok(Erased::default()) };
     let nothing = Erased { num_namespaces: 1, ..Erased::default() };
     let mut has_some = false;
@@ -104,12 +109,13 @@ fn erase_in(
     Ok(Erased { num_chunks: num_freed, num_bytes, is_cut_short: num_left > 0, ..nothing })
 }
 
-/// Whether a namespace that cannot be read now may be read later, when the system has descriptors again, say. With anything wrong
-/// in it, it is started over before it is used.
+/// Whether a namespace that cannot be read now may be read later, when the system has descriptors
+/// again, say. With anything wrong in it, it is started over before it is used.
 fn is_whole(found: &Found) -> bool {
     let has_files = [INDEX_NAME, FRAMES_NAME].iter().all(|name| found.path.join(name).is_file());
-    let is_ours =
-        |superblock: &Superblock| superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name);
+    let is_ours = |superblock: &Superblock| {
+        superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name)
+    };
     let may_be_ours = match Superblock::read(&found.path) {
         Ok(read) => read.is_some_and(|read| read.is_ok_and(|superblock| is_ours(&superblock))),
         Err(_) => true,

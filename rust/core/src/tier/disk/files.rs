@@ -1,7 +1,8 @@
 //! One namespace's two files, as slots: records in `index.dat`, frames in `frames.dat`.
 //!
-//! The order of a write is here and nowhere else: clear the record, write the frame, write the record. So whenever the
-//! process dies, a record that reads valid has its whole frame behind it (I3). It must not know which slot is whose.
+//! The order of a write is here and nowhere else: clear the record, write the frame, write the
+//! record. So whenever the process dies, a record that reads valid has its whole frame behind it
+//! (I3). It must not know which slot is whose.
 
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +17,8 @@ use crate::io::direct::{OsFile, RawFile};
 
 /// Where the tier's files come from; a test's own may fail on purpose.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
-    /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where it works.
+    /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where
+    /// it works.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
@@ -60,21 +62,31 @@ pub(super) struct SlotFiles {
 
 impl SlotFiles {
     /// Opens both files in a namespace's directory.
-    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFiles) -> io::Result<Self> {
+    pub(super) fn open(
+        dir: &Path,
+        frame_bytes: u64,
+        seed: u64,
+        opener: &dyn OpenFiles,
+    ) -> io::Result<Self> {
         let index = opener.open(&dir.join(INDEX_NAME), false)?;
         let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
         Ok(Self { frames, index, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only; None where it was made and never held a chunk. The error is
-    /// one clause.
-    pub(super) fn open_read(dir: &Path, frame_bytes: u64, seed: u64) -> Result<Option<Self>, String> {
+    /// Opens both files of an existing namespace for reading only; None where it was made and never
+    /// held a chunk. The error is one clause.
+    pub(super) fn open_read(
+        dir: &Path,
+        frame_bytes: u64,
+        seed: u64,
+    ) -> Result<Option<Self>, String> {
         let open = |name: &str, direct| match OsFile::open_read(&dir.join(name), direct) {
             Ok(file) => Ok(Some(Box::new(file))),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(format!("{name} cannot be opened ({e})")),
         };
-        let missing = |name: &str| Err(format!("{name} is missing: the chunks of this namespace are lost"));
+        let missing =
+            |name: &str| Err(format!("{name} is missing: the chunks of this namespace are lost"));
         match (open(INDEX_NAME, false)?, open(FRAMES_NAME, true)?) {
             (Some(index), Some(frames)) => Ok(Some(Self { frames, index, frame_bytes, seed })),
             (None, None) => Ok(None),
@@ -107,9 +119,12 @@ impl SlotFiles {
         self.frames.is_direct()
     }
 
-    /// Cuts or extends both files to exactly `slots`; records go first, so that none is ever without its frame.
+    /// Cuts or extends both files to exactly `slots`; records go first, so that none is ever
+    /// without its frame.
     pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
-        for (file, len) in [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))] {
+        for (file, len) in
+            [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))]
+        {
             if file.size()? != len {
                 file.set_len(len)?;
             }
@@ -117,8 +132,9 @@ impl SlotFiles {
         Ok(())
     }
 
-    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or the slots are holes because
-    /// the file system cannot allocate ahead. On an error the files are `from` long again.
+    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or
+    /// the slots are holes because the file system cannot allocate ahead. On an error the files are
+    /// `from` long again.
     pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
         let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
             let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
@@ -131,7 +147,8 @@ impl SlotFiles {
         result
     }
 
-    /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty; afterwards it may be there.
+    /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty;
+    /// afterwards it may be there.
     pub(super) fn write(
         &self,
         slot: SlotId,
@@ -168,18 +185,28 @@ impl SlotFiles {
         }
     }
 
-    /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file names makes anyone
-    /// allocate it. Returns the last piece.
-    pub(super) fn check<'b>(&self, slot: SlotId, record: &Record, buffer: &'b mut [u8]) -> io::Result<&'b [u8]> {
+    /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file
+    /// names makes anyone allocate it. Returns the last piece.
+    pub(super) fn check<'b>(
+        &self,
+        slot: SlotId,
+        record: &Record,
+        buffer: &'b mut [u8],
+    ) -> io::Result<&'b [u8]> {
         let mut checksum = PayloadHasher::default();
         let (mut done, mut piece) = (0, 0);
         while done < self.frame_bytes {
-            piece = buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
+            piece =
+                buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
             read_exact(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
             checksum.write(&buffer[..piece]);
             done += piece as u64;
         }
-        if checksum.finish_128() == record.payload { Ok(&buffer[..piece]) } else { Err(damage(DIFFERS)) }
+        if checksum.finish_128() == record.payload {
+            Ok(&buffer[..piece])
+        } else {
+            Err(damage(DIFFERS))
+        }
     }
 
     /// Makes the slot empty.
@@ -187,8 +214,9 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.0))
     }
 
-    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or what is wrong with it, as a
-    /// clause. Holes are not read: a forged length costs nothing. Returns the slots of each file, as `lens`.
+    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
+    /// what is wrong with it, as a clause. Holes are not read: a forged length costs nothing.
+    /// Returns the slots of each file, as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -207,7 +235,9 @@ impl SlotFiles {
                 match record::parse(chunk, SlotId(slot), self.seed) {
                     Parsed::Empty => {}
                     Parsed::Valid(record) if slot < frames => show(SlotId(slot), Ok(record)),
-                    Parsed::Valid(_) => show(SlotId(slot), Err("the file of frames ends before it")),
+                    Parsed::Valid(_) => {
+                        show(SlotId(slot), Err("the file of frames ends before it"));
+                    }
                     Parsed::Bad => show(SlotId(slot), Err("record damaged")),
                 }
             }
@@ -225,8 +255,8 @@ fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
 
-/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead; returns whether there are
-/// blocks.
+/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate
+/// ahead; returns whether there are blocks.
 fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
         Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to).map(|()| false),

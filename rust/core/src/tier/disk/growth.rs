@@ -1,7 +1,8 @@
 //! Growing the files: how far they may grow now, and what has to go for it.
 //!
-//! The cap holds at every instant because the files only grow here, one thread at a time, to a size that was claimed first,
-//! while the directory has one owner (`root`). No lock is held while files grow or namespaces are deleted.
+//! The cap holds at every instant because the files only grow here, one thread at a time, to a size
+//! that was claimed first, while the directory has one owner (`root`). No lock is held while files
+//! grow or namespaces are deleted.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -11,12 +12,13 @@ use super::root::{Owner, Room};
 use super::tier::DiskTier;
 use super::types::SlotId;
 
-/// After the files could not grow, so many asks are turned away before it is tried again: room may come back one day.
+/// After the files could not grow, so many asks are turned away before it is tried again: room may
+/// come back one day.
 const ASKS_BEFORE_RETRY: u32 = 256;
 /// And no longer than this, for where few ask.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// Longest wait for another thread that grows the files. An extent is usually there in a few milliseconds, and who does not
-/// wait for it gives up a chunk for a slot.
+/// Longest wait for another thread that grows the files. An extent is usually there in a few
+/// milliseconds, and who does not wait for it gives up a chunk for a slot.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
 /// The one right to grow; its end is told to who waits, also where growing panics.
@@ -51,14 +53,17 @@ impl DiskTier {
         books.slots.take()
     }
 
-    /// The file system had no space for a write: until it is tried again, only slots whose blocks exist are written.
+    /// The file system had no space for a write: until it is tried again, only slots whose blocks
+    /// exist are written.
     pub(super) fn hold_growth(&self) {
         self.skip_growth();
         let mut books = self.books();
         books.stats.grow_errors += 1;
         books.slots.hold_holes();
         let dir = self.config.dir.display();
-        books.event(format!("disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"));
+        books.event(format!(
+            "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"
+        ));
     }
 
     fn skip_growth(&self) {
@@ -66,9 +71,12 @@ impl DiskTier {
         (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
     }
 
-    /// Waits for a thread that grows the files, if that does not take long. None where there is no sense in growing now.
+    /// Waits for a thread that grows the files, if that does not take long. None where there is no
+    /// sense in growing now.
     fn turn(&self) -> Option<Turn<'_>> {
-        let waited = self.grown.wait_timeout_while(self.growth(), MAX_WAIT, |growth| growth.grower == Grower::Busy);
+        let waited = self
+            .grown
+            .wait_timeout_while(self.growth(), MAX_WAIT, |growth| growth.grower == Grower::Busy);
         let (mut growth, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let is_mine = growth.grower == Grower::None;
         growth.grower = if is_mine { Grower::Busy } else { Grower::Slow };
@@ -76,11 +84,13 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Grows the files beyond `have` slots; returns how many there are now, and whether the new ones have blocks.
+    /// Grows the files beyond `have` slots; returns how many there are now, and whether the new
+    /// ones have blocks.
     fn grow(&self, have: u32) -> (u32, bool) {
         let Ok(owner) = self.enter() else { return (have, false) };
         let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
-        let extent = u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
+        let extent =
+            u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
         let grown = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
         owner.settle(&self.config, grown.0);
         grown
@@ -99,7 +109,11 @@ impl DiskTier {
             let mut books = self.books();
             books.stats.grow_errors += 1;
             if is_news {
-                books.event(format!("{} cannot grow by {} chunks: {error}", self.config.dir.display(), to - have));
+                books.event(format!(
+                    "{} cannot grow by {} chunks: {error}",
+                    self.config.dir.display(),
+                    to - have
+                ));
             }
             to = have + (to - have) / 2;
         }
@@ -115,9 +129,12 @@ impl DiskTier {
         skip
     }
 
-    /// Slots up to `want` that fit the cap; closed namespaces go only if else not one more than `have` fits.
+    /// Slots up to `want` that fit the cap; closed namespaces go only if else not one more than
+    /// `have` fits.
     fn make_room(&self, owner: &Owner, have: u32, want: u32) -> u32 {
-        let room = owner.claim(&self.config, [have, have.saturating_add(1), want], |line| self.books().event(line));
+        let room = owner.claim(&self.config, [have, have.saturating_add(1), want], |line| {
+            self.books().event(line);
+        });
         let Ok(Room { slots, foreign_bytes }) = room else { return have };
         self.books().foreign_bytes = foreign_bytes;
         slots

@@ -1,6 +1,8 @@
-//! What is in a disk directory, for `kvloft inspect`: read without the lock and without changing anything.
+//! What is in a disk directory, for `kvloft inspect`: read without the lock and without changing
+//! anything.
 //!
-//! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old, or `problem` says so.
+//! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old,
+//! or `problem` says so.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -36,7 +38,8 @@ pub struct NamespaceInfo {
     pub problem: Option<String>,
 }
 
-/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is not a disk directory, `Io`.
+/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is not
+/// a disk directory, `Io`.
 pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
     infos.reverse();
@@ -46,7 +49,10 @@ pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
 /// The namespaces under a path that a person named.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
-        let message = format!("{} {why}: DIR must be what an engine or a server has as its disk_path", dir.display());
+        let message = format!(
+            "{} {why}: DIR must be what an engine or a server has as its disk_path",
+            dir.display()
+        );
         Error::new(ErrorKind::InvalidConfig, message)
     };
     match fs::metadata(dir) {
@@ -55,48 +61,59 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(not_ours("is not there")),
         Err(e) => return Err(not_ours(&format!("cannot be opened ({e})"))),
     }
-    let found =
-        namespaces::scan(dir, &BTreeSet::new()).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
+    let found = namespaces::scan(dir, &BTreeSet::new())
+        .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     if found.is_empty() && !dir.join(super::lock::FILE_NAME).exists() {
         return Err(not_ours("is not a disk directory of kvloft"));
     }
     Ok(found)
 }
 
-/// A namespace's superblock, and its files unless there were never any; or why nothing in it can be read.
-pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), Damage> {
+/// A namespace's superblock, and its files unless there were never any; or why nothing in it can be
+/// read.
+pub(super) fn open_namespace(
+    found: &namespaces::Found,
+) -> Result<(Superblock, Option<SlotFiles>), Damage> {
     let fail = |problem: String| Damage::new(&found.name, None, problem);
     let superblock = match Superblock::read(&found.path) {
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
-            let problem = format!("superblock.json is {why}: an engine of this version starts this namespace over");
+            let problem = format!(
+                "superblock.json is {why}: an engine of this version starts this namespace over"
+            );
             return Err(Damage { is_other_format: true, ..fail(problem) });
         }
         Ok(Some(Err(why))) => return Err(fail(format!("superblock.json is {why}"))),
         Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
         Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
-    let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name) else {
+    let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name)
+    else {
         return Err(fail("superblock.json is another namespace's".to_owned()));
     };
-    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes, record_seed(&namespace)).map_err(fail)?;
+    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes, record_seed(&namespace))
+        .map_err(fail)?;
     Ok((superblock, files))
 }
 
-/// What an index shorter than the frames has lost, as one clause. The tier itself keeps a record for every frame: it extends
-/// the index first, and only a kill between its two steps of shrinking leaves this behind, of chunks that were given up.
+/// What an index shorter than the frames has lost, as one clause. The tier itself keeps a record
+/// for every frame: it extends the index first, and only a kill between its two steps of shrinking
+/// leaves this behind, of chunks that were given up.
 pub(super) fn lost_records(records: u32, frames: u32) -> Option<String> {
     match records {
         _ if records >= frames => None,
-        0 => Some(format!("{INDEX_NAME} is empty beside {frames} frames: the chunks in them are lost")),
-        _ => {
-            Some(format!("{INDEX_NAME} has records for {records} of {frames} frames: those without a record are lost"))
-        }
+        0 => Some(format!(
+            "{INDEX_NAME} is empty beside {frames} frames: the chunks in them are lost"
+        )),
+        _ => Some(format!(
+            "{INDEX_NAME} has records for {records} of {frames} frames: those without a record are lost"
+        )),
     }
 }
 
 fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
-    let mut info = NamespaceInfo { name: found.name.clone(), bytes: found.bytes, ..NamespaceInfo::default() };
+    let mut info =
+        NamespaceInfo { name: found.name.clone(), bytes: found.bytes, ..NamespaceInfo::default() };
     match open_namespace(found) {
         Err(damage) => info.problem = Some(damage.problem),
         Ok((superblock, files)) => {
@@ -124,7 +141,8 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) {
         Err(e) => Some(format!("index unreadable ({e})")),
         Ok((records, frames)) => {
             info.slots = u64::from(records.min(frames));
-            let damaged = (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
+            let damaged =
+                (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
             damaged.or_else(|| lost_records(records, frames))
         }
     };

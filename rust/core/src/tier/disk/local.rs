@@ -1,7 +1,7 @@
 //! What callers ask of an open directory: slots are taken, written, read and freed.
 //!
-//! No lock is held while the system works. Who may ask what of a slot is the caller's promise (`LocalTier`), but for what would
-//! write to a slot that is free.
+//! No lock is held while the system works. Who may ask what of a slot is the caller's promise
+//! (`LocalTier`), but for what would write to a slot that is free.
 
 use std::path::PathBuf;
 use std::sync::PoisonError;
@@ -43,26 +43,29 @@ impl DiskTier {
         if len as u64 == expected {
             return Ok(());
         }
-        let message = format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
+        let message =
+            format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
         Err(Error::new(ErrorKind::InvalidConfig, message))
     }
 }
 
 impl LocalTier for DiskTier {
-    /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a step. Where another thread does
-    /// that and takes long, this one does not wait and gets None.
+    /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a
+    /// step. Where another thread does that and takes long, this one does not wait and gets None.
     fn reserve(&self) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
         let slot = self.books().slots.take();
         slot.or_else(|| self.reserve_more())
     }
 
-    /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are written without a copy.
+    /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are
+    /// written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
         self.check_size(frame.len())?;
         let sequence = self.begin_write(slot)?;
-        let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
+        let written =
+            self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
         if let Err(error) = written {
             if is_no_space(&error) {
                 self.hold_growth();
@@ -83,7 +86,8 @@ impl LocalTier for DiskTier {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
-            let message = format!("the chunk in {} is not the one asked for: {error}", dir.display());
+            let message =
+                format!("the chunk in {} is not the one asked for: {error}", dir.display());
             Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0)
         })
     }
@@ -99,7 +103,9 @@ impl LocalTier for DiskTier {
 
     fn removed(&self) -> Option<PathBuf> {
         let dir = namespaces::dir_of(&self.config);
-        self.files.are_removed_from(&dir).then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
+        self.files
+            .are_removed_from(&dir)
+            .then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
     }
 
     fn stats(&self) -> DiskStats {

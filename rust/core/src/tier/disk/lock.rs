@@ -1,8 +1,9 @@
 //! One owner per disk directory, over all its namespaces.
 //!
-//! An exclusive `flock`, which the kernel drops when the owner dies, however it dies: on the directory itself, for a file in
-//! it may be deleted under its owner, and on `DIR/lock`, for file systems that cannot lock directories. The file's text (the
-//! owner's pid) is only for the other's error message. It must not know what the directory holds.
+//! An exclusive `flock`, which the kernel drops when the owner dies, however it dies: on the
+//! directory itself, for a file in it may be deleted under its owner, and on `DIR/lock`, for file
+//! systems that cannot lock directories. The file's text (the owner's pid) is only for the other's
+//! error message. It must not know what the directory holds.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -21,7 +22,8 @@ pub(super) const FILE_NAME: &str = "lock";
 /// Who wants the directory: what an error calls it, and what to do where another has it.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
-const READER: Asker = ["", "stop that process and verify again, or use `kvloft inspect`, which needs no stop"];
+const READER: Asker =
+    ["", "stop that process and verify again, or use `kvloft inspect`, which needs no stop"];
 
 /// The directory is ours until this is dropped.
 #[derive(Debug)]
@@ -32,8 +34,8 @@ pub(super) struct DirLock {
 }
 
 impl DirLock {
-    /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives, `Io` where
-    /// another user may write.
+    /// Takes the directory for writing; makes the lock file where missing. `Busy` where another
+    /// owner lives, `Io` where another user may write.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
         let failed = |e| failed("open the lock file of", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
@@ -41,7 +43,13 @@ impl DirLock {
         let path = dir.join(FILE_NAME);
         paths::check_owner_at(dir, &path)?;
         let mut options = open_options(OFlags::NOFOLLOW);
-        let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        let file = options
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
         lock.add(file, dir, OWNER)?;
         // The text is a courtesy: a full disk must not keep a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
@@ -61,16 +69,21 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Whether what is locked is still what is at `dir`: a directory may be deleted under its owner, and made again.
+    /// Whether what is locked is still what is at `dir`: a directory may be deleted under its
+    /// owner, and made again.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
-        own.is_ok_and(|own| there.is_ok_and(|there| (own.dev(), own.ino()) == (there.dev(), there.ino())))
+        own.is_ok_and(|own| {
+            there.is_ok_and(|there| (own.dev(), own.ino()) == (there.dev(), there.ino()))
+        })
     }
 
     fn lock_dir(dir: &Path, asker: Asker) -> Result<Self> {
-        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
+        let file =
+            open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems lock only what is open for writing; there the lock file has to do.
+        // Some network file systems lock only what is open for writing; there the lock file has to
+        // do.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }

@@ -1,8 +1,10 @@
-//! The disk tier: equal frames in one file, a 128-byte record per frame in another, one owner per directory.
+//! The disk tier: equal frames in one file, a 128-byte record per frame in another, one owner per
+//! directory.
 //!
-//! It keeps bytes under slots and proves them on the way back; it must not know which chunk deserves to stay
-//! (that is `evict`), who waits for a read (`store`), nor what is inside a frame. It never calls fsync: after a power
-//! loss the checksums turn what did not reach the device into counted misses.
+//! It keeps bytes under slots and proves them on the way back; it must not know which chunk
+//! deserves to stay (that is `evict`), who waits for a read (`store`), nor what is inside a frame.
+//! It never calls fsync: after a power loss the checksums turn what did not reach the device into
+//! counted misses.
 
 mod books;
 pub(crate) mod budget;

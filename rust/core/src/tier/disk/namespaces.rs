@@ -1,7 +1,8 @@
-//! The namespace directories under one disk directory: found, measured, and deleted when room is needed.
+//! The namespace directories under one disk directory: found, measured, and deleted when room is
+//! needed.
 //!
-//! Deleting touches nothing but the files that this tier makes, in directories whose names are ours; whatever else a
-//! person put there stays. It must not read what the files hold.
+//! Deleting touches nothing but the files that this tier makes, in directories whose names are
+//! ours; whatever else a person put there stays. It must not read what the files hold.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -17,8 +18,10 @@ use super::types::DiskConfig;
 pub(crate) const INDEX_NAME: &str = "index.dat";
 /// The frames' file in a namespace directory.
 pub(crate) const FRAMES_NAME: &str = "frames.dat";
-/// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves no chunk half gone.
-pub(crate) const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
+/// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves
+/// no chunk half gone.
+pub(crate) const FILE_NAMES: [&str; 4] =
+    [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
 
 /// One namespace directory.
 #[derive(Debug, Clone)]
@@ -43,8 +46,8 @@ pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(dir_name(&config.namespace))
 }
 
-/// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
-/// attempt would wait.
+/// Makes a directory (and its parents) that only this user can enter, unless it is there: on a
+/// frozen file system even the attempt would wait.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -66,8 +69,8 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
     Ok(found)
 }
 
-/// Has closed namespaces deleted, the least recently used first, until `is_enough` of the bytes that are left. Returns those
-/// bytes; `note` gets a line for each.
+/// Has closed namespaces deleted, the least recently used first, until `is_enough` of the bytes
+/// that are left. Returns those bytes; `note` gets a line for each.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
@@ -103,7 +106,9 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
 
 /// Whether something that is not a regular file has the name of records or frames.
 pub(crate) fn has_strange_files(path: &Path) -> bool {
-    [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
+    [INDEX_NAME, FRAMES_NAME]
+        .iter()
+        .any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }
 
 /// Deletes our files in a namespace directory; returns whether there were any.
@@ -127,14 +132,20 @@ fn is_namespace_name(name: &str) -> bool {
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
-    for meta in fs::read_dir(&found.path).into_iter().flatten().flatten().filter_map(|entry| entry.metadata().ok()) {
+    for meta in fs::read_dir(&found.path)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| entry.metadata().ok())
+    {
         found.bytes = found.bytes.saturating_add(disk_bytes(&meta));
         found.last_used = found.last_used.max((meta.mtime(), meta.mtime_nsec()));
     }
     found
 }
 
-/// The larger of length (in pages) and blocks: a sparse file may still fill up, a preallocated one already has.
+/// The larger of length (in pages) and blocks: a sparse file may still fill up, a preallocated one
+/// already has.
 fn disk_bytes(meta: &Metadata) -> u64 {
     meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
 }

@@ -1,7 +1,8 @@
 //! Opening a disk directory: owner, superblock, cap, recovery; in that order.
 //!
-//! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
-//! itself, or is not a file where one must be, is the setting's fault and says so.
+//! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open;
+//! what is wrong with the directory itself, or is not a file where one must be, is the setting's
+//! fault and says so.
 
 use std::collections::HashSet;
 use std::fs;
@@ -26,25 +27,33 @@ use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 impl DiskTier {
-    /// Opens (or makes) the directory and finds the chunks of this namespace: parents before children, oldest first.
+    /// Opens (or makes) the directory and finds the chunks of this namespace: parents before
+    /// children, oldest first.
     ///
-    /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are unreadable records; a
-    /// namespace with a wrong superblock is started afresh. Errors: `InvalidConfig` where these settings can never work;
-    /// `Busy` where another owner lives, and `Io` where the system refused or somebody else may write here: both may pass,
-    /// so the same settings are worth another try later. A failed open leaves nothing that hinders the next.
+    /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
+    /// unreadable records; a namespace with a wrong superblock is started afresh. Errors:
+    /// `InvalidConfig` where these settings can never work; `Busy` where another owner lives, and
+    /// `Io` where the system refused or somebody else may write here: both may pass, so the same
+    /// settings are worth another try later. A failed open leaves nothing that hinders the next.
     #[expect(clippy::needless_pass_by_value, reason = "the settings are the tier's from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(&config, &OsFiles)
     }
 
     /// As [`Self::open`], beside other namespaces of the directory that this process has open.
-    pub fn open_beside(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
+    pub fn open_beside(
+        config: &DiskConfig,
+        root: &Arc<DiskRoot>,
+    ) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_at(config, root, &OsFiles)
     }
 
     /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
     #[doc(hidden)]
-    pub fn open_with_files(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<(Self, Vec<DiskEntry>)> {
+    pub fn open_with_files(
+        config: &DiskConfig,
+        opener: &dyn OpenFiles,
+    ) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_at(config, &Arc::default(), opener)
     }
 
@@ -111,17 +120,19 @@ fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Makes the namespace ours: its superblock is this namespace's, and files under any other are gone.
+/// Makes the namespace ours: its superblock is this namespace's, and files under any other are
+/// gone.
 fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_bytes, &config.description);
     let why = match Superblock::read(dir)? {
-        Some(Ok(_)) if namespaces::has_strange_files(dir) => "one of its files is not a regular file".to_owned(),
+        Some(Ok(_)) if namespaces::has_strange_files(dir) => {
+            "one of its files is not a regular file".to_owned()
+        }
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
-            if found
-                .namespace()
-                .is_some_and(|other| namespaces::dir_name(&other) == namespaces::dir_name(&config.namespace))
-            {
+            if found.namespace().is_some_and(|other| {
+                namespaces::dir_name(&other) == namespaces::dir_name(&config.namespace)
+            }) {
                 let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
                 return Err(io::Error::other(message));
             }
@@ -157,7 +168,12 @@ fn touch(dir: &Path) -> io::Result<()> {
 }
 
 /// Makes room where the directory is above its cap; returns how many slots may stay.
-fn fit_cap(config: &DiskConfig, owner: &Owner, files: &SlotFiles, books: &mut Books) -> io::Result<u32> {
+fn fit_cap(
+    config: &DiskConfig,
+    owner: &Owner,
+    files: &SlotFiles,
+    books: &mut Books,
+) -> io::Result<u32> {
     let (records, frames) = files.lens()?;
     let have = records.min(frames);
     let Room { slots, foreign_bytes } = owner.claim(config, [have; 3], |line| books.event(line))?;
@@ -165,12 +181,19 @@ fn fit_cap(config: &DiskConfig, owner: &Owner, files: &SlotFiles, books: &mut Bo
     Ok(slots)
 }
 
-/// Reads the index: what the first `keep` slots hold, those of them whose record must go, and counts of what is given up.
-fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(Vec<DiskEntry>, Vec<SlotId>)> {
+/// Reads the index: what the first `keep` slots hold, those of them whose record must go, and
+/// counts of what is given up.
+fn collect(
+    files: &SlotFiles,
+    keep: u32,
+    stats: &mut DiskStats,
+) -> io::Result<(Vec<DiskEntry>, Vec<SlotId>)> {
     let mut entries = Vec::new();
     let mut unsound = Vec::new();
     files.for_each_record(|slot, found| match found {
-        Ok(Record { meta, sequence, .. }) if slot.0 < keep => entries.push(DiskEntry { slot, meta, sequence }),
+        Ok(Record { meta, sequence, .. }) if slot.0 < keep => {
+            entries.push(DiskEntry { slot, meta, sequence });
+        }
         Ok(_) => stats.dropped_over_cap += 1,
         Err(_) => {
             stats.dropped_records += 1;
@@ -182,8 +205,8 @@ fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(V
 
 /// Orders the entries, empties the records of the others, and makes the slots' states.
 ///
-/// What is given up but cannot be emptied would be found again by a later open, when it may have been forgotten: it comes behind
-/// the entries, for the caller to free.
+/// What is given up but cannot be emptied would be found again by a later open, when it may have
+/// been forgotten: it comes behind the entries, for the caller to free.
 fn settle(
     files: &SlotFiles,
     keep: u32,
@@ -195,7 +218,8 @@ fn settle(
     books.stats.recovered = entries.len() as u64;
     books.stats.dropped_duplicates = duplicates.len() as u64;
     books.stats.dropped_orphans = orphans.len() as u64;
-    books.next_sequence = entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
+    books.next_sequence =
+        entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
     let is_kept = |slot: &SlotId| files.clear_record(*slot).is_err();
     unsound.retain(is_kept);
     let given_up: HashSet<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
@@ -209,7 +233,14 @@ fn settle(
 
 /// What opening gave up, for people.
 fn losses(stats: &DiskStats) -> Option<String> {
-    let DiskStats { recovered, dropped_over_cap, dropped_records, dropped_duplicates, dropped_orphans, .. } = stats;
+    let DiskStats {
+        recovered,
+        dropped_over_cap,
+        dropped_records,
+        dropped_duplicates,
+        dropped_orphans,
+        ..
+    } = stats;
     let any = dropped_over_cap + dropped_records + dropped_duplicates + dropped_orphans > 0;
     any.then(|| {
         format!(

@@ -7,22 +7,33 @@ use std::path::Path;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Whether only this user (and root) may write what `meta` is of. What another user may change is not believed: the
-/// writer of an index chooses which chunk is served under which key. `Io`, for a person can mend it while the engine runs.
+/// Whether only this user (and root) may write what `meta` is of. What another user may change is
+/// not believed: the writer of an index chooses which chunk is served under which key. `Io`, for a
+/// person can mend it while the engine runs.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
-    let (dir, path, me) = (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
+    let (dir, path, me) =
+        (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
     let problem = if meta.uid() != me {
-        format!("{path} belongs to user {}, and this process is user {me}: run `chown -R {me} {path}`", meta.uid())
+        format!(
+            "{path} belongs to user {}, and this process is user {me}: run `chown -R {me} {path}`",
+            meta.uid()
+        )
     } else if meta.mode() & 0o022 != 0 {
-        format!("{path} may be written by other users (mode {:o}): run `chmod go-w {path}`", meta.mode() & 0o7777)
+        format!(
+            "{path} may be written by other users (mode {:o}): run `chmod go-w {path}`",
+            meta.mode() & 0o7777
+        )
     } else {
         return Ok(());
     };
-    let message = format!("disk_path {dir} is not used: {problem}, or set disk_path to a directory of this user's own");
+    let message = format!(
+        "disk_path {dir} is not used: {problem}, or set disk_path to a directory of this user's own"
+    );
     Err(Error::new(ErrorKind::Io, message))
 }
 
-/// As `check_owner`, for what is at `path` itself; what is missing, or a link (which is never followed), passes.
+/// As `check_owner`, for what is at `path` itself; what is missing, or a link (which is never
+/// followed), passes.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Ok(()),
@@ -32,8 +43,8 @@ pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     }
 }
 
-/// Whether nothing is at `path`, and its nearest existing ancestor is on the device `dev`. An ancestor on another device means
-/// that the file system was unmounted: nothing was removed.
+/// Whether nothing is at `path`, and its nearest existing ancestor is on the device `dev`. An
+/// ancestor on another device means that the file system was unmounted: nothing was removed.
 pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
     if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
@@ -43,23 +54,35 @@ pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     there.is_some_and(|meta| meta.dev() == dev)
 }
 
-/// The first of a disk directory and a namespace's directory in it that is missing; the latter if both are there.
+/// The first of a disk directory and a namespace's directory in it that is missing; the latter if
+/// both are there.
 pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
     if disk_path.exists() { namespace } else { disk_path }
 }
 
-/// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can never work; else `Io`, for
-/// permissions are given, file systems mounted and disks emptied while an engine runs.
+/// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can
+/// never work; else `Io`, for permissions are given, file systems mounted and disks emptied while
+/// an engine runs.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
-    let advice =
-        |problem| format!("disk_path {} {problem}: set disk_path to a writable local directory", path.display());
+    let advice = |problem| {
+        format!(
+            "disk_path {} {problem}: set disk_path to a writable local directory",
+            path.display()
+        )
+    };
     let never = match error.kind() {
-        Io::NotADirectory | Io::AlreadyExists => "is, or leads through, something that is not a directory",
+        Io::NotADirectory | Io::AlreadyExists => {
+            "is, or leads through, something that is not a directory"
+        }
         Io::NotFound => "cannot be created there, for its file system takes no new directory",
         Io::InvalidFilename => "is not a possible file name",
         Io::Unsupported => "is on a file system without what a disk tier needs (flock)",
-        Io::PermissionDenied => return Error::new(ErrorKind::Io, advice("may not be written by this user")),
-        Io::ReadOnlyFilesystem => return Error::new(ErrorKind::Io, advice("is on a read-only file system")),
+        Io::PermissionDenied => {
+            return Error::new(ErrorKind::Io, advice("may not be written by this user"));
+        }
+        Io::ReadOnlyFilesystem => {
+            return Error::new(ErrorKind::Io, advice("is on a read-only file system"));
+        }
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
     Error::new(ErrorKind::InvalidConfig, format!("{} ({error})", advice(never)))

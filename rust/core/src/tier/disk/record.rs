@@ -1,9 +1,12 @@
-//! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its own.
+//! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its
+//! own.
 //!
-//! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128), sequence (u64), saved at
-//! (u64, Unix seconds; when it was written, by versions that did not know more), number of units (u32, 1), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
-//! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
-//! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
+//! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
+//! sequence (u64), saved at (u64, Unix seconds; when it was written, by versions that did not know
+//! more), number of units (u32, 1), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes
+//! (u64). All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the
+//! namespace, so that a record of another namespace, or at another slot, is not one of ours. It
+//! must not do I/O and must not panic on any bytes.
 
 use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
@@ -21,7 +24,8 @@ pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
-/// Units of a chunk. Earlier versions had chunks of several blocks; their records with other numbers are not valid.
+/// Units of a chunk. Earlier versions had chunks of several blocks; their records with other
+/// numbers are not valid.
 const NUM_UNITS: u32 = 1;
 
 /// A slot's chunk and the checksum of its frame.

@@ -1,7 +1,7 @@
 //! From records to entries: what of an index may be believed together.
 //!
-//! Each record has proved itself; here they are made consistent: one slot per chunk, every parent present, parents before
-//! children, otherwise oldest first. It must not do I/O.
+//! Each record has proved itself; here they are made consistent: one slot per chunk, every parent
+//! present, parents before children, otherwise oldest first. It must not do I/O.
 
 use std::collections::HashMap;
 
@@ -30,8 +30,8 @@ enum Fate {
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
-    /// Positions by key. Keys are digests, but the writer of an index chooses them; so this stays std's map, whose cells
-    /// depend on a secret number.
+    /// Positions by key. Keys are digests, but the writer of an index chooses them; so this stays
+    /// std's map, whose cells depend on a secret number.
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
@@ -69,8 +69,8 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 impl Places<'_> {
     /// Collects the entry and its ancestors that have no fate yet, and says which fate they share.
     ///
-    /// Depth falls by one each step, so a forged cycle of parents ends too. `before` is a guess at the parent that spares most
-    /// lookups: chunks of a prefix are written one behind the other.
+    /// Depth falls by one each step, so a forged cycle of parents ends too. `before` is a guess at
+    /// the parent that spares most lookups: chunks of a prefix are written one behind the other.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {
@@ -80,7 +80,9 @@ impl Places<'_> {
             path.push(at);
             let entry = &self.found[at].meta;
             let Some(depth) = entry.depth.checked_sub(1) else { return Fate::Kept };
-            let is_parent = |&at: &usize| self.fates[at] == Fate::Kept && self.found[at].meta.key == entry.parent;
+            let is_parent = |&at: &usize| {
+                self.fates[at] == Fate::Kept && self.found[at].meta.key == entry.parent
+            };
             match before.filter(is_parent).or_else(|| self.by_key.get(&entry.parent).copied()) {
                 Some(parent) if self.found[parent].meta.depth == depth => at = parent,
                 _ => return Fate::Dropped,

@@ -1,8 +1,10 @@
-//! A disk directory and those of its namespaces that are open in this process: one owner for all, and one cap.
+//! A disk directory and those of its namespaces that are open in this process: one owner for all,
+//! and one cap.
 //!
-//! Each open namespace claims bytes before its files grow, so that all together stay below the cap at every instant; closed ones
-//! are measured, and may be deleted to make room, open ones never. While several are open, each leaves the others room for an equal
-//! part; what one took when it was alone it keeps until it is closed. No lock is held while the system works, but one for the first
+//! Each open namespace claims bytes before its files grow, so that all together stay below the cap
+//! at every instant; closed ones are measured, and may be deleted to make room, open ones never.
+//! While several are open, each leaves the others room for an equal part; what one took when it was
+//! alone it keeps until it is closed. No lock is held while the system works, but one for the first
 //! to open.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,7 +27,8 @@ const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 const MAX_EXTENTS: u64 = 16;
 /// Times that room is looked for again because a namespace was opened or closed meanwhile.
 const TRIES: usize = 16;
-/// Longest that a namespace waits for others that ask for the directory: an engine waits for it, and host memory would serve.
+/// Longest that a namespace waits for others that ask for the directory: an engine waits for it,
+/// and host memory would serve.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -53,7 +56,8 @@ struct Books {
     is_short: bool,
 }
 
-/// The right to the files of one namespace, and with the others' to the directory; given up with the last part of it.
+/// The right to the files of one namespace, and with the others' to the directory; given up with
+/// the last part of it.
 #[derive(Debug)]
 pub(super) struct Owner {
     root: Arc<DiskRoot>,
@@ -79,8 +83,8 @@ impl DiskRoot {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is open; makes it where missing.
-    /// Errors as of [`super::DiskTier::open`].
+    /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is
+    /// open; makes it where missing. Errors as of [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
@@ -94,8 +98,8 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
-    /// Namespaces on disk that this process has not open, by their directories' names, and the bytes that each takes; I/O. A
-    /// directory that is not there has none. Errors of the system.
+    /// Namespaces on disk that this process has not open, by their directories' names, and the
+    /// bytes that each takes; I/O. A directory that is not there has none. Errors of the system.
     pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
         match namespaces::scan(dir, &self.open_names()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
@@ -113,7 +117,8 @@ impl DiskRoot {
             .fold(0, |sum, of| sum.saturating_add(*of))
     }
 
-    /// The directory's lock, which this process has or takes now, and with it the directory; only one thread may ask at a time.
+    /// The directory's lock, which this process has or takes now, and with it the directory; only
+    /// one thread may ask at a time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
@@ -123,7 +128,11 @@ impl DiskRoot {
         let lock = Arc::new(DirLock::acquire(dir)?);
         let mut books = self.books();
         books.lock = Arc::downgrade(&lock);
-        let before = books.kept.as_ref().map(|_| Arc::clone(&lock)).and_then(|lock| books.kept.replace(lock));
+        let before = books
+            .kept
+            .as_ref()
+            .map(|_| Arc::clone(&lock))
+            .and_then(|lock| books.kept.replace(lock));
         drop(books);
         drop(before);
         Ok(lock)
@@ -139,14 +148,17 @@ impl DiskRoot {
         self.books().open.keys().cloned().collect()
     }
 
-    /// The only one that asks for the directory. `Busy` where another asks for so long that the system seems to hang.
+    /// The only one that asks for the directory. `Busy` where another asks for so long that the
+    /// system seems to hang.
     fn alone(&self, dir: &Path) -> Result<MutexGuard<'_, ()>> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
             match self.opening.try_lock() {
                 Ok(alone) => return Ok(alone),
                 Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                    std::thread::sleep(LOOK_EVERY);
+                }
                 Err(TryLockError::WouldBlock) => {
                     let message = format!("disk_path {} does not answer", dir.display());
                     return Err(Error::new(ErrorKind::Busy, message));
@@ -155,8 +167,9 @@ impl DiskRoot {
         }
     }
 
-    /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy` if another process has the
-    /// directory, or this process has the namespace open or is deleting it, or waits for the directory for long.
+    /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
+    /// if another process has the directory, or this process has the namespace open or is deleting
+    /// it, or waits for the directory for long.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
@@ -184,14 +197,16 @@ impl Owner {
         share.min(EXTENT_BYTES)
     }
 
-    /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or their part.
+    /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or
+    /// their part.
     fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
         let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
         let others = books.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
-    /// Claims room for `want` slots or fewer, of which `have` are there; closed namespaces go only if else not even `enough` fit.
+    /// Claims room for `want` slots or fewer, of which `have` are there; closed namespaces go only
+    /// if else not even `enough` fit.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
@@ -204,16 +219,24 @@ impl Owner {
             let open: BTreeSet<_> = books.open.keys().cloned().collect();
             drop(books);
             let foreign = |closed: u64| closed.saturating_add(open_bytes);
-            let fits = |closed| budget::dir_bytes(enough, config.frame_bytes, foreign(closed)) <= config.cap_bytes;
-            let closed_bytes = namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
+            let fits = |closed| {
+                budget::dir_bytes(enough, config.frame_bytes, foreign(closed)) <= config.cap_bytes
+            };
+            let closed_bytes =
+                namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
             let mut books = self.root.books();
             if books.changes == changes {
-                let foreign_bytes = closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
+                let foreign_bytes =
+                    closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
                 let slots = want.min(budget::max_slots(config, foreign_bytes));
-                let bytes = budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
+                let bytes =
+                    budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
                 books.open.insert(self.name.clone(), bytes);
                 books.is_short |= slots < enough;
-                return Ok(Room { slots, foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes } });
+                return Ok(Room {
+                    slots,
+                    foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes },
+                });
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces come and go"))

@@ -1,8 +1,9 @@
 //! Who has which slot. Pure state, no I/O.
 //!
-//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Slots whose blocks exist come first: a file
-//! system without room for more blocks still takes a write there. The others may be holes, or refused a write. Each kind is
-//! handed out in the order in which its slots became free, so a place that refuses writes is not tried again at once.
+//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Slots whose
+//! blocks exist come first: a file system without room for more blocks still takes a write there.
+//! The others may be holes, or refused a write. Each kind is handed out in the order in which its
+//! slots became free, so a place that refuses writes is not tried again at once.
 
 use std::collections::VecDeque;
 
@@ -44,7 +45,8 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// At open: `len` slots, those of `entries` with a chunk, those of `unsure` with a record that could not be cleared.
+    /// At open: `len` slots, those of `entries` with a chunk, those of `unsure` with a record that
+    /// could not be cleared.
     pub(super) fn found(len: u32, entries: &[DiskEntry], unsure: &[SlotId]) -> Self {
         let mut states = vec![State::Free(false); len as usize];
         for slot in unsure {
@@ -128,7 +130,8 @@ impl Slots {
         self.are_holes_held = false;
     }
 
-    /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller has it.
+    /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller
+    /// has it.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<State> {
         let before = self.states.get(slot.0 as usize).copied();
         let before = before.filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
@@ -152,7 +155,11 @@ impl Slots {
 
     /// Every slot that holds a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
-        (0..).zip(&self.states).filter(|(_, state)| **state == State::Used).map(|(slot, _)| SlotId(slot)).collect()
+        (0..)
+            .zip(&self.states)
+            .filter(|(_, state)| **state == State::Used)
+            .map(|(slot, _)| SlotId(slot))
+            .collect()
     }
 
     fn set(&mut self, slot: SlotId, state: State) {

@@ -1,7 +1,7 @@
 //! `superblock.json`: what a namespace directory is, before a byte of it is believed.
 //!
-//! A small JSON object, so that a person can read it; with a checksum, so that a flipped digit is seen. It must not
-//! decide what happens to a directory whose superblock is wrong.
+//! A small JSON object, so that a person can read it; with a checksum, so that a flipped digit is
+//! seen. It must not decide what happens to a directory whose superblock is wrong.
 
 use std::fmt;
 use std::fs;
@@ -40,7 +40,9 @@ impl fmt::Display for Refusal {
         match self {
             Self::NotOurs => f.write_str("not one that kvloft wrote"),
             Self::Damaged(how) => write!(f, "damaged ({how})"),
-            Self::OtherFormat(format) => write!(f, "of format {format} where this version has {FORMAT}"),
+            Self::OtherFormat(format) => {
+                write!(f, "of format {format} where this version has {FORMAT}")
+            }
         }
     }
 }
@@ -50,7 +52,10 @@ const MAX_FRAME_BYTES: u64 = 16 << 30;
 
 /// Whether frames may have this size.
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
-    bytes > 0 && bytes.is_multiple_of(4096) && bytes <= MAX_FRAME_BYTES && usize::try_from(bytes).is_ok()
+    bytes > 0
+        && bytes.is_multiple_of(4096)
+        && bytes <= MAX_FRAME_BYTES
+        && usize::try_from(bytes).is_ok()
 }
 
 /// A namespace directory's identity.
@@ -70,8 +75,13 @@ impl Superblock {
     /// The superblock of `namespace` with frames of `frame_bytes`.
     pub(crate) fn new(namespace: &[u8; 32], frame_bytes: u64, description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
-        let mut made =
-            Self { format: FORMAT, frame_bytes, namespace: hex(namespace), description, checksum: String::new() };
+        let mut made = Self {
+            format: FORMAT,
+            frame_bytes,
+            namespace: hex(namespace),
+            description,
+            checksum: String::new(),
+        };
         made.checksum = made.compute_checksum();
         made
     }
@@ -85,7 +95,8 @@ impl Superblock {
         if parsed.format != FORMAT {
             return Err(Refusal::OtherFormat(parsed.format));
         }
-        let is_hex = parsed.namespace().is_some_and(|namespace| hex(&namespace) == parsed.namespace);
+        let is_hex =
+            parsed.namespace().is_some_and(|namespace| hex(&namespace) == parsed.namespace);
         if !is_hex || !is_frame_size(parsed.frame_bytes) {
             return Err(Refusal::Damaged("a value is out of range"));
         }
@@ -96,7 +107,9 @@ impl Superblock {
     pub(crate) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
-            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(Refusal::NotOurs))),
+            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => {
+                Ok(Some(Err(Refusal::NotOurs)))
+            }
             Ok(_) => {
                 let mut bytes = Vec::new();
                 open_options().read(true).open(&path)?.take(MAX_BYTES).read_to_end(&mut bytes)?;
@@ -107,7 +120,8 @@ impl Superblock {
         }
     }
 
-    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What fails leaves nothing.
+    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What
+    /// fails leaves nothing.
     pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
         let text = serde_json::to_string_pretty(self)? + "\n";
@@ -127,7 +141,8 @@ impl Superblock {
 
     /// What `checksum` must be.
     pub(crate) fn compute_checksum(&self) -> String {
-        let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
+        let text =
+            format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
 }

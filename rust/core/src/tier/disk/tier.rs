@@ -1,4 +1,5 @@
-//! An open disk directory: what it is made of, and who is inside. `open` makes one, `growth` and `local` work with it.
+//! An open disk directory: what it is made of, and who is inside. `open` makes one, `growth` and
+//! `local` work with it.
 
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -11,7 +12,8 @@ use super::types::{DiskConfig, SlotId};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
-/// An open disk directory of one namespace. All methods take `&self` and may be called from any thread.
+/// An open disk directory of one namespace. All methods take `&self` and may be called from any
+/// thread.
 ///
 /// No lock is held while the system works, so one slow or hung call delays no other.
 #[derive(Debug)]
@@ -21,8 +23,9 @@ pub struct DiskTier {
     pub(super) books: Mutex<Books>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
-    /// None once closed. Each call that is inside has a part of it, and the last to leave gives the directory up: so a call
-    /// that hangs keeps the directory, and there are never two owners. Last, so that it is dropped after all else.
+    /// None once closed. Each call that is inside has a part of it, and the last to leave gives the
+    /// directory up: so a call that hangs keeps the directory, and there are never two owners.
+    /// Last, so that it is dropped after all else.
     pub(super) owner: Mutex<Option<Arc<Owner>>>,
 }
 
@@ -41,7 +44,8 @@ impl DiskTier {
     }
 
     pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
-        let message = format!("cannot {verb} a chunk in {}", namespaces::dir_of(&self.config).display());
+        let message =
+            format!("cannot {verb} a chunk in {}", namespaces::dir_of(&self.config).display());
         Error::io(message, error).with_context("slot", slot.0)
     }
 }

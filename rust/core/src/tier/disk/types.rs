@@ -1,4 +1,5 @@
-//! The disk tier's values: its settings, and what it says about a chunk, about itself and about damage.
+//! The disk tier's values: its settings, and what it says about a chunk, about itself and about
+//! damage.
 //!
 //! Nothing here does I/O. Sizes are bytes, counts are slots or chunks as named.
 
@@ -58,7 +59,8 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Slots reserved and not yet written or freed.
     pub slots_reserved: u64,
-    /// Bytes the whole directory is accounted at; of a namespace that is open beside others, its own.
+    /// Bytes the whole directory is accounted at; of a namespace that is open beside others, its
+    /// own.
     pub bytes: u64,
     /// The cap on `bytes`.
     pub cap_bytes: u64,
@@ -74,9 +76,11 @@ pub struct DiskStats {
     pub dropped_records: u64,
     /// Chunks dropped at open because the cap became smaller.
     pub dropped_over_cap: u64,
-    /// 1 where the namespace was started afresh because its superblock was wrong, foreign or corrupt.
+    /// 1 where the namespace was started afresh because its superblock was wrong, foreign or
+    /// corrupt.
     pub fresh_starts: u64,
-    /// Times that the files could not grow, and writes that the file system had no space for; not the cap.
+    /// Times that the files could not grow, and writes that the file system had no space for; not
+    /// the cap.
     pub grow_errors: u64,
 }
 
@@ -91,7 +95,8 @@ pub struct Damage {
     pub key: Option<String>,
     /// What is wrong, in a few words.
     pub problem: String,
-    /// True where nothing is known to be damaged: another version made the namespace, so nothing of it was checked.
+    /// True where nothing is known to be damaged: another version made the namespace, so nothing of
+    /// it was checked.
     pub is_other_format: bool,
 }
 

@@ -1,7 +1,8 @@
-//! Proving every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a time.
+//! Proving every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a
+//! time.
 //!
-//! It owns the directory meanwhile (an engine's writes would look like damage) and changes nothing. Damaged superblocks,
-//! records and frames are findings, never errors.
+//! It owns the directory meanwhile (an engine's writes would look like damage) and changes nothing.
+//! Damaged superblocks, records and frames are findings, never errors.
 
 use std::path::Path;
 
@@ -34,13 +35,15 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it, `InvalidConfig` where `dir`
-    /// is not a disk directory, `Io`.
+    /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it,
+    /// `InvalidConfig` where `dir` is not a disk directory, `Io`.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
         let (_, mut frames) = HostArena::create(PIECE_BYTES, 1)?;
-        let buffer = frames.lend(FrameId(0)).ok_or_else(|| Error::new(ErrorKind::Io, "no buffer can be had"))?;
+        let buffer = frames
+            .lend(FrameId(0))
+            .ok_or_else(|| Error::new(ErrorKind::Io, "no buffer can be had"))?;
         let (namespaces, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut verifier = Self { namespaces, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {
@@ -63,8 +66,8 @@ impl Verifier {
         self.num_checked as u64
     }
 
-    /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also returns what opening
-    /// found (superblocks, records), so call it at least once.
+    /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also
+    /// returns what opening found (superblocks, records), so call it at least once.
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
@@ -90,12 +93,15 @@ impl Verifier {
             }
         });
         let rest = num_bad.saturating_sub(MAX_BAD_RECORDS);
-        let more = (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
+        let more =
+            (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
         let problem = match walked {
             Ok((records, frames)) => lost_records(records, frames),
             Err(e) => Some(format!("index unreadable ({e})")),
         };
-        self.early.extend([more, problem].into_iter().flatten().map(|problem| Damage::new(&name, None, problem)));
+        self.early.extend(
+            [more, problem].into_iter().flatten().map(|problem| Damage::new(&name, None, problem)),
+        );
         self.namespaces.push((name, files));
     }
 }

@@ -1,7 +1,8 @@
 //! One store's grid of frames over shared memory: which slabs are its own, and so which frames are.
 //!
-//! A frame is usable while every slab that it lies in is the store's own and not being emptied. It must not know why a frame was
-//! taken; it remembers the chunk that has it, so that a slab can be emptied.
+//! A frame is usable while every slab that it lies in is the store's own and not being emptied. It
+//! must not know why a frame was taken; it remembers the chunk that has it, so that a slab can be
+//! emptied.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -12,7 +13,8 @@ use crate::pool::{Member, SlabId};
 
 /// Slabs without a used frame that a store keeps for the next one; more are given up.
 const MAX_EMPTY: u32 = 1;
-/// In `holders`: no chunk. Zero, so that `vec!` asks for zeroed memory, which is not touched for frames that are never used.
+/// In `holders`: no chunk. Zero, so that `vec!` asks for zeroed memory, which is not touched for
+/// frames that are never used.
 pub(super) const FREE: u32 = 0;
 const TAKEN: u32 = 1;
 const FIRST_CHUNK: u32 = 2;
@@ -78,7 +80,8 @@ impl Grid {
     fn slabs_of(&self, frame: FrameId) -> RangeInclusive<usize> {
         let start = u64::from(frame.0) * self.frame_bytes;
         let last = self.slabs.len() - 1;
-        let at = |byte: u64| usize::try_from(byte / self.slab_bytes).map_or(last, |slab| slab.min(last));
+        let at =
+            |byte: u64| usize::try_from(byte / self.slab_bytes).map_or(last, |slab| slab.min(last));
         at(start)..=at(start + self.frame_bytes - 1)
     }
 
@@ -88,7 +91,11 @@ impl Grid {
         let num = self.holders.len() as u64;
         let first = u32::try_from((start / self.frame_bytes).min(num)).unwrap_or(u32::MAX);
         let is_last = slab.0 as usize + 1 == self.slabs.len();
-        let end = if is_last { num } else { (start + self.slab_bytes).div_ceil(self.frame_bytes).min(num) };
+        let end = if is_last {
+            num
+        } else {
+            (start + self.slab_bytes).div_ceil(self.frame_bytes).min(num)
+        };
         let end = u32::try_from(end).unwrap_or(u32::MAX);
         (first.max(from)..end).map(FrameId)
     }
@@ -136,7 +143,10 @@ impl Grid {
     /// Gives up a slab in which no frame is used.
     fn lose(&mut self, slab: usize, free: &mut BTreeSet<FrameId>) {
         let Some(id) = u32::try_from(slab).ok().map(SlabId) else { return };
-        debug_assert!(self.used[slab] == 0 && self.slabs[slab] != Slab::Foreign, "invariant I4: slab {slab} is used");
+        debug_assert!(
+            self.used[slab] == 0 && self.slabs[slab] != Slab::Foreign,
+            "invariant I4: slab {slab} is used"
+        );
         self.num_empty -= u32::from(self.slabs[slab] == Slab::Own);
         self.slabs[slab] = Slab::Foreign;
         for frame in self.frames_of(id, 0) {
@@ -191,7 +201,9 @@ impl Grid {
             None => (0, fewest(0)?),
         };
         let coldest = coldest.map(|frame| *self.slabs_of(frame).start());
-        let is_better = |slab: &usize| *slab >= from && is_own(slab) && self.used[*slab] < 2 * self.used[fewest];
+        let is_better = |slab: &usize| {
+            *slab >= from && is_own(slab) && self.used[*slab] < 2 * self.used[fewest]
+        };
         let slab = coldest.filter(is_better).unwrap_or(fewest);
         let id = SlabId(u32::try_from(slab).ok()?);
         self.num_empty -= u32::from(self.used[slab] == 0);
@@ -218,7 +230,8 @@ impl Grid {
 
     /// The first chunk that has a frame in the slab, from the `from`th frame on; and its frame.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(FrameId, ChunkId)> {
-        let holder = |frame: FrameId| chunk_of(self.holders[frame.0 as usize]).map(|chunk| (frame, chunk));
+        let holder =
+            |frame: FrameId| chunk_of(self.holders[frame.0 as usize]).map(|chunk| (frame, chunk));
         self.frames_of(slab, from).find_map(holder)
     }
 }

@@ -9,7 +9,8 @@ fn taken(tier: &mut HostTier) -> Vec<u32> {
 #[test]
 fn frames_from_the_limit_on_are_held_back_until_it_rises() {
     let mut tier = HostTier::create(4096, 8).unwrap();
-    let high: Vec<_> = (0..8).filter_map(|_| tier.take(FrameFor::Save)).filter(|frame| frame.0 > 4).collect();
+    let high: Vec<_> =
+        (0..8).filter_map(|_| tier.take(FrameFor::Save)).filter(|frame| frame.0 > 4).collect();
     tier.limit(3);
     (0..5).rev().map(FrameId).chain(high).for_each(|frame| tier.give(frame));
     assert_eq!(tier.num_frames().1, 8);

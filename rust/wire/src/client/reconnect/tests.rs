@@ -60,9 +60,15 @@ fn server_of_another_user_is_an_invalid_config() {
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     std::fs::set_permissions(dir.path(), open).expect("it is ours");
     let socket = dir.path().join("kvloft.sock");
-    let listen =
-        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)";
-    let _server = Child(Command::new("python3").args(["-c", listen]).arg(&socket).uid(65534).spawn().expect("python3"));
+    let listen = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)";
+    let _server = Child(
+        Command::new("python3")
+            .args(["-c", listen])
+            .arg(&socket)
+            .uid(65534)
+            .spawn()
+            .expect("python3"),
+    );
     let start = Instant::now();
     let error = loop {
         match Client::open(config(socket.clone())) {
@@ -70,5 +76,8 @@ fn server_of_another_user_is_an_invalid_config() {
             Ok(_) => assert!(start.elapsed() < LONG, "it does not listen"),
         }
     };
-    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("is another user's"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("is another user's"),
+        "{error}"
+    );
 }

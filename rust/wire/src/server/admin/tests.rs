@@ -17,10 +17,18 @@ const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
 
 fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
-    let disk = DiskSettings { dir: dir.join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
+    let disk = DiskSettings {
+        dir: dir.join("disk"),
+        cap_bytes: 1 << 20,
+        num_threads: 1,
+        description: String::new(),
+    };
     let socket = dir.join("run").join("kvloft.sock");
-    let config =
-        ServerConfig { eviction: Eviction::Lru, disk: Some(disk.clone()), ..ServerConfig::new(socket, 64 * FRAME) };
+    let config = ServerConfig {
+        eviction: Eviction::Lru,
+        disk: Some(disk.clone()),
+        ..ServerConfig::new(socket, 64 * FRAME)
+    };
     (config, disk)
 }
 
@@ -40,11 +48,16 @@ fn engine_of(socket: PathBuf, namespace: u8) -> Client {
 }
 
 fn request(namespace: &str, salt: &str) -> EvictRequest {
-    EvictRequest { namespace: namespace.to_owned(), tenant: Some(SaltTag::of(salt)), host_only: false }
+    EvictRequest {
+        namespace: namespace.to_owned(),
+        tenant: Some(SaltTag::of(salt)),
+        host_only: false,
+    }
 }
 
 fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
-    let mut chain = KeyChain::new(root_key(&[namespace; 32], None, Some(salt)).expect("short"), 1).expect("a chain");
+    let mut chain = KeyChain::new(root_key(&[namespace; 32], None, Some(salt)).expect("short"), 1)
+        .expect("a chain");
     chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).expect("tokens");
     chain
 }
@@ -91,7 +104,10 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     let erased = |num_chunks| move || Ok(Erased { num_chunks, ..Erased::default() });
     assert!(server.state.erase_within(soon(), hangs).expect("started").is_cut_short);
     let said = server.state.erase_within(soon(), erased(1)).expect("not begun");
-    assert!(said.is_cut_short && said.num_chunks == 0, "one thread waits for the disk, not one for each request");
+    assert!(
+        said.is_cut_short && said.num_chunks == 0,
+        "one thread waits for the disk, not one for each request"
+    );
     assert!(server.state.closed("", soon()).is_none(), "the disk hangs");
     drop(heal);
     assert_eq!(server.state.closed("", Instant::now() + LONG), Some(Vec::new()));
@@ -123,10 +139,18 @@ fn namespace_opened_after_close_releases_the_disk() {
     let (config, _) = config(dir.path());
     let ended = Server::open(config.clone()).expect("a server");
     ended.close(Duration::ZERO);
-    let hello = Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
+    let hello =
+        Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
     assert!(ended.state.join(&hello).is_err());
-    let next = Server::open(ServerConfig { socket: dir.path().join("next").join("kvloft.sock"), ..config });
-    assert_eq!(next.expect("a server").disk_trouble(), None, "the first server still exists, without the disk");
+    let next = Server::open(ServerConfig {
+        socket: dir.path().join("next").join("kvloft.sock"),
+        ..config
+    });
+    assert_eq!(
+        next.expect("a server").disk_trouble(),
+        None,
+        "the first server still exists, without the disk"
+    );
 }
 
 #[test]
@@ -141,9 +165,12 @@ fn concurrent_evictions_count_their_own_chunks() {
             let (rows, _) = engine.reserve(Prefix::from(&chain), 0..num).expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
-        let evict = |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
+        let evict =
+            |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
         let both = thread::scope(|scope| {
-            ["a", "b"].map(|salt| scope.spawn(move || evict(salt))).map(|thread| thread.join().expect("no panic"))
+            ["a", "b"]
+                .map(|salt| scope.spawn(move || evict(salt)))
+                .map(|thread| thread.join().expect("no panic"))
         });
         assert_eq!(both, [20, 7]);
     }
@@ -153,13 +180,17 @@ fn concurrent_evictions_count_their_own_chunks() {
 #[test]
 fn chunks_of_namespaces_without_engines_expire() {
     let dir = tempfile::tempdir().expect("a directory");
-    let limits = |ttl_s| TenantLimits { salted: Limits { ttl_s, ..Limits::default() }, ..TenantLimits::default() };
+    let limits = |ttl_s| TenantLimits {
+        salted: Limits { ttl_s, ..Limits::default() },
+        ..TenantLimits::default()
+    };
     let open = |ttl_s| {
         let config = ServerConfig { limits: limits(ttl_s), ..config(dir.path()).0 };
         (Server::open(config.clone()).expect("a server"), config)
     };
     let chain = |nth: u8, salt: Option<&str>| {
-        let mut chain = KeyChain::new(root_key(&[nth; 32], None, salt).expect("short"), 1).expect("a chain");
+        let mut chain =
+            KeyChain::new(root_key(&[nth; 32], None, salt).expect("short"), 1).expect("a chain");
         chain.append_tokens(&[1, 2, 3]).expect("tokens");
         chain
     };

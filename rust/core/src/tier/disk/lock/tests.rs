@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// A forked child has the same open file, as the clone here, and drops what it got of its parent's memory.
+/// A forked child has the same open file, as the clone here, and drops what it got of its parent's
+/// memory.
 #[test]
 fn a_forked_child_leaves_the_directory_locked() {
     let dir = tempfile::tempdir().unwrap();

@@ -57,14 +57,23 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
         fs::remove_dir_all(&config.dir).unwrap();
         fs::create_dir(&config.dir).unwrap();
         drop(first.enter(&config).unwrap());
-        assert_eq!(second.keep(&config.dir).unwrap_err().kind(), ErrorKind::Busy, "it is the first one's still");
+        assert_eq!(
+            second.keep(&config.dir).unwrap_err().kind(),
+            ErrorKind::Busy,
+            "it is the first one's still"
+        );
     }
     fs::remove_dir_all(&config.dir).unwrap();
     second.keep(&config.dir).unwrap();
-    assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy, "it is the second one's now");
+    assert_eq!(
+        first.enter(&config).unwrap_err().kind(),
+        ErrorKind::Busy,
+        "it is the second one's now"
+    );
 }
 
-/// A server that takes its directory may hang in the system; its engines have host memory meanwhile.
+/// A server that takes its directory may hang in the system; its engines have host memory
+/// meanwhile.
 #[test]
 fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,4 +1,5 @@
-//! The suite of every local tier, over this one on sound and on sick files, and over the one in memory.
+//! The suite of every local tier, over this one on sound and on sick files, and over the one in
+//! memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -98,14 +99,19 @@ impl Place for InMemory {
     }
 
     fn fault(&self, which: Option<u32>) {
-        for (bit, flag) in [&self.0.fail_writes, &self.0.fail_reads, &self.0.fail_frees].into_iter().enumerate() {
+        for (bit, flag) in
+            [&self.0.fail_writes, &self.0.fail_reads, &self.0.fail_frees].into_iter().enumerate()
+        {
             flag.store(which.is_some_and(|which| which >> bit & 1 == 1), Ordering::SeqCst);
         }
     }
 }
 
 fn any_ops() -> impl Strategy<Value = Vec<Op>> {
-    prop::collection::vec((any::<u8>(), any::<u32>()).prop_map(|(what, which)| Op::from_numbers(what, which)), 1..120)
+    prop::collection::vec(
+        (any::<u8>(), any::<u32>()).prop_map(|(what, which)| Op::from_numbers(what, which)),
+        1..120,
+    )
 }
 
 fn conforms(place: &dyn Place, ops: &[Op]) -> Result<(), TestCaseError> {

@@ -1,4 +1,5 @@
-//! Death at any system call (I3): the next open sees whole chunks only, and every chunk that was reported written.
+//! Death at any system call (I3): the next open sees whole chunks only, and every chunk that was
+//! reported written.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -34,7 +35,8 @@ impl Recorder {
         match op {
             Op::Write(i) => self.write(tier, i % CHUNKS),
             Op::Free(i) => {
-                let picked = self.written.keys().nth(i as usize % self.written.len().max(1)).copied();
+                let picked =
+                    self.written.keys().nth(i as usize % self.written.len().max(1)).copied();
                 if let Some(chunk) = picked {
                     self.free(tier, chunk);
                 }
@@ -96,18 +98,34 @@ impl Recorder {
         let mut seen = BTreeMap::new();
         for (entry, chunk) in found.iter().zip(numbers(found)) {
             prop_assert_eq!(entry.meta, meta_of(chunk));
-            prop_assert!(parent_of(chunk).is_none_or(|p| seen.contains_key(&p)), "parents come first");
+            prop_assert!(
+                parent_of(chunk).is_none_or(|p| seen.contains_key(&p)),
+                "parents come first"
+            );
             let bytes = get(tier, entry.slot, chunk).expect("a visible chunk can be read");
             let reported = self.written.get(&chunk).map(|&(_, version)| version);
-            let versions = self.doubtful.iter().filter(|(i, _)| *i == chunk).map(|&(_, v)| v).chain(reported);
+            let versions =
+                self.doubtful.iter().filter(|(i, _)| *i == chunk).map(|&(_, v)| v).chain(reported);
             let version = versions.into_iter().find(|&v| bytes == frame_of(chunk, v).to_vec());
-            prop_assert!(version.is_some(), "chunk {} is visible with bytes it was never written with", chunk);
+            prop_assert!(
+                version.is_some(),
+                "chunk {} is visible with bytes it was never written with",
+                chunk
+            );
             seen.insert(chunk, (entry.slot, version.unwrap_or_default()));
         }
         for (chunk, place) in &self.written {
-            prop_assert_eq!(seen.get(chunk), Some(place), "chunk {} was reported written and is lost", chunk);
+            prop_assert_eq!(
+                seen.get(chunk),
+                Some(place),
+                "chunk {} was reported written and is lost",
+                chunk
+            );
         }
-        prop_assert_eq!(seen.values().map(|(slot, _)| slot).collect::<BTreeSet<_>>().len(), seen.len());
+        prop_assert_eq!(
+            seen.values().map(|(slot, _)| slot).collect::<BTreeSet<_>>().len(),
+            seen.len()
+        );
         self.written = seen;
         self.doubtful.clear();
         Ok(())
@@ -123,7 +141,8 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Runs the operations with one fault, then opens with a sound disk, checks, and goes on with a few more operations.
+/// Runs the operations with one fault, then opens with a sound disk, checks, and goes on with a few
+/// more operations.
 fn live(ops: &[Op], fault: Rule) -> Result<(), TestCaseError> {
     let dir = tempfile::tempdir().expect("a directory");
     let config = config(dir.path(), SLOTS);
@@ -164,7 +183,10 @@ fn reopen(config: &DiskConfig, recorder: &mut Recorder, ops: &[Op]) -> Result<()
     recorder.doubtful.clear();
     let (tier, found) = open(config);
     recorder.check(&tier, &found)?;
-    prop_assert_eq!(numbers(&found).into_iter().collect::<BTreeSet<_>>(), recorder.written.keys().copied().collect());
+    prop_assert_eq!(
+        numbers(&found).into_iter().collect::<BTreeSet<_>>(),
+        recorder.written.keys().copied().collect()
+    );
     Ok(())
 }
 

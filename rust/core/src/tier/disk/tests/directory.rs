@@ -1,4 +1,5 @@
-//! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they should be.
+//! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they
+//! should be.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -41,7 +42,11 @@ fn test_a_second_opener_is_told_who_and_what_to_do() {
         let error = DiskTier::open(other).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Busy);
         let text = error.to_string();
-        for part in [dir.path().to_str().unwrap(), &format!("process {}", std::process::id()), "another disk_path"] {
+        for part in [
+            dir.path().to_str().unwrap(),
+            &format!("process {}", std::process::id()),
+            "another disk_path",
+        ] {
             assert!(text.contains(part), "{text}");
         }
     }
@@ -78,18 +83,30 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
     assert_eq!(fs::read(&file).unwrap(), b"x");
 }
 
-/// What may pass leaves the engine running without its disk, which is tried again; only what never can ends its start.
+/// What may pass leaves the engine running without its disk, which is tried again; only what never
+/// can ends its start.
 #[test]
 fn test_only_what_can_never_work_is_the_settings_fault() {
     use rustix::io::Errno;
     let never = [Errno::NOTDIR, Errno::EXIST, Errno::NOENT, Errno::NAMETOOLONG, Errno::OPNOTSUPP];
-    let passes =
-        [Errno::ACCESS, Errno::PERM, Errno::ROFS, Errno::IO, Errno::NOSPC, Errno::MFILE, Errno::STALE, Errno::LOOP];
+    let passes = [
+        Errno::ACCESS,
+        Errno::PERM,
+        Errno::ROFS,
+        Errno::IO,
+        Errno::NOSPC,
+        Errno::MFILE,
+        Errno::STALE,
+        Errno::LOOP,
+    ];
     for (errnos, kind) in [(&never[..], ErrorKind::InvalidConfig), (&passes[..], ErrorKind::Io)] {
         for &errno in errnos {
             let error = paths::dir_error("open", Path::new("/a/b"), errno.into());
             assert_eq!(error.kind(), kind, "{errno:?}: {error}");
-            assert!(error.to_string().contains("disk_path /a/b") && !error.to_string().contains('['), "{error}");
+            assert!(
+                error.to_string().contains("disk_path /a/b") && !error.to_string().contains('['),
+                "{error}"
+            );
         }
     }
     for errno in [Errno::ACCESS, Errno::ROFS] {
@@ -106,7 +123,10 @@ fn test_a_cap_below_one_chunk_is_named_with_the_least_that_works() {
     config.cap_bytes -= 1;
     let error = DiskTier::open(config.clone()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
-    assert!(error.to_string().contains("disk_size") && error.to_string().contains(&(config.cap_bytes + 1).to_string()));
+    assert!(
+        error.to_string().contains("disk_size")
+            && error.to_string().contains(&(config.cap_bytes + 1).to_string())
+    );
     for frame_bytes in [0, 4095, 6144] {
         let error = DiskTier::open(DiskConfig { frame_bytes, ..config.clone() }).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidConfig);
@@ -125,7 +145,11 @@ fn test_the_cap_holds_at_every_instant() {
         fill_with(&config, &files);
         let most = files.most_bytes();
         assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
-        assert!(most > config.cap_bytes * 9 / 10, "the cap is used: {most} of {}", config.cap_bytes);
+        assert!(
+            most > config.cap_bytes * 9 / 10,
+            "the cap is used: {most} of {}",
+            config.cap_bytes
+        );
         let (tier, _) = open(&config);
         assert!(tier.stats().bytes <= config.cap_bytes && tier.stats().bytes >= du(dir.path()));
     }
@@ -135,7 +159,8 @@ fn test_the_cap_holds_at_every_instant() {
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path_of = |byte: u8| dir.path().join(namespaces::dir_name(&[byte; 32]));
-    // Made elsewhere, so that none makes room for another; namespace 2 is the least recently used, then 3, then 1.
+    // Made elsewhere, so that none makes room for another; namespace 2 is the least recently used,
+    // then 3, then 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
         let elsewhere = tempfile::tempdir().unwrap();
         let other = with_namespace(&config(elsewhere.path(), 4), byte);
@@ -143,11 +168,13 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
         fs::rename(namespace_dir(&other), path_of(byte)).unwrap();
         for file in fs::read_dir(path_of(byte)).unwrap() {
             let file = fs::File::options().write(true).open(file.unwrap().path()).unwrap();
-            let time = file.metadata().unwrap().modified().unwrap() - std::time::Duration::from_secs(age_s);
+            let time = file.metadata().unwrap().modified().unwrap()
+                - std::time::Duration::from_secs(age_s);
             file.set_modified(time).unwrap();
         }
     }
-    let foreign: u64 = namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().iter().map(|f| f.bytes).sum();
+    let foreign: u64 =
+        namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().iter().map(|f| f.bytes).sum();
     let mut config = config(dir.path(), 1);
     config.cap_bytes += foreign;
     let (tier, _) = open(&config);
@@ -191,7 +218,11 @@ fn test_what_is_not_ours_is_never_deleted() {
     std::os::unix::fs::symlink(elsewhere.path(), dir.path().join("0123456789abcdef")).unwrap();
     assert!(fill(&base) >= 5);
     assert_eq!(fs::read_dir(&foreign).unwrap().count(), 1);
-    for path in [foreign.join("notes.txt"), dir.path().join("photos/index.dat"), elsewhere.path().join("index.dat")] {
+    for path in [
+        foreign.join("notes.txt"),
+        dir.path().join("photos/index.dat"),
+        elsewhere.path().join("index.dat"),
+    ] {
         assert_eq!(fs::read(path).unwrap(), b"mine");
     }
 }
@@ -237,9 +268,13 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         ("empty", &|| fs::write(&superblock, "").unwrap()),
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
         ("older", &|| fs::write(&superblock, of_format(1, &good)).unwrap()),
-        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 3", "\"format\": 4")).unwrap()),
+        ("newer", &|| {
+            fs::write(&superblock, good.replace("\"format\": 3", "\"format\": 4")).unwrap();
+        }),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
-        ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),
+        ("other frames", &|| {
+            drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }));
+        }),
     ];
     for (name, spoil) in spoil {
         let (tier, _) = open(&config);
@@ -250,7 +285,10 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         let (tier, found) = open(&config);
         assert!(found.is_empty(), "{name}");
         let events = tier.take_events();
-        assert!(tier.stats().fresh_starts == 1 && events[0].contains("starts afresh"), "{name}: {events:?}");
+        assert!(
+            tier.stats().fresh_starts == 1 && events[0].contains("starts afresh"),
+            "{name}: {events:?}"
+        );
         let slot = put(&tier, 1);
         assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());
     }
@@ -266,7 +304,11 @@ fn a_namespace_whose_first_digits_are_anothers_leaves_its_files_alone() {
     let mut other = config.clone();
     other.namespace[31] ^= 1;
     let error = DiskTier::open(other).unwrap_err();
-    assert!(error.kind() == ErrorKind::Io && error.to_string().contains("begins with the same 16 digits"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::Io
+            && error.to_string().contains("begins with the same 16 digits"),
+        "{error}"
+    );
     let (tier, found) = open(&config);
     assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![1], 0));
     assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());

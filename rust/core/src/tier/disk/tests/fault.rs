@@ -19,7 +19,9 @@ fn faulty(config: &DiskConfig) -> (DiskTier, FaultFiles) {
 
 fn try_put(tier: &DiskTier, i: u32) -> Result<SlotId, Error> {
     let slot = tier.reserve().expect("a slot");
-    tier.write(slot, &meta_of(i), &frame_of(i, 0)).map(|()| slot).inspect_err(|_| tier.free(slot).unwrap())
+    tier.write(slot, &meta_of(i), &frame_of(i, 0))
+        .map(|()| slot)
+        .inspect_err(|_| tier.free(slot).unwrap())
 }
 
 #[test]
@@ -32,7 +34,8 @@ fn test_a_write_without_room_is_an_io_error_and_the_slot_is_used_again() {
         refuse_once(&files, call, ENOSPC);
         let error = try_put(&tier, 1).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
-        let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
+        let source =
+            std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
         assert_eq!(source.and_then(io::Error::raw_os_error), Some(ENOSPC));
     }
     let stats = tier.stats();
@@ -51,7 +54,10 @@ fn test_a_slot_that_refused_a_write_is_tried_last() {
         tier.free(tier.reserve().expect("the files have grown")).unwrap();
         let slot = tier.reserve().unwrap();
         refuse_once(&files, call, EIO);
-        assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!(
+            tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(),
+            ErrorKind::Io
+        );
         tier.free(slot).unwrap();
         assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (0, 0));
         let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
@@ -79,7 +85,9 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let (tier, files) = faulty(&config);
     let slot = tier.reserve().unwrap();
     // The first write of the index clears the record, the second is the record.
-    files.inject(Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index.dat").after(1));
+    files.inject(
+        Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index.dat").after(1),
+    );
     assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
     files.heal();
     tier.free(slot).unwrap();
@@ -119,7 +127,10 @@ fn test_short_transfers_are_finished() {
         files.heal();
         files.inject(Rule::new(Fault::Short(most)).on(&[Call::Read, Call::Write]));
         let slot = put(&tier, most.try_into().unwrap());
-        assert_eq!(get(&tier, slot, most.try_into().unwrap()).unwrap(), frame_of(most.try_into().unwrap(), 0).to_vec());
+        assert_eq!(
+            get(&tier, slot, most.try_into().unwrap()).unwrap(),
+            frame_of(most.try_into().unwrap(), 0).to_vec()
+        );
         tier.free(slot).unwrap();
     }
 }
@@ -154,7 +165,11 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
         let namespace = dir.path().join(super::super::namespaces::dir_name(&NAMESPACE));
         std::fs::metadata(namespace.join(name)).unwrap().len()
     };
-    assert_eq!([size("frames.dat"), size("index.dat")], [2 * FRAME, 256], "what a failed growth took is given back");
+    assert_eq!(
+        [size("frames.dat"), size("index.dat")],
+        [2 * FRAME, 256],
+        "what a failed growth took is given back"
+    );
     assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
     assert_eq!(tier.take_events().len(), 1, "a person is told once, not of every step");
     let num_errors = tier.stats().grow_errors;
@@ -256,7 +271,11 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
         tier.free(slots.remove(0)).unwrap();
         slots.push(try_put(&tier, i).unwrap());
     }
-    assert!((16..20).zip(&slots).all(|(i, slot)| get(&tier, *slot, i).unwrap() == frame_of(i, 0).to_vec()));
+    assert!(
+        (16..20)
+            .zip(&slots)
+            .all(|(i, slot)| get(&tier, *slot, i).unwrap() == frame_of(i, 0).to_vec())
+    );
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
@@ -280,5 +299,7 @@ fn test_a_full_file_system_that_stays_full_is_logged_once() {
         tier.take_events().len()
     };
     assert_eq!((1..5).map(&mut refuse_next).collect::<Vec<_>>(), [1, 0, 0, 0]);
-    assert!((0..4).zip(slots).all(|(i, slot)| get(&tier, slot, i).unwrap() == frame_of(i, 0).to_vec()));
+    assert!(
+        (0..4).zip(slots).all(|(i, slot)| get(&tier, slot, i).unwrap() == frame_of(i, 0).to_vec())
+    );
 }

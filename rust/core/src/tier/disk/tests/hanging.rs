@@ -1,6 +1,8 @@
-//! A call that hangs inside the system: nothing waits for it that need not, and there are never two owners.
+//! A call that hangs inside the system: nothing waits for it that need not, and there are never two
+//! owners.
 //!
-//! What is asserted is the order of events, never a time; a deadlock ends the test by the guard's long wait.
+//! What is asserted is the order of events, never a time; a deadlock ends the test by the guard's
+//! long wait.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;

@@ -1,4 +1,5 @@
-//! Directories that somebody else made or changed: nothing is followed, believed, or allowed to cost time and memory.
+//! Directories that somebody else made or changed: nothing is followed, believed, or allowed to
+//! cost time and memory.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown, symlink};
@@ -85,7 +86,10 @@ fn test_no_link_is_followed() {
         let slot = put(&tier, 0);
         assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
         assert_eq!(fs::read(&target).unwrap(), b"precious", "{name}");
-        assert!(!fs::symlink_metadata(own.join(name)).is_ok_and(|meta| meta.is_symlink()), "{name}");
+        assert!(
+            !fs::symlink_metadata(own.join(name)).is_ok_and(|meta| meta.is_symlink()),
+            "{name}"
+        );
     }
     fs::remove_file(dir.path().join("lock")).unwrap();
     symlink(&target, dir.path().join("lock")).unwrap();
@@ -153,7 +157,12 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             if call == Call::SetLen {
                 // A growth that died between its two files: opening evens them out.
                 let frames = places(&config).remove(4);
-                OpenOptions::new().write(true).open(frames).unwrap().set_len(8 * FRAME + 1).unwrap();
+                OpenOptions::new()
+                    .write(true)
+                    .open(frames)
+                    .unwrap()
+                    .set_len(8 * FRAME + 1)
+                    .unwrap();
             }
             let files = FaultFiles::default();
             let rule = Rule::new(Fault::Refuse(EIO)).after(at).times(1);
@@ -188,7 +197,8 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
-/// A namespace by hand: frames of `frame_bytes`, one valid record, and a file of frames that is a hole with this at its end.
+/// A namespace by hand: frames of `frame_bytes`, one valid record, and a file of frames that is a
+/// hole with this at its end.
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
     drop(open(&config));
@@ -196,7 +206,8 @@ fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskC
     let superblock = Superblock::new(&config.namespace, frame_bytes, "forged");
     fs::write(own.join("superblock.json"), serde_json::to_vec(&superblock).unwrap()).unwrap();
     let record = Record { meta: meta_of(0), payload, sequence: 0 };
-    fs::write(own.join("index.dat"), record.encode(SlotId(0), record_seed(&config.namespace))).unwrap();
+    fs::write(own.join("index.dat"), record.encode(SlotId(0), record_seed(&config.namespace)))
+        .unwrap();
     let frames = OpenOptions::new().write(true).open(own.join("frames.dat")).unwrap();
     frames.set_len(frame_bytes).unwrap();
     frames.write_all_at(frame_end, frame_bytes - frame_end.len() as u64).unwrap();
@@ -216,7 +227,8 @@ fn test_a_forged_frame_size_allocates_nothing() {
         assert_eq!(damage[0].problem, "superblock.json is damaged (a value is out of range)");
         assert!(inspect(dir.path()).unwrap()[0].problem.is_some());
         assert_eq!(open(&config).0.stats().fresh_starts, 1);
-        let error = DiskTier::open(DiskConfig { frame_bytes, cap_bytes: u64::MAX, ..config }).unwrap_err();
+        let error =
+            DiskTier::open(DiskConfig { frame_bytes, cap_bytes: u64::MAX, ..config }).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidConfig);
     }
 }
@@ -256,7 +268,8 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
-    // As many slots as there can be: 512 GiB of records, 16 TiB of frames, or as much as the file system allows.
+    // As many slots as there can be: 512 GiB of records, 16 TiB of frames, or as much as the file
+    // system allows.
     for (name, len) in [("index.dat", 128_u64 << 32), ("frames.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();
     }

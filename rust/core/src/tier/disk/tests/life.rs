@@ -1,4 +1,5 @@
-//! One process's life with a tier: what is written comes back, what is freed does not, slots are never lost.
+//! One process's life with a tier: what is written comes back, what is freed does not, slots are
+//! never lost.
 
 use super::super::namespaces;
 use super::*;
@@ -56,7 +57,10 @@ fn test_files_that_are_cut_under_a_tier_are_damage() {
     let (tier, _) = open(&config);
     let slots = [put(&tier, 0), put(&tier, 1)];
     for (name, len) in [("frames.dat", FRAME + 1), ("index.dat", 5)] {
-        let file = std::fs::File::options().write(true).open(namespaces::dir_of(&config).join(name)).unwrap();
+        let file = std::fs::File::options()
+            .write(true)
+            .open(namespaces::dir_of(&config).join(name))
+            .unwrap();
         file.set_len(len).unwrap();
         assert_eq!(get(&tier, slots[1], 1).unwrap_err().kind(), ErrorKind::Corrupt, "{name}");
     }
@@ -107,7 +111,10 @@ fn test_only_reserved_slots_and_whole_frames_are_written() {
     let short = tier.write(free, &meta_of(1), &[0; 4096]).unwrap_err();
     assert_eq!(short.kind(), ErrorKind::InvalidConfig);
     assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
-    assert_eq!(tier.read(slot, &key_of(0), &mut [0; 4096]).unwrap_err().kind(), ErrorKind::InvalidConfig);
+    assert_eq!(
+        tier.read(slot, &key_of(0), &mut [0; 4096]).unwrap_err().kind(),
+        ErrorKind::InvalidConfig
+    );
 }
 
 #[test]
@@ -152,7 +159,10 @@ fn test_a_closed_tier_says_so_and_gives_the_directory_up() {
     tier.close();
     tier.close();
     assert_eq!(tier.reserve(), None);
-    assert_eq!(tier.write(spare, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(
+        tier.write(spare, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(),
+        ErrorKind::Closed
+    );
     assert_eq!(get(&tier, slot, 0).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(tier.free(slot).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Closed);

@@ -72,16 +72,21 @@ fn get(tier: &DiskTier, slot: SlotId, i: u32) -> crate::Result<Vec<u8>> {
 
 /// The chunk numbers of recovered entries, in their order.
 fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
-    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.meta.key).expect("a known key")).collect()
+    entries
+        .iter()
+        .map(|e| (0..1000).find(|&i| key_of(i) == e.meta.key).expect("a known key"))
+        .collect()
 }
 
 /// A superblock as a version with another format would have written it, checksum and all.
 fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();
-    let fields = ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
+    let fields =
+        ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
     let summed = fields.join("|").replace('"', "");
-    block["checksum"] = format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
+    block["checksum"] =
+        format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
     block.to_string()
 }
 

@@ -9,12 +9,17 @@ use super::*;
 use crate::testing::fuzz;
 
 fn any_record() -> impl Strategy<Value = Record> {
-    let meta =
-        (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<u32>(), any::<u64>()).prop_map(|(key, parent, depth, saved_s)| {
+    let meta = (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<u32>(), any::<u64>()).prop_map(
+        |(key, parent, depth, saved_s)| {
             let (key, parent) = (ChunkKey(key), ChunkKey(parent));
             DiskMeta { key, parent, depth, saved_s }
-        });
-    (meta, any::<u128>(), any::<u64>()).prop_map(|(meta, payload, sequence)| Record { meta, payload, sequence })
+        },
+    );
+    (meta, any::<u128>(), any::<u64>()).prop_map(|(meta, payload, sequence)| Record {
+        meta,
+        payload,
+        sequence,
+    })
 }
 
 fn any_bytes() -> impl Strategy<Value = RecordBytes> {
@@ -97,7 +102,8 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // (chunk, sequence, depth forged where 0): duplicates, orphans and lies about depth all occur.
+        // (chunk, sequence, depth forged where 0): duplicates, orphans and lies about depth all
+        // occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
             DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
@@ -163,8 +169,14 @@ fn test_a_record_with_something_where_zeros_belong_is_of_another_version() {
 fn test_record_layout_is_the_documented_one() {
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), depth: 4, saved_s: 7 };
     let bytes = Record { meta, payload: 5, sequence: 6 }.encode(SlotId(8), 9);
-    let head =
-        [&b"KVLREC01"[..], &[1; 32], &[2; 32], &5_u128.to_le_bytes(), &6_u64.to_le_bytes(), &7_u64.to_le_bytes()];
+    let head = [
+        &b"KVLREC01"[..],
+        &[1; 32],
+        &[2; 32],
+        &5_u128.to_le_bytes(),
+        &6_u64.to_le_bytes(),
+        &7_u64.to_le_bytes(),
+    ];
     let tail = [1_u32, 4, 8, 0].map(u32::to_le_bytes).concat();
     assert_eq!(bytes[..120], [head.concat(), tail].concat());
 }

@@ -1,4 +1,5 @@
-//! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect see what is wrong.
+//! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect
+//! see what is wrong.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -94,8 +95,14 @@ fn test_verify_names_each_kind_of_damage() {
     let config = filled(dir.path());
     spoil(&file(&config, "frames.dat"), FRAME * 2 + 17, 1);
     spoil(&file(&config, "index.dat"), 128 + 60, 1);
-    OpenOptions::new().write(true).open(file(&config, "frames.dat")).unwrap().set_len(FRAME * 5).unwrap();
-    let mut damage: Vec<_> = verify(dir.path()).into_iter().map(|d| (d.slot, d.key.is_some(), d.problem)).collect();
+    OpenOptions::new()
+        .write(true)
+        .open(file(&config, "frames.dat"))
+        .unwrap()
+        .set_len(FRAME * 5)
+        .unwrap();
+    let mut damage: Vec<_> =
+        verify(dir.path()).into_iter().map(|d| (d.slot, d.key.is_some(), d.problem)).collect();
     damage.sort();
     let expected = [
         (Some(1), false, "record damaged"),
@@ -103,7 +110,10 @@ fn test_verify_names_each_kind_of_damage() {
         (Some(5), false, "the file of frames ends before it"),
     ];
     assert_eq!(damage, expected.map(|(slot, key, problem)| (slot, key, problem.to_owned())));
-    assert_eq!(inspect(dir.path()).unwrap()[0].problem.as_deref(), Some("2 records damaged or without their frame"));
+    assert_eq!(
+        inspect(dir.path()).unwrap()[0].problem.as_deref(),
+        Some("2 records damaged or without their frame")
+    );
     let (tier, found) = open(&config);
     assert_eq!(tier.stats().dropped_records, 2);
     assert!(numbers(&found).iter().all(|i| [0, 2, 3, 4].contains(i)));
@@ -185,7 +195,12 @@ fn test_what_is_no_regular_file_is_a_problem_and_is_not_waited_for() {
 fn test_an_index_of_terabytes_of_holes_is_not_read_to_its_end() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap().set_len(1 << 40).unwrap();
+    OpenOptions::new()
+        .write(true)
+        .open(file(&config, "index.dat"))
+        .unwrap()
+        .set_len(1 << 40)
+        .unwrap();
     assert!(verify(dir.path()).is_empty());
     assert_eq!(inspect(dir.path()).unwrap()[0].chunks, 6);
     let (_tier, found) = open(&config);
@@ -204,7 +219,10 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     }
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
-    assert!(event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"), "{event}");
+    assert!(
+        event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"),
+        "{event}"
+    );
 }
 
 #[test]
@@ -237,7 +255,10 @@ fn test_verify_compares_the_frames_own_trailer() {
     drop(tier);
     let damage = verify(dir.path());
     assert_eq!(damage.len(), 1);
-    assert_eq!((damage[0].slot, damage[0].problem.as_str()), (Some(1), "its trailer names another key"));
+    assert_eq!(
+        (damage[0].slot, damage[0].problem.as_str()),
+        (Some(1), "its trailer names another key")
+    );
 }
 
 #[test]
@@ -265,7 +286,10 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
         let told = format!(
             "superblock.json is of format {format} where this version has 3: an engine of this version starts this namespace over"
         );
-        assert_eq!((&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()), (&told, Some(&told)));
+        assert_eq!(
+            (&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()),
+            (&told, Some(&told))
+        );
         fs::write(&path, good.replace("\"format\": 3", &format!("\"format\": {format}"))).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && !damage[0].is_other_format, "{damage:?}");
