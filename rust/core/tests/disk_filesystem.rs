@@ -6,6 +6,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
 
+use kvloft_core::io::SizeClass;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -102,7 +103,7 @@ impl Mounted {
         DiskConfig {
             dir: self.path("mnt/cache"),
             cap_bytes: 128 * 1024 + num_slots * (FRAME as u64 + 256),
-            frame_bytes: FRAME as u64,
+            frame_sizes: (FRAME as u64).into(),
             namespace: [7; 32],
             description: "a sick file system".to_owned(),
         }
@@ -148,7 +149,7 @@ fn write(tier: &DiskTier, slot: SlotId, i: u32) -> kvloft_core::Result<()> {
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
-    let slot = tier.reserve().unwrap();
+    let slot = tier.reserve(SizeClass(0)).unwrap();
     write(tier, slot, i).unwrap();
     slot
 }
@@ -186,7 +187,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
         match DiskTier::open(mounted.config(8)) {
             // Some file systems still have room for a directory and a small file; then there is no
             // slot.
-            Ok((tier, _)) => assert_eq!(tier.reserve(), None),
+            Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)), None),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "worth another try: {error}"),
         }
     }
@@ -225,7 +226,7 @@ fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
     let Some(mounted) = Mounted::new("ext4", 24) else { return };
     let config = mounted.config(8);
     let tier = Arc::new(DiskTier::open(config.clone()).unwrap().0);
-    let (slot, spare) = (put(&tier, 0), tier.reserve().unwrap());
+    let (slot, spare) = (put(&tier, 0), tier.reserve(SizeClass(0)).unwrap());
     if !mounted.freeze("-f") {
         eprintln!("not run: this file system cannot be frozen");
         return;
@@ -267,7 +268,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     let config = mounted.config(8);
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let mut slots: Vec<_> = (0..6).map(|i| put(&tier, i)).collect();
-    slots.push(tier.reserve().unwrap());
+    slots.push(tier.reserve(SizeClass(0)).unwrap());
     // The error also loses what did not reach the device yet, as a power loss does.
     mounted.sync();
     if !break_ext4(&mounted.path("mnt")) {
@@ -277,7 +278,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     for round in 0..20 {
         assert_eq!(write(&tier, slots[6], 6).unwrap_err().kind(), ErrorKind::Io);
         tier.free(slots[6]).expect("nothing of it was written");
-        slots[6] = tier.reserve().expect("it came back");
+        slots[6] = tier.reserve(SizeClass(0)).expect("it came back");
         assert_eq!(tier.free(slots[round % 6]).unwrap_err().kind(), ErrorKind::Io);
     }
     assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Io);
@@ -335,7 +336,7 @@ fn open_store(mounted: &Mounted) -> Store {
     let dir = mounted.path("mnt/cache");
     let disk = DiskSettings { dir, cap_bytes, num_threads: 2, description: String::new() };
     let config = StoreConfig {
-        frame_bytes: FRAME as u64,
+        frame_sizes: (FRAME as u64).into(),
         host_bytes: 16 * FRAME as u64,
         eviction: Eviction::Lru,
         available_bytes: None,

@@ -7,6 +7,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
 
+use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -32,7 +33,7 @@ fn config(dir: &Path) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: CAP,
-        frame_bytes: FRAME as u64,
+        frame_sizes: (FRAME as u64).into(),
         namespace: [7; 32],
         description: "kill test".to_owned(),
     }
@@ -64,7 +65,7 @@ fn live(dir: &Path, life: u64) {
     writeln!(out, "ready").unwrap();
     for n in 0.. {
         let slot = loop {
-            if let Some(slot) = tier.reserve() {
+            if let Some(slot) = tier.reserve(SizeClass(0)) {
                 break slot;
             }
             // The oldest chain goes, deepest first.
@@ -85,11 +86,11 @@ fn live(dir: &Path, life: u64) {
 }
 
 fn store_config(dir: &Path) -> StoreConfig {
-    let DiskConfig { dir, cap_bytes, frame_bytes, namespace, description } = config(dir);
-    let host_bytes = 256 * frame_bytes;
+    let DiskConfig { dir, cap_bytes, frame_sizes, namespace, description } = config(dir);
+    let host_bytes = 256 * frame_sizes.largest();
     let disk = Some(DiskSettings { dir, cap_bytes, num_threads: 3, description });
     StoreConfig {
-        frame_bytes,
+        frame_sizes,
         host_bytes,
         eviction: Eviction::default(),
         available_bytes: None,

@@ -6,6 +6,7 @@
 
 mod store_common;
 
+use kvloft_core::io::SizeClass;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -25,9 +26,9 @@ use store_common::{arena_of, chain, config, disk_settings, save, stat};
 struct Yielding(Arc<MemoryTier>);
 
 impl LocalTier for Yielding {
-    fn reserve(&self) -> Option<SlotId> {
+    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         thread::yield_now();
-        self.0.reserve()
+        self.0.reserve(SizeClass(0))
     }
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         thread::yield_now();
@@ -146,7 +147,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         let settings = || DiskConfig {
             dir: dir.path().to_owned(),
             cap_bytes: (64 << 10) + 3 * (4096 + 4096),
-            frame_bytes: 4096,
+            frame_sizes: 4096_u64.into(),
             namespace: [7; 32],
             description: String::new(),
         };
@@ -154,7 +155,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         let call = |n: u8| {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
-                let slot = tier.reserve()?;
+                let slot = tier.reserve(SizeClass(0))?;
                 let meta = DiskMeta {
                     key: ChunkKey([n; 32]),
                     parent: ChunkKey([0; 32]),
@@ -178,7 +179,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         slots.dedup();
         assert_eq!(slots.len(), num_slots, "a slot was given twice");
         assert!(is_free(dir.path()), "a closed tier without calls keeps its directory");
-        assert!(tier.reserve().is_none(), "a closed tier lets calls in");
+        assert!(tier.reserve(SizeClass(0)).is_none(), "a closed tier lets calls in");
         assert!(tier.stats().bytes <= tier.stats().cap_bytes);
     };
     in_many_orders(model);

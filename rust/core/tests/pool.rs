@@ -27,7 +27,7 @@ const HOST: u64 = 98 * PAGE; // the last slab is a longer one
 
 fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
     StoreConfig {
-        frame_bytes: FRAMES[nth],
+        frame_sizes: FRAMES[nth].into(),
         host_bytes: 0,
         eviction: Eviction::Lru,
         available_bytes: None,
@@ -80,7 +80,7 @@ impl World {
         let pool = Pool::create(HOST, frames[0], || {}).unwrap();
         let open = |nth: usize| {
             Store::open_in(
-                &StoreConfig { frame_bytes: frames[nth], ..config(nth, None) },
+                &StoreConfig { frame_sizes: frames[nth].into(), ..config(nth, None) },
                 &pool,
                 shares[nth],
             )
@@ -92,7 +92,7 @@ impl World {
     }
 
     fn open(&self, nth: usize) -> Store {
-        let config = StoreConfig { frame_bytes: self.frames[nth], ..config(nth, None) };
+        let config = StoreConfig { frame_sizes: self.frames[nth].into(), ..config(nth, None) };
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
@@ -426,9 +426,12 @@ fn a_store_whose_share_shrank_wants_no_more() {
 #[test]
 fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
     let pool = pool();
-    let error =
-        Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None)
-            .unwrap_err();
+    let error = Store::open_in(
+        &StoreConfig { frame_sizes: (64 * PAGE).into(), ..config(0, None) },
+        &pool,
+        None,
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
 }
 
@@ -457,7 +460,8 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
 #[test]
 fn a_long_chain_that_is_pinned_is_looked_at_once_in_a_round() {
     let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
-    let of = |nth: u8| StoreConfig { frame_bytes: PAGE, namespace: [nth; 32], ..config(0, None) };
+    let of =
+        |nth: u8| StoreConfig { frame_sizes: PAGE.into(), namespace: [nth; 32], ..config(0, None) };
     let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());
     let long = chain(0, 0, 4096);
     let got = stores[0].reserve(&long, 0..4096).unwrap();

@@ -18,7 +18,7 @@ const NUM_SLABS: u32 = 12;
 
 fn open(pool: &Arc<Pool>, nth: usize) -> Store {
     let config = StoreConfig {
-        frame_bytes: FRAMES[nth],
+        frame_sizes: FRAMES[nth].into(),
         host_bytes: 0,
         eviction: Eviction::Lru,
         available_bytes: None,

@@ -18,7 +18,7 @@ use kvloft_core::store::{
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {
-        frame_bytes: 4096,
+        frame_sizes: 4096_u64.into(),
         host_bytes: num_frames * 4096,
         eviction: Eviction::parse("lru").expect("known"),
         available_bytes: None,

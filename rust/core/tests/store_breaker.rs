@@ -308,7 +308,7 @@ fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
     let tier = DiskConfig {
         dir: dir.path().to_owned(),
         cap_bytes: 1 << 20,
-        frame_bytes: FRAME as u64,
+        frame_sizes: (FRAME as u64).into(),
         namespace: [7; 32],
         description: String::new(),
     };

@@ -30,7 +30,7 @@ fn open(dir: &Path, files: &FaultFiles) -> Store {
         let config = DiskConfig {
             dir,
             cap_bytes,
-            frame_bytes,
+            frame_sizes: frame_bytes.into(),
             namespace: [7; 32],
             description: String::new(),
         };

@@ -400,7 +400,7 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_again_and_again() 
         let config = DiskConfig {
             dir,
             cap_bytes,
-            frame_bytes,
+            frame_sizes: frame_bytes.into(),
             namespace: [7; 32],
             description: String::new(),
         };

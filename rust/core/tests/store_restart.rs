@@ -45,7 +45,7 @@ impl Place {
             let config = DiskConfig {
                 dir: dir.clone(),
                 cap_bytes,
-                frame_bytes: FRAME as u64,
+                frame_sizes: (FRAME as u64).into(),
                 namespace: [7; 32],
                 description: String::new(),
             };

@@ -117,7 +117,7 @@ impl Session {
             description: description.to_owned(),
         });
         let config = StoreConfig {
-            frame_bytes,
+            frame_sizes: frame_bytes.into(),
             host_bytes,
             eviction: Eviction::parse(eviction).map_err(raise)?,
             available_bytes: available_bytes(),

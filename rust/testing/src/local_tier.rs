@@ -4,6 +4,7 @@
 //! gone. A failed free changes nothing. The next open finds exactly the chunks that were
 //! acknowledged and not freed. The cap is never exceeded.
 
+use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -152,7 +153,7 @@ impl Walk<'_> {
         }
         let tier = &self.tier;
         self.stuck.retain(|&slot| tier.free(slot).is_err());
-        let Some(slot) = self.tier.reserve() else { return Ok(()) };
+        let Some(slot) = self.tier.reserve(SizeClass(0)) else { return Ok(()) };
         let taken =
             self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
         hold!(!taken, "{slot:?} was handed out twice");
@@ -264,7 +265,7 @@ impl Walk<'_> {
         let mut frame = PageBuffer::new(self.place.frame_bytes());
         let closed =
             |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
-        hold!(self.tier.reserve().is_none(), "a closed tier hands out slots");
+        hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier hands out slots");
         hold!(
             closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
             "a closed tier forgets"

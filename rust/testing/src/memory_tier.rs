@@ -1,6 +1,7 @@
 //! A `LocalTier` in memory: fails, hangs and panics on demand, and records each breach of the
 //! contract by its caller.
 
+use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -123,7 +124,7 @@ fn wait(gate: &Mutex<()>) {
 }
 
 impl LocalTier for MemoryTier {
-    fn reserve(&self) -> Option<SlotId> {
+    fn reserve(&self, _class: SizeClass) -> Option<SlotId> {
         self.enter().ok()?;
         let mut slots = self.slots();
         let free = |slot: &u32| !slots.reserved.contains(slot) && !slots.written.contains_key(slot);

@@ -76,7 +76,7 @@ fn main() {
             ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
         let remote = Client::open(remote).expect("a client");
         let local = StoreConfig {
-            frame_bytes,
+            frame_sizes: frame_bytes.into(),
             host_bytes,
             eviction: Eviction::default(),
             available_bytes: None,

@@ -180,7 +180,7 @@ impl Twins {
 
 fn local_config() -> StoreConfig {
     StoreConfig {
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         host_bytes: NUM_FRAMES * FRAME,
         eviction: Eviction::parse("lru").expect("known"),
         available_bytes: None,

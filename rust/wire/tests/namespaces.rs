@@ -362,7 +362,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     drop(server);
     let config = with_disk(dir.path());
     let other = StoreConfig {
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         host_bytes: FRAME,
         eviction: config.eviction,
         available_bytes: None,

@@ -5,6 +5,7 @@
 //! 0.90 of fio, under 1 s until ready.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
+use kvloft_core::io::SizeClass;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -65,7 +66,7 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     let (tier, _) = DiskTier::open(config).unwrap();
     let mut slots = Vec::new();
     let frame = PageBuffer::new(frame_bytes.try_into().unwrap());
-    while let Some(slot) = tier.reserve() {
+    while let Some(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &meta(slot.0), &frame).unwrap();
         slots.push(slot);
     }
@@ -149,7 +150,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
             Verb::Write => {
                 // Another thread may be handed this slot; the share then has the one handed to us.
                 tier.free(*slot).unwrap();
-                *slot = tier.reserve().unwrap();
+                *slot = tier.reserve(SizeClass(0)).unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
             }
         }
@@ -218,7 +219,7 @@ fn measure_open(dir: &Path) {
         );
     }
     let store = StoreConfig {
-        frame_bytes: config.frame_bytes,
+        frame_sizes: config.frame_sizes.clone(),
         host_bytes: 1 << 20,
         eviction: Eviction::default(),
         available_bytes: None,
@@ -266,7 +267,13 @@ fn record(slot: u32) -> [u8; 128] {
 
 fn config(dir: &Path, frame_bytes: u64, cap_bytes: u64) -> DiskConfig {
     let description = "bench".to_owned();
-    DiskConfig { dir: dir.to_owned(), cap_bytes, frame_bytes, namespace: NAMESPACE, description }
+    DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes,
+        frame_sizes: frame_bytes.into(),
+        namespace: NAMESPACE,
+        description,
+    }
 }
 
 /// A chunk named after its slot, so that any thread can check any slot.

@@ -72,7 +72,7 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
 /// Hits of each request in a store of `capacity` frames.
 fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
-        frame_bytes: FRAME_BYTES,
+        frame_sizes: FRAME_BYTES.into(),
         host_bytes: capacity as u64 * FRAME_BYTES,
         eviction,
         available_bytes: None,

@@ -36,7 +36,7 @@ pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
 /// for its books.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
-        frame_bytes: FRAME_BYTES,
+        frame_sizes: FRAME_BYTES.into(),
         host_bytes: u64::from(NUM_CHUNKS) * FRAME_BYTES,
         eviction,
         available_bytes: None,

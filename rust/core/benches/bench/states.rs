@@ -41,7 +41,7 @@ pub(crate) fn table(name: &str, trace: &Trace) {
 /// Blocks of all hits in a store of so many frames.
 fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -> usize {
     let config = StoreConfig {
-        frame_bytes: 4096,
+        frame_sizes: 4096_u64.into(),
         host_bytes: frames as u64 * 4096,
         eviction,
         available_bytes: None,

@@ -1,9 +1,109 @@
-//! What a frame is to all who only name one: a number, and a size in whole pages. It must not know
-//! where memory is mapped.
+//! What a frame is to all who only name one: a size class and a number. It must not know where
+//! memory is mapped.
+
+use crate::{Error, ErrorKind, Result};
 
 /// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;
 
-/// A frame's place in the arena.
+/// Most sizes of frames in a namespace.
+pub const MAX_SIZES: usize = 1 << CLASS_BITS;
+/// Most frames or slots of one size.
+pub const MAX_FRAMES: u64 = 1 << NUMBER_BITS;
+const CLASS_BITS: u32 = 4;
+const NUMBER_BITS: u32 = u32::BITS - CLASS_BITS;
+
+/// A size of frames: its place in the sizes of the namespace.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SizeClass(pub u8);
+
+impl SizeClass {
+    /// Its place as an index.
+    pub fn index(self) -> usize {
+        self.0.into()
+    }
+}
+
+/// A frame of the arena: its size class, and its number among the frames of that size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FrameId(pub u32);
+
+impl FrameId {
+    /// Frame `number`, below [`MAX_FRAMES`], of a size.
+    pub fn new(class: SizeClass, number: u32) -> Self {
+        Self(u32::from(class.0) << NUMBER_BITS | number)
+    }
+
+    /// Its size class.
+    pub fn class(self) -> SizeClass {
+        SizeClass((self.0 >> NUMBER_BITS) as u8)
+    }
+
+    /// Its number among the frames of its size.
+    pub fn number(self) -> u32 {
+        self.0 & ((1 << NUMBER_BITS) - 1)
+    }
+}
+
+/// The sizes of frames that a namespace uses, in bytes; a [`SizeClass`] is a place in them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FrameSizes(Vec<u64>);
+
+impl From<u64> for FrameSizes {
+    fn from(frame_bytes: u64) -> Self {
+        Self(vec![frame_bytes])
+    }
+}
+
+impl From<Vec<u64>> for FrameSizes {
+    fn from(sizes: Vec<u64>) -> Self {
+        Self(sizes)
+    }
+}
+
+impl FrameSizes {
+    /// `InvalidConfig` unless these are 1 to [`MAX_SIZES`] different positive multiples of 4096.
+    pub fn check(&self) -> Result<()> {
+        let are_pages = self.0.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
+        let are_different =
+            self.0.iter().enumerate().all(|(nth, size)| !self.0[..nth].contains(size));
+        if are_pages && are_different && (1..=MAX_SIZES).contains(&self.0.len()) {
+            return Ok(());
+        }
+        let message = format!(
+            "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
+            self.0
+        );
+        Err(Error::new(ErrorKind::InvalidConfig, message))
+    }
+
+    /// All sizes, by class.
+    pub fn all(&self) -> &[u64] {
+        &self.0
+    }
+
+    /// Bytes of a frame of `class`; 0 if there is no such class.
+    pub fn bytes(&self, class: SizeClass) -> u64 {
+        self.0.get(class.index()).copied().unwrap_or(0)
+    }
+
+    /// The largest size.
+    pub fn largest(&self) -> u64 {
+        self.0.iter().copied().max().unwrap_or(0)
+    }
+
+    /// The smallest size.
+    pub fn smallest(&self) -> u64 {
+        self.0.iter().copied().min().unwrap_or(0)
+    }
+
+    /// All classes.
+    pub fn classes(&self) -> impl Iterator<Item = SizeClass> + use<> {
+        (0..u8::try_from(self.0.len()).unwrap_or(u8::MAX)).map(SizeClass)
+    }
+
+    /// The class of frames of so many bytes.
+    pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
+        self.classes().find(|class| self.bytes(*class) == frame_bytes)
+    }
+}

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::evict::Eviction;
-use crate::io::arena::FRAME_ALIGN;
+use crate::io::FrameSizes;
 use crate::store::tenants::limits::TenantLimits;
 use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
@@ -16,8 +16,8 @@ const MAX_DISK_THREADS: u32 = 64;
 /// not.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
-    /// Bytes of one frame; a multiple of 4096.
-    pub frame_bytes: u64,
+    /// Sizes of frames, by size class.
+    pub frame_sizes: FrameSizes,
     /// Bytes of host memory for frames (`host_size`); rounded down to whole frames.
     pub host_bytes: u64,
     /// Policy of each tier.
@@ -86,7 +86,7 @@ impl DiskSettings {
         Ok(DiskConfig {
             dir: self.dir.clone(),
             cap_bytes: self.cap_bytes,
-            frame_bytes: store.frame_bytes,
+            frame_sizes: store.frame_sizes.clone(),
             namespace: store.namespace,
             description: self.description.clone(),
         })
@@ -107,12 +107,8 @@ impl StoreConfig {
 
     fn frames_in(&self, host_size: &str) -> Result<u32> {
         let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
-        let Self { frame_bytes, host_bytes, .. } = *self;
-        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) {
-            return fail(format!(
-                "frame_bytes = {frame_bytes} must be a positive multiple of {FRAME_ALIGN}"
-            ));
-        }
+        self.frame_sizes.check()?;
+        let (frame_bytes, host_bytes) = (self.frame_sizes.largest(), self.host_bytes);
         if host_bytes < frame_bytes {
             return fail(format!(
                 "{host_size} = {} holds no chunk, which is {frame_bytes} bytes here; make it at least that",

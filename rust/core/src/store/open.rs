@@ -88,19 +88,22 @@ impl Store {
     ) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = match share {
-            None => HostTier::create(config.frame_bytes, num_frames)?,
-            Some((pool, percent)) => HostTier::join(pool, percent, config.frame_bytes, num_frames)?,
+            None => HostTier::create(config.frame_sizes.largest(), num_frames)?,
+            Some((pool, percent)) => {
+                HostTier::join(pool, percent, config.frame_sizes.largest(), num_frames)?
+            }
         };
         let arena = ArenaInfo {
             path: host.arena().path(),
             id: host.arena().id()?,
-            frame_bytes: config.frame_bytes,
+            frame_bytes: config.frame_sizes.largest(),
             num_frames,
             lifeline: None,
         };
         let settings = config.disk.as_ref().filter(|_| opener.is_some());
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
-        let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
+        let num_slots =
+            usize::try_from(cap_bytes / config.frame_sizes.largest()).unwrap_or(usize::MAX);
         let policy = |capacity| config.eviction.policy(capacity);
         let mut state = State::new(host, policy(num_frames as usize), policy(num_slots));
         state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
@@ -108,8 +111,8 @@ impl Store {
         state.disk.num_threads = num_threads as usize;
         state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
         state.set_time(clock());
-        let bases = Bases { host: 0, disk: cap_bytes / config.frame_bytes };
-        state.tenants.limits = Table::new(&config.limits, config.frame_bytes, bases);
+        let bases = Bases { host: 0, disk: cap_bytes / config.frame_sizes.largest() };
+        state.tenants.limits = Table::new(&config.limits, config.frame_sizes.largest(), bases);
         state.update_bases();
         let (mut disk, opener) = (None, opener.map(Arc::new));
         let opening = opener.as_ref().map(Opening::begin).transpose()?;

@@ -4,6 +4,7 @@
 //! Checksums reject random bytes early, so parts of the input become forged records and superblocks
 //! with valid checksums.
 
+use crate::io::SizeClass;
 use std::fs;
 use std::path::Path;
 
@@ -174,7 +175,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     let config = DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: budget::dir_bytes(1 + input.small(20), FRAME_BYTES, 0),
-        frame_bytes: FRAME_BYTES,
+        frame_sizes: FRAME_BYTES.into(),
         namespace: NAMESPACE,
         description: "fuzzed".to_owned(),
     };
@@ -197,7 +198,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
         );
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }
-    let slot = tier.reserve().expect("all slots are free");
+    let slot = tier.reserve(SizeClass(0)).expect("all slots are free");
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
     frame.fill(0xa5);
     tier.write(slot, &meta, &frame).expect("written");

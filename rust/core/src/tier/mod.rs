@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use disk::{DiskMeta, DiskStats, SlotId};
 
 use crate::Result;
+use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
 /// A tier that this process owns: slots of one frame each, with proof that what comes back is what
@@ -21,9 +22,9 @@ use crate::key::ChunkKey;
 /// slot; that is the caller's pin. After `close` every call is `Closed`. [`disk::DiskTier`] is the
 /// one on files.
 pub trait LocalTier: fmt::Debug + Send + Sync {
-    /// A free or newly grown slot; None where there is no room, or none yet. It never touches what
-    /// is good.
-    fn reserve(&self) -> Option<SlotId>;
+    /// A free or newly grown slot for frames of `class`; None where there is no room, or none yet.
+    /// It never touches what is good.
+    fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
     /// Writes a frame to a reserved slot. On Err nothing of it can be read, and the slot is still
     /// the caller's, who calls `free`, or `write` again.

@@ -1,5 +1,6 @@
 //! The real disk tier, with its chunk reads counted. It changes nothing.
 
+use kvloft_core::io::SizeClass;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,8 +35,8 @@ fn count(counter: &AtomicU64, hit: bool) {
 }
 
 impl LocalTier for Counting {
-    fn reserve(&self) -> Option<SlotId> {
-        self.tier.reserve()
+    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
+        self.tier.reserve(class)
     }
 
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {

@@ -80,7 +80,7 @@ impl Fire {
     fn open(&self, dice: &mut Dice) -> (Store, u64) {
         let cap_bytes = (64 << 10) + dice.pick(&[300_u64, 1500, 3000]) * (FRAME as u64 + 160);
         let config = StoreConfig {
-            frame_bytes: FRAME as u64,
+            frame_sizes: (FRAME as u64).into(),
             host_bytes: dice.pick(&[40, 100, 200]) * FRAME as u64,
             eviction: dice.pick(&Eviction::ALL),
             available_bytes: None,
@@ -101,7 +101,7 @@ impl Fire {
             let config = DiskConfig {
                 dir: place.clone(),
                 cap_bytes,
-                frame_bytes: FRAME as u64,
+                frame_sizes: (FRAME as u64).into(),
                 namespace: [7; 32],
                 description: String::new(),
             };

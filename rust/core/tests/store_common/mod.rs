@@ -27,7 +27,7 @@ pub(crate) const FRAME: usize = 4096;
 
 pub(crate) fn config(num_frames: u32, eviction: Eviction) -> StoreConfig {
     StoreConfig {
-        frame_bytes: FRAME as u64,
+        frame_sizes: (FRAME as u64).into(),
         host_bytes: u64::from(num_frames) * FRAME as u64,
         eviction,
         available_bytes: None,

@@ -81,7 +81,7 @@ mod tests {
 
     fn store() -> Store {
         let config = StoreConfig {
-            frame_bytes: 4096,
+            frame_sizes: 4096_u64.into(),
             host_bytes: 2 * 4096,
             eviction: Eviction::Lru,
             available_bytes: None,

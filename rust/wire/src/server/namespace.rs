@@ -150,7 +150,7 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
         disk.description.clone_from(&hello.description);
     }
     StoreConfig {
-        frame_bytes: hello.frame_bytes,
+        frame_sizes: hello.frame_bytes.into(),
         host_bytes: config.host_bytes,
         eviction: config.eviction,
         available_bytes: config.available_bytes,

@@ -3,6 +3,7 @@
 //! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the
 //! threads end, and the store answers with misses from then on.
 
+use crate::io::{Frame, SizeClass};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -149,7 +150,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             End::Read { id, frame, outcome, num_refused }
         }
         Job::Write { id, meta, frame } => {
-            let outcome = write(inner, disk, id, &meta, frame.bytes());
+            let outcome = write(inner, disk, id, &meta, &frame);
             End::Write { id, frame, outcome }
         }
         Job::Free(slots) => End::Free(free(disk, slots)),
@@ -240,7 +241,7 @@ fn write(
     disk: &dyn LocalTier,
     id: ChunkId,
     meta: &DiskMeta,
-    bytes: &[u8],
+    frame: &Frame,
 ) -> Written {
     match keep_quota(inner, disk, id) {
         Ok(true) => {}
@@ -248,12 +249,12 @@ fn write(
         Err(_) => return Written::Failed(None),
     }
     for _ in 0..WRITE_TRIES {
-        let slot = match find_slot(inner, disk) {
+        let slot = match find_slot(inner, disk, frame.id().class()) {
             Ok(Some(slot)) => slot,
             Ok(None) => return Written::NoRoom,
             Err(_) => return Written::Failed(None),
         };
-        let Err(error) = guarded(|| disk.write(slot, meta, bytes)) else {
+        let Err(error) = guarded(|| disk.write(slot, meta, frame.bytes())) else {
             return Written::In(slot);
         };
         if guarded(|| disk.free(slot)).is_err() {
@@ -287,9 +288,9 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
 /// Returns a slot to write to, evicting a chunk if needed; None if no chunk may be evicted.
 ///
 /// Err if the tier refused to free a slot; its chunk is stored as before.
-fn find_slot(inner: &Locked, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
+fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<Option<SlotId>> {
     for _ in 0..SLOT_TRIES {
-        if let Some(slot) = guarded(|| Ok(disk.reserve()))? {
+        if let Some(slot) = guarded(|| Ok(disk.reserve(class)))? {
             return Ok(Some(slot));
         }
         let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else {

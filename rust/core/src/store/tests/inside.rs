@@ -16,7 +16,7 @@ use crate::tier::host::HostTier;
 
 fn host_only() -> StoreConfig {
     StoreConfig {
-        frame_bytes: 4096,
+        frame_sizes: 4096_u64.into(),
         host_bytes: 8 * 4096,
         eviction: Eviction::Lru,
         available_bytes: None,
@@ -81,7 +81,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
         description: String::new(),
     };
     let config = StoreConfig {
-        frame_bytes: 4096,
+        frame_sizes: 4096_u64.into(),
         host_bytes: 8 * 4096,
         eviction: Eviction::Lru,
         available_bytes: None,

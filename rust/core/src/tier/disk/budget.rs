@@ -25,7 +25,7 @@ pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64
 
 /// Most slots that fit the cap beside so much of other namespaces.
 pub(crate) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
-    let DiskConfig { cap_bytes, frame_bytes, .. } = *config;
+    let (cap_bytes, frame_bytes) = (config.cap_bytes, config.frame_sizes.largest());
     // Pages of overhead are rounded up once, so the quotient may be one page too generous: step
     // back then.
     let bytes = cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes);

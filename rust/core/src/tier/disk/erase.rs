@@ -90,7 +90,13 @@ fn erase_in(
         return Ok(nothing);
     }
     let (frame_bytes, description) = (superblock.frame_bytes, superblock.description);
-    let config = DiskConfig { dir: dir.to_owned(), cap_bytes, frame_bytes, namespace, description };
+    let config = DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes,
+        frame_sizes: frame_bytes.into(),
+        namespace,
+        description,
+    };
     let (tier, entries) = DiskTier::open_beside(&config, root)?;
     let mut gone = HashSet::new();
     let mut slots = Vec::new();

@@ -89,8 +89,9 @@ impl DiskTier {
     fn grow(&self, have: u32) -> (u32, bool) {
         let Ok(owner) = self.enter() else { return (have, false) };
         let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
-        let extent =
-            u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
+        let extent = u32::try_from(extent_bytes / self.config.frame_sizes.largest())
+            .unwrap_or(u32::MAX)
+            .max(1);
         let grown = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
         owner.settle(&self.config, grown.0);
         grown

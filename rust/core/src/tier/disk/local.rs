@@ -10,6 +10,7 @@ use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, paths};
 use crate::error::is_no_space;
+use crate::io::SizeClass;
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -39,7 +40,7 @@ impl DiskTier {
     }
 
     fn check_size(&self, len: usize) -> Result<()> {
-        let expected = self.config.frame_bytes;
+        let expected = self.config.frame_sizes.largest();
         if len as u64 == expected {
             return Ok(());
         }
@@ -52,7 +53,7 @@ impl DiskTier {
 impl LocalTier for DiskTier {
     /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a
     /// step. Where another thread does that and takes long, this one does not wait and gets None.
-    fn reserve(&self) -> Option<SlotId> {
+    fn reserve(&self, _class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
         let slot = self.books().slots.take();
         slot.or_else(|| self.reserve_more())
@@ -115,7 +116,7 @@ impl LocalTier for DiskTier {
             slots: u64::from(slots),
             slots_used: books.slots.used(),
             slots_reserved: books.slots.reserved(),
-            bytes: budget::dir_bytes(slots, self.config.frame_bytes, books.foreign_bytes),
+            bytes: budget::dir_bytes(slots, self.config.frame_sizes.largest(), books.foreign_bytes),
             cap_bytes: self.config.cap_bytes,
             direct: self.files.is_direct(),
             ..books.stats

@@ -74,7 +74,8 @@ impl DiskTier {
         }
         claim_namespace(config, &dir, &mut books).map_err(failed)?;
         let seed = record_seed(&config.namespace);
-        let files = SlotFiles::open(&dir, config.frame_bytes, seed, opener).map_err(failed)?;
+        let files =
+            SlotFiles::open(&dir, config.frame_sizes.largest(), seed, opener).map_err(failed)?;
         let keep = fit_cap(config, &owner, &files, &mut books).map_err(failed)?;
         let (found, unsound) = collect(&files, keep, &mut books.stats).map_err(failed)?;
         files.set_slots(keep).map_err(failed)?;
@@ -93,7 +94,7 @@ impl DiskTier {
 }
 
 fn validate(config: &DiskConfig) -> Result<()> {
-    let frame_bytes = config.frame_bytes;
+    let frame_bytes = config.frame_sizes.largest();
     let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
     if !superblock::is_frame_size(frame_bytes) {
         return fail(format!(
@@ -123,7 +124,8 @@ fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
 /// Makes the namespace ours: its superblock is this namespace's, and files under any other are
 /// gone.
 fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
-    let ours = Superblock::new(&config.namespace, config.frame_bytes, &config.description);
+    let ours =
+        Superblock::new(&config.namespace, config.frame_sizes.largest(), &config.description);
     let why = match Superblock::read(dir)? {
         Some(Ok(_)) if namespaces::has_strange_files(dir) => {
             "one of its files is not a regular file".to_owned()

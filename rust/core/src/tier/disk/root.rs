@@ -220,7 +220,8 @@ impl Owner {
             drop(books);
             let foreign = |closed: u64| closed.saturating_add(open_bytes);
             let fits = |closed| {
-                budget::dir_bytes(enough, config.frame_bytes, foreign(closed)) <= config.cap_bytes
+                budget::dir_bytes(enough, config.frame_sizes.largest(), foreign(closed))
+                    <= config.cap_bytes
             };
             let closed_bytes =
                 namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
@@ -229,8 +230,8 @@ impl Owner {
                 let foreign_bytes =
                     closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
                 let slots = want.min(budget::max_slots(config, foreign_bytes));
-                let bytes =
-                    budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
+                let bytes = budget::dir_bytes(slots.max(have), config.frame_sizes.largest(), 0)
+                    - budget::FIXED_BYTES;
                 books.open.insert(self.name.clone(), bytes);
                 books.is_short |= slots < enough;
                 return Ok(Room {
@@ -244,7 +245,7 @@ impl Owner {
 
     /// It has so many slots now, and no claim to more.
     pub(super) fn settle(&self, config: &DiskConfig, slots: u32) {
-        let bytes = budget::dir_bytes(slots, config.frame_bytes, 0) - budget::FIXED_BYTES;
+        let bytes = budget::dir_bytes(slots, config.frame_sizes.largest(), 0) - budget::FIXED_BYTES;
         self.root.books().open.insert(self.name.clone(), bytes);
     }
 

@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 
 use crate::ChunkKey;
+use crate::io::FrameSizes;
 
 /// One frame-sized place in `frames.dat`, with its record in `index.dat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,8 +19,8 @@ pub struct DiskConfig {
     pub dir: PathBuf,
     /// Most bytes that the whole directory may take on disk, over all namespaces (`disk_size`).
     pub cap_bytes: u64,
-    /// Bytes of one frame; a multiple of 4096.
-    pub frame_bytes: u64,
+    /// Sizes of frames, by size class.
+    pub frame_sizes: FrameSizes,
     /// The fingerprint whose chunks are served.
     pub namespace: [u8; 32],
     /// One line for people (`kvloft inspect`): which model and shape this namespace is.

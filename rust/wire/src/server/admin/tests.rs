@@ -70,7 +70,7 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     let server = Server::open(config.clone()).expect("a server");
     let _engine = engine(config.socket);
     let of_store = StoreConfig {
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         host_bytes: 0,
         eviction: Eviction::Lru,
         available_bytes: None,

@@ -22,7 +22,7 @@ fn config(dir: &Path) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: 1 << 20,
-        frame_bytes: 4096,
+        frame_sizes: 4096_u64.into(),
         namespace: [1; 32],
         description: String::new(),
     }

@@ -1,6 +1,7 @@
 //! Death at any system call (I3): the next open sees whole chunks only, and every chunk that was
 //! reported written.
 
+use crate::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -56,7 +57,7 @@ impl Recorder {
         if !has_parent || self.written.contains_key(&chunk) {
             return;
         }
-        let Some(slot) = tier.reserve() else { return };
+        let Some(slot) = tier.reserve(SizeClass(0)) else { return };
         let version = self.next_version;
         self.next_version += 1;
         self.doubtful.insert((chunk, version));

@@ -1,6 +1,7 @@
 //! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they
 //! should be.
 
+use crate::io::SizeClass;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -26,7 +27,7 @@ fn fill(config: &DiskConfig) -> u32 {
 fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
     let (tier, found) = DiskTier::open_with_files(config, files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
-    while let Some(slot) = tier.reserve() {
+    while let Some(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
         i += 1;
     }
@@ -128,7 +129,9 @@ fn test_a_cap_below_one_chunk_is_named_with_the_least_that_works() {
             && error.to_string().contains(&(config.cap_bytes + 1).to_string())
     );
     for frame_bytes in [0, 4095, 6144] {
-        let error = DiskTier::open(DiskConfig { frame_bytes, ..config.clone() }).unwrap_err();
+        let error =
+            DiskTier::open(DiskConfig { frame_sizes: frame_bytes.into(), ..config.clone() })
+                .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidConfig);
     }
 }
@@ -180,7 +183,7 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let (tier, _) = open(&config);
     let mut history = Vec::new();
     loop {
-        let slot = tier.reserve();
+        let slot = tier.reserve(SizeClass(0));
         history.push([1, 2, 3].map(|byte| path_of(byte).exists()));
         if slot.is_none() {
             break;
@@ -233,7 +236,7 @@ fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
     let large = config(dir.path(), 8);
     {
         let (tier, _) = open(&large);
-        let slots: Vec<_> = (0..8).map(|_| tier.reserve().unwrap()).collect();
+        let slots: Vec<_> = (0..8).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
         // 2 and 3 are children of 0, which lies in the last slot; 4 and 5 of 1, in the first.
         for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
             tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
@@ -273,7 +276,7 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         }),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| {
-            drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }));
+            drop(DiskTier::open(DiskConfig { frame_sizes: 4096_u64.into(), ..config.clone() }));
         }),
     ];
     for (name, spoil) in spoil {

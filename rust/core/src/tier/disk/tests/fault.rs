@@ -1,5 +1,6 @@
 //! What the tier does when one chosen system call fails.
 
+use crate::io::SizeClass;
 use std::io;
 
 use super::*;
@@ -18,7 +19,7 @@ fn faulty(config: &DiskConfig) -> (DiskTier, FaultFiles) {
 }
 
 fn try_put(tier: &DiskTier, i: u32) -> Result<SlotId, Error> {
-    let slot = tier.reserve().expect("a slot");
+    let slot = tier.reserve(SizeClass(0)).expect("a slot");
     tier.write(slot, &meta_of(i), &frame_of(i, 0))
         .map(|()| slot)
         .inspect_err(|_| tier.free(slot).unwrap())
@@ -51,8 +52,8 @@ fn test_a_slot_that_refused_a_write_is_tried_last() {
     let config = config(dir.path(), 3);
     for call in 0..3 {
         let (tier, files) = faulty(&config);
-        tier.free(tier.reserve().expect("the files have grown")).unwrap();
-        let slot = tier.reserve().unwrap();
+        tier.free(tier.reserve(SizeClass(0)).expect("the files have grown")).unwrap();
+        let slot = tier.reserve(SizeClass(0)).unwrap();
         refuse_once(&files, call, EIO);
         assert_eq!(
             tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(),
@@ -60,7 +61,7 @@ fn test_a_slot_that_refused_a_write_is_tried_last() {
         );
         tier.free(slot).unwrap();
         assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (0, 0));
-        let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
+        let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
         assert_eq!(order[2], slot, "what failed is handed out last, but it is handed out");
     }
 }
@@ -70,7 +71,7 @@ fn test_a_write_that_never_reached_its_record_gives_its_slot_back_without_io() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 1));
     for call in 0..2 {
-        let slot = tier.reserve().expect("the slot came back");
+        let slot = tier.reserve(SizeClass(0)).expect("the slot came back");
         files.inject(Rule::new(Fault::Refuse(EIO)).after(call));
         assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
         tier.free(slot).expect("its record is empty");
@@ -83,7 +84,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 2);
     let (tier, files) = faulty(&config);
-    let slot = tier.reserve().unwrap();
+    let slot = tier.reserve(SizeClass(0)).unwrap();
     // The first write of the index clears the record, the second is the record.
     files.inject(
         Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index.dat").after(1),
@@ -108,8 +109,8 @@ fn test_a_chunk_that_cannot_be_forgotten_stays_with_its_caller_and_can_be_read()
         assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
     }
     assert_eq!(tier.stats().slots_used, 1);
-    assert_ne!(tier.reserve(), Some(slot));
-    assert_eq!(tier.reserve(), None);
+    assert_ne!(tier.reserve(SizeClass(0)), Some(slot));
+    assert_eq!(tier.reserve(SizeClass(0)), None);
     drop(tier);
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [0]);
@@ -159,7 +160,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     config.cap_bytes = budget::dir_bytes(64, FRAME, 0);
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
-    assert_eq!(tier.reserve(), None);
+    assert_eq!(tier.reserve(SizeClass(0)), None);
     assert_eq!(tier.stats().slots, 2);
     let size = |name: &str| {
         let namespace = dir.path().join(super::super::namespaces::dir_name(&NAMESPACE));
@@ -173,7 +174,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
     assert_eq!(tier.take_events().len(), 1, "a person is told once, not of every step");
     let num_errors = tier.stats().grow_errors;
-    assert!((0..514).all(|_| tier.reserve().is_none()));
+    assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
     assert!(tier.stats().grow_errors < 100 * num_errors, "it is not tried at every ask");
     assert!(tier.take_events().is_empty(), "nor of every try");
     files.heal();
@@ -181,7 +182,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
     // Room may come back: it is tried again after a while, not at every ask.
-    let asks = (1..1000).find(|_| tier.reserve().is_some()).expect("it grows again");
+    let asks = (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");
     assert!(asks <= 257, "{asks}");
 }
 
@@ -190,11 +191,11 @@ fn test_files_that_could_not_grow_are_tried_again_soon_although_few_ask() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 64));
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
-    assert_eq!(tier.reserve(), None);
+    assert_eq!(tier.reserve(SizeClass(0)), None);
     files.heal();
     let is_there = (0..200).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));
-        tier.reserve().is_some()
+        tier.reserve(SizeClass(0)).is_some()
     });
     assert!(is_there, "200 asks are too few to count");
 }
@@ -204,7 +205,7 @@ fn test_part_of_an_extension_is_taken_where_all_of_it_does_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 64));
     refuse_once(&files, 1, ENOSPC);
-    assert!(tier.reserve().is_some());
+    assert!(tier.reserve(SizeClass(0)).is_some());
     let stats = tier.stats();
     assert_eq!((stats.slots, stats.grow_errors), (32, 1));
 }
@@ -218,7 +219,7 @@ fn test_a_file_system_without_allocation_still_works() {
         let slot = put(&tier, i);
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    assert_eq!(tier.reserve(), None);
+    assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
 /// A file system that cannot allocate ahead and has room for `num_slots` frames.
@@ -237,13 +238,13 @@ fn test_a_slot_that_has_blocks_comes_before_holes() {
     let (tier, _files) = small(&config, 8);
     let slots = [put(&tier, 0), put(&tier, 1)];
     tier.free(slots[0]).unwrap();
-    assert_eq!(tier.reserve(), Some(slots[0]));
+    assert_eq!(tier.reserve(SizeClass(0)), Some(slots[0]));
     tier.free(slots[0]).unwrap();
     drop(tier);
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [1]);
     tier.free(slots[1]).unwrap();
-    assert_eq!(tier.reserve(), Some(slots[1]), "what an earlier life wrote has blocks");
+    assert_eq!(tier.reserve(SizeClass(0)), Some(slots[1]), "what an earlier life wrote has blocks");
 }
 
 #[test]
@@ -253,10 +254,10 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     let slot = put(&tier, 0);
     tier.free(slot).unwrap();
     files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames.dat").times(1));
-    assert_eq!(tier.reserve(), Some(slot));
+    assert_eq!(tier.reserve(SizeClass(0)), Some(slot));
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();
-    let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
+    let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
     assert_eq!(order[2], slot, "a bad place on disk is tried again and again");
 }
 
@@ -266,7 +267,11 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let (tier, files) = small(&config(dir.path(), 64), 4);
     let mut slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
     assert!(try_put(&tier, 4).unwrap_err().is_no_space());
-    assert_eq!(tier.reserve(), None, "a hole is handed out, and its write would be refused too");
+    assert_eq!(
+        tier.reserve(SizeClass(0)),
+        None,
+        "a hole is handed out, and its write would be refused too"
+    );
     for i in 4..20 {
         tier.free(slots.remove(0)).unwrap();
         slots.push(try_put(&tier, i).unwrap());
@@ -280,9 +285,9 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
     // Space may come back: a hole is tried after a while, not at every ask.
-    assert!((0..200).all(|_| tier.reserve().is_none()));
+    assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
-    let asks = (200..1000).find(|_| tier.reserve().is_some()).expect("it grows again");
+    let asks = (200..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");
     assert!(asks <= 257, "{asks}");
 }
 
@@ -292,7 +297,8 @@ fn test_a_full_file_system_that_stays_full_is_logged_once() {
     let (tier, _files) = small(&config(dir.path(), 64), 4);
     let slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
     let mut refuse_next = |num_tries: u64| {
-        let slot = (0..1000).find_map(|_| tier.reserve()).expect("a hole, after a while");
+        let slot =
+            (0..1000).find_map(|_| tier.reserve(SizeClass(0))).expect("a hole, after a while");
         assert!(tier.write(slot, &meta_of(9), &frame_of(9, 0)).unwrap_err().is_no_space());
         tier.free(slot).unwrap();
         assert_eq!(tier.stats().grow_errors, num_tries);

@@ -4,6 +4,7 @@
 //! What is asserted is the order of events, never a time; a deadlock ends the test by the guard's
 //! long wait.
 
+use crate::io::SizeClass;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::{JoinHandle, yield_now};
@@ -68,11 +69,11 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
     for call in [&[Call::Write], &[Call::Read], &[Call::Allocate]] {
         let it = Hanging::new(4);
         let slot = put(&it.tier, 0);
-        let spare: Vec<_> = (1..4).map(|_| it.tier.reserve().unwrap()).collect();
+        let spare: Vec<_> = (1..4).map(|_| it.tier.reserve(SizeClass(0)).unwrap()).collect();
         if call[0] == Call::Allocate {
             // Growth is what hangs: a tier of its own, before anything is there.
             let fresh = Hanging::new(4);
-            let hung = fresh.hang(call, LocalTier::reserve);
+            let hung = fresh.hang(call, |tier| tier.reserve(SizeClass(0)));
             fresh.with(LocalTier::close);
             assert_eq!(fresh.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
             fresh.files.heal();
@@ -110,27 +111,27 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let dir = tempfile::tempdir().unwrap();
     // One slot more than an extent of one slot has: the second `reserve` grows.
     let small = config(dir.path(), 2);
-    let _ = open(&small).0.reserve();
+    let _ = open(&small).0.reserve(SizeClass(0));
     let it = Hanging { config: config(dir.path(), 8), ..Hanging::new(1) };
     let (tier, _) = DiskTier::open_with_files(&it.config, &it.files).unwrap();
     let it = Hanging { tier: Arc::new(tier), ..it };
-    let (slot, spare) = (put(&it.tier, 0), it.tier.reserve().unwrap());
-    let grower = it.hang(&[Call::Allocate], LocalTier::reserve);
+    let (slot, spare) = (put(&it.tier, 0), it.tier.reserve(SizeClass(0)).unwrap());
+    let grower = it.hang(&[Call::Allocate], |tier| tier.reserve(SizeClass(0)));
     assert_eq!(it.with(|tier| tier.stats().slots), 2);
     assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap(), frame_of(0, 0).to_vec());
     it.with(move |tier| tier.write(spare, &meta_of(1), &frame_of(1, 0))).unwrap();
-    assert_eq!(it.with(LocalTier::reserve), None, "not now");
+    assert_eq!(it.with(|tier| tier.reserve(SizeClass(0))), None, "not now");
     it.with(move |tier| tier.free(slot)).unwrap();
-    assert_eq!(it.with(LocalTier::reserve), Some(slot), "what is free can be had");
+    assert_eq!(it.with(|tier| tier.reserve(SizeClass(0))), Some(slot), "what is free can be had");
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
-    assert!(it.tier.reserve().is_some(), "growing is possible again");
+    assert!(it.tier.reserve(SizeClass(0)).is_some(), "growing is possible again");
 }
 
 #[test]
 fn test_a_write_that_hangs_delays_no_other_call() {
     let it = Hanging::new(4);
-    let (slot, spare) = (put(&it.tier, 0), it.tier.reserve().unwrap());
+    let (slot, spare) = (put(&it.tier, 0), it.tier.reserve(SizeClass(0)).unwrap());
     let hung = it.hang(&[Call::Write], move |tier| tier.write(spare, &meta_of(1), &frame_of(1, 0)));
     assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap(), frame_of(0, 0).to_vec());
     assert_eq!(it.with(|tier| tier.stats().slots_used), 1);

@@ -227,8 +227,12 @@ fn test_a_forged_frame_size_allocates_nothing() {
         assert_eq!(damage[0].problem, "superblock.json is damaged (a value is out of range)");
         assert!(inspect(dir.path()).unwrap()[0].problem.is_some());
         assert_eq!(open(&config).0.stats().fresh_starts, 1);
-        let error =
-            DiskTier::open(DiskConfig { frame_bytes, cap_bytes: u64::MAX, ..config }).unwrap_err();
+        let error = DiskTier::open(DiskConfig {
+            frame_sizes: frame_bytes.into(),
+            cap_bytes: u64::MAX,
+            ..config
+        })
+        .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidConfig);
     }
 }

@@ -4,6 +4,7 @@
 use super::super::namespaces;
 use super::*;
 use crate::ErrorKind;
+use crate::io::SizeClass;
 
 #[test]
 fn test_a_chunk_comes_back_in_this_life_and_the_next() {
@@ -72,15 +73,15 @@ fn test_every_slot_of_the_cap_can_be_had_again_and_again() {
     let (tier, _) = open(&config(dir.path(), 5));
     for _ in 0..3 {
         let slots: Vec<_> = (0..5).map(|i| put(&tier, i)).collect();
-        assert_eq!(tier.reserve(), None);
+        assert_eq!(tier.reserve(SizeClass(0)), None);
         let stats = tier.stats();
         assert_eq!((stats.slots, stats.slots_used, stats.slots_reserved), (5, 5, 0));
         for slot in slots {
             tier.free(slot).unwrap();
         }
-        let reserved: Vec<_> = (0..5).map(|_| tier.reserve().unwrap()).collect();
+        let reserved: Vec<_> = (0..5).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
         assert_eq!(tier.stats().slots_reserved, 5);
-        assert_eq!(tier.reserve(), None);
+        assert_eq!(tier.reserve(SizeClass(0)), None);
         for slot in reserved {
             tier.free(slot).unwrap();
         }
@@ -96,8 +97,8 @@ fn test_freeing_twice_gives_the_slot_once() {
     tier.free(slot).unwrap();
     tier.free(slot).unwrap();
     tier.free(SlotId(77)).unwrap();
-    assert!(tier.reserve().is_some() && tier.reserve().is_some());
-    assert_eq!(tier.reserve(), None);
+    assert!(tier.reserve(SizeClass(0)).is_some() && tier.reserve(SizeClass(0)).is_some());
+    assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
 #[test]
@@ -107,7 +108,7 @@ fn test_only_reserved_slots_and_whole_frames_are_written() {
     let slot = put(&tier, 0);
     assert!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).is_err());
     assert!(tier.write(SlotId(9), &meta_of(1), &frame_of(1, 0)).is_err());
-    let free = tier.reserve().unwrap();
+    let free = tier.reserve(SizeClass(0)).unwrap();
     let short = tier.write(free, &meta_of(1), &[0; 4096]).unwrap_err();
     assert_eq!(short.kind(), ErrorKind::InvalidConfig);
     assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
@@ -121,7 +122,7 @@ fn test_only_reserved_slots_and_whole_frames_are_written() {
 fn test_unaligned_memory_is_read_and_written_too() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, _) = open(&config(dir.path(), 2));
-    let slot = tier.reserve().unwrap();
+    let slot = tier.reserve(SizeClass(0)).unwrap();
     let len = usize::try_from(FRAME).unwrap();
     let mut odd = vec![0; len + 1];
     odd[1..].copy_from_slice(&frame_of(0, 0));
@@ -138,13 +139,13 @@ fn test_clear_forgets_all_but_reserved_slots() {
     let config = config(dir.path(), 5);
     let (tier, _) = open(&config);
     put(&tier, 0);
-    let mine = tier.reserve().unwrap();
+    let mine = tier.reserve(SizeClass(0)).unwrap();
     put(&tier, 1);
     tier.clear().unwrap();
     let stats = tier.stats();
     assert_eq!((stats.slots_used, stats.slots_reserved), (0, 1));
     tier.write(mine, &meta_of(4), &frame_of(4, 0)).unwrap();
-    let others: Vec<_> = (0..4).map(|_| tier.reserve().unwrap()).collect();
+    let others: Vec<_> = (0..4).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
     assert!(!others.contains(&mine));
     assert_eq!(get(&tier, mine, 4).unwrap(), frame_of(4, 0).to_vec());
 }
@@ -155,10 +156,10 @@ fn test_a_closed_tier_says_so_and_gives_the_directory_up() {
     let config = config(dir.path(), 5);
     let (tier, _) = open(&config);
     let slot = put(&tier, 0);
-    let spare = tier.reserve().unwrap();
+    let spare = tier.reserve(SizeClass(0)).unwrap();
     tier.close();
     tier.close();
-    assert_eq!(tier.reserve(), None);
+    assert_eq!(tier.reserve(SizeClass(0)), None);
     assert_eq!(
         tier.write(spare, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(),
         ErrorKind::Closed

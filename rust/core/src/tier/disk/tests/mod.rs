@@ -10,6 +10,7 @@ mod life;
 mod parsers;
 mod verifying;
 
+use crate::io::SizeClass;
 use std::path::Path;
 
 use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
@@ -25,7 +26,7 @@ fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: budget::dir_bytes(slots, FRAME, 0),
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         namespace: NAMESPACE,
         description: "a test".to_owned(),
     }
@@ -59,7 +60,7 @@ fn frame_of(i: u32, version: u32) -> PageBuffer {
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
-    let slot = tier.reserve().expect("a slot");
+    let slot = tier.reserve(SizeClass(0)).expect("a slot");
     tier.write(slot, &meta_of(i), &frame_of(i, 0)).expect("written");
     slot
 }

@@ -92,7 +92,7 @@ proptest! {
     #[test]
     fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, foreign in 0..1_u64 << 40, pages in 1..2000_u64) {
         let (frame_bytes, foreign_bytes) = (pages * 4096, foreign.min(bytes));
-        let config = DiskConfig { cap_bytes: bytes, frame_bytes, ..config(Path::new(""), 1) };
+        let config = DiskConfig { cap_bytes: bytes, frame_sizes: frame_bytes.into(), ..config(Path::new(""), 1) };
         let slots = budget::max_slots(&config, foreign_bytes);
         prop_assert!(slots == 0 || budget::dir_bytes(slots, frame_bytes, foreign_bytes) <= bytes);
         prop_assert!(slots == u32::MAX || budget::dir_bytes(slots + 1, frame_bytes, foreign_bytes) > bytes);

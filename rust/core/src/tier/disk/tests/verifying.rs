@@ -1,6 +1,7 @@
 //! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect
 //! see what is wrong.
 
+use crate::io::SizeClass;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -250,7 +251,7 @@ fn test_verify_compares_the_frames_own_trailer() {
         let trailer = frame.len() - 128;
         frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT03");
         frame[trailer + 8..trailer + 40].copy_from_slice(&key_of(named).0);
-        tier.write(tier.reserve().unwrap(), &meta_of(i), &frame).unwrap();
+        tier.write(tier.reserve(SizeClass(0)).unwrap(), &meta_of(i), &frame).unwrap();
     }
     drop(tier);
     let damage = verify(dir.path());
