@@ -15,7 +15,7 @@ from kvloft.counters import METRICS, Scope, exported
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
 NAMES = {metric.name for metric in METRICS}
-BY_NAMESPACE = {"frame_bytes", "slabs"}
+BY_NAMESPACE = {"slabs"}
 BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
 """Fields of a status that are not among its stats."""
 

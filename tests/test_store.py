@@ -14,10 +14,10 @@ SHAPE = CacheShape((GroupShape(16), GroupShape(16, kind="window", reach=31)))
 def test_a_server_is_opened_for_several_groups_whose_frames_are_of_one_size() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
         path = str(Path(folder) / "run" / "a.sock")
-        server = _core.Server(path, host_bytes=8 * SHAPE.frame_bytes)
+        server = _core.Server(path, host_bytes=8 * SHAPE.frame_bytes(0))
         store = open_store(Config(server=path), SHAPE, bytes(32), "", disk_path=None)
-        arena = arena_of(store)
+        arena = arena_of(store, SHAPE)
         assert arena is not None
-        assert (arena.frame_bytes, arena.num_frames) == (SHAPE.frame_bytes, 8)
+        assert (arena.part_bytes, arena.size_bytes) == ((4096, 4096), 8 * 4096)
         store.close()
         server.close()

@@ -68,10 +68,10 @@ class Arena:
     """Frames in shared memory, as a worker (maybe in another process) maps them."""
 
     @staticmethod
-    def open(path: str, *, frame_bytes: int, num_frames: int) -> Arena: ...
+    def open(path: str, *, size_bytes: int) -> Arena: ...
     @staticmethod
-    def private(frame_bytes: int) -> Arena:
-        """One frame that no other process maps."""
+    def private(size_bytes: int) -> Arena:
+        """Memory that no other process maps."""
     @property
     def address(self) -> int: ...
     @property
@@ -79,15 +79,14 @@ class Arena:
     @property
     def id(self) -> int:
         """Which memory it is: paths are used again, this is not while the memory is there."""
-    def seal(self, frame: int, part: dict[str, Any]) -> int:
-        """Tag the payload of ``part`` of ``frame`` and write the trailer at the part's end; returns
-        the tag.
+    def seal(self, part: dict[str, Any]) -> int:
+        """Tag the payload of ``part`` and write the trailer at the part's end; returns the tag.
 
-        ``part``: offset, part_bytes, key, layout, page_bytes, num_blocks, rank. The payload is, for
-        each of num_blocks blocks, pages of page_bytes each, back to back. Raises ConfigError for a
-        place outside the arena.
+        ``part``: offset in the arena, part_bytes, key, layout, page_bytes, num_blocks, rank. The
+        payload is, for each of num_blocks blocks, pages of page_bytes each, back to back. Raises
+        ConfigError for a place outside the arena.
         """
-    def check(self, frame: int, part: dict[str, Any]) -> str | None:
+    def check(self, part: dict[str, Any]) -> str | None:
         """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
         ``part`` as in `seal`.
         """
@@ -171,11 +170,11 @@ class Session:
     def __new__(
         cls,
         *,
-        frame_bytes: int,
+        frame_bytes: int | Sequence[int],
         host_bytes: int,
         namespace: bytes,
         num_ranks: int = 1,
-        groups: Sequence[tuple[int | None, str, int, int, int, int]] | None = None,
+        groups: Sequence[tuple[int | None, str, int, int, int, int, int]] | None = None,
         eviction: str = "adaptive",
         disk_path: str | None = None,
         disk_bytes: int = 0,
@@ -183,9 +182,12 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """``groups``: of each KV cache group its number in the keys (None: the prefix's own keys),
-        kind, tokens per block, blocks per unit, how many of those are kept, and reach in tokens
-        (see `kvloft.seam.shape`). None: one group of full attention with one block per unit.
+        """``frame_bytes``: the size of frames, or one size for each size class.
+
+        ``groups``: of each KV cache group its number in the keys (None: the prefix's own keys),
+        kind, tokens per block, blocks per unit, how many of those are kept, reach in tokens, and
+        size class (see `kvloft.seam.shape`). None: one group of full attention with one block per
+        unit.
 
         ``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`.
         Salts are hashed at once."""
@@ -193,11 +195,11 @@ class Session:
     def connect(
         socket: str,
         *,
-        frame_bytes: int,
+        frame_bytes: int | Sequence[int],
         namespace: bytes,
         timeout_s: float,
         num_ranks: int = 1,
-        groups: Sequence[tuple[int | None, str, int, int, int, int]] | None = None,
+        groups: Sequence[tuple[int | None, str, int, int, int, int, int]] | None = None,
         description: str = "",
     ) -> Session:
         """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at
@@ -223,9 +225,11 @@ class Session:
         engine's own store, or while there is none.
         """
     @property
-    def frame_bytes(self) -> int: ...
+    def frame_sizes(self) -> list[int]:
+        """Bytes of frames, by size class."""
     @property
-    def num_frames(self) -> int: ...
+    def arena_sizes(self) -> tuple[int, int]:
+        """Bytes of the arena, and of its slabs; 0 while there is no store."""
     @property
     def is_save_late(self) -> bool:
         """Whether the last reservation got no answer of the server in time: what it dropped can be
@@ -292,9 +296,9 @@ class Session:
         """
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
-    def limit_frames(self, num_frames: int) -> None:
-        """Saves take frames below ``num_frames`` only from now on: workers cannot copy to the
-        others yet.
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Saves take frames in the first ``limit_bytes`` of the arena only from now on: workers
+        cannot copy to the others yet.
         """
     def take_events(self) -> list[str]:
         """Return the disk tier's new log lines."""
@@ -364,10 +368,10 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first
     engine), stats (its counters and gauges by name; those of the disk's room once it was looked
     at), settings (what it was started with, as text by name) and namespaces: each namespace (32
-    bytes), description, frame_bytes, slabs (how many it has), stats (of its store, with
+    bytes), description, frame_sizes, slabs (how many it has), stats (of its store, with
     share_percent where that is set), tenants (salts that have most: each tag, None for what has no
-    salt, host and disk in chunks, max_host and max_disk, ttl_s) and engines (each pid,
-    connected_ms, reservations, leases).
+    salt, host_bytes and disk_bytes, max_host_bytes and max_disk_bytes, ttl_s) and engines (each
+    pid, connected_ms, reservations, leases).
 
     Raises LateError if the server does not answer in time, StoreError if there is no server, and
     ConfigError if it refuses.

@@ -21,7 +21,7 @@ def open_store(
     if config.socket is not None:
         return _core.Session.connect(
             config.socket,
-            frame_bytes=shape.frame_bytes,
+            frame_bytes=shape.frame_sizes,
             namespace=namespace,
             timeout_s=config.server_timeout,
             num_ranks=shape.num_ranks,
@@ -29,7 +29,7 @@ def open_store(
             description=description,
         )
     return _core.Session(
-        frame_bytes=shape.frame_bytes,
+        frame_bytes=shape.frame_sizes,
         host_bytes=config.host_size,
         namespace=namespace,
         num_ranks=shape.num_ranks,
@@ -43,7 +43,7 @@ def open_store(
     )
 
 
-def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, int]]:
+def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, int, int]]:
     """Return the KV cache groups as a session takes them."""
     return [
         (
@@ -53,16 +53,15 @@ def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, i
             group.blocks_per_unit,
             group.kept_blocks,
             group.reach,
+            shape.size_class(nth),
         )
         for nth, group in enumerate(shape.groups)
     ]
 
 
-def arena_of(store: _core.Session) -> ArenaSpec | None:
+def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
     """Return the arena for workers to map; None while there is no server."""
-    path = store.arena_path
-    return (
-        ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id, store.lifeline)
-        if path
-        else None
-    )
+    if not (path := store.arena_path):
+        return None
+    size_bytes, slab_bytes = store.arena_sizes
+    return ArenaSpec(path, size_bytes, slab_bytes, shape.part_bytes, store.arena_id, store.lifeline)

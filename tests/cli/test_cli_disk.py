@@ -45,11 +45,11 @@ def folder(tmp_path: Path) -> Path:
     )
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(range(NUM_CHUNKS)))
-    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
+    arena = _core.Arena.open(store.arena_path, size_bytes=store.arena_sizes[0])
     rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
     for _, frame, key, _ in rows:
         part = {
-            "offset": 0,
+            "offset": frame * FRAME,
             "part_bytes": FRAME,
             "key": key,
             "layout": bytes(32),
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
             "num_blocks": 1,
             "rank": 0,
         }
-        arena.seal(frame, part)
+        arena.seal(part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(60.0 * PACE)
     store.close()

@@ -86,11 +86,13 @@ def test_people_see_what_tenants_have_and_no_salt(
     assert [save(engine, salt, 0, 30) for salt in (SALT, OTHER, None)] == [5, 25, 30]
     assert engine.flush(60.0)
     (space,) = _core.server_status(socket)["namespaces"]
-    rows = {(row["max_host"], row["max_disk"], row["ttl_s"]): row for row in space["tenants"]}
-    assert {limits: (row["host"], row["disk"]) for limits, row in rows.items()} == {
-        (5, 5, 7 * 86400): (5, 5),
-        (25, None, 86400): (25, 25),
-        (None, None, 30 * 86400): (30, 30),
+    limits = ("max_host_bytes", "max_disk_bytes", "ttl_s")
+    rows = {tuple(row[name] for name in limits): row for row in space["tenants"]}
+    held = {key: (row["host_bytes"], row["disk_bytes"]) for key, row in rows.items()}
+    assert held == {
+        (5 * FRAME, 5 * FRAME, 7 * 86400): (5 * FRAME, 5 * FRAME),
+        (25 * FRAME, None, 86400): (25 * FRAME, 25 * FRAME),
+        (None, None, 30 * 86400): (30 * FRAME, 30 * FRAME),
     }
     assert space["stats"]["quota_dropped"] == 30, "25 of one and 5 of the other"
     shown = []
@@ -102,7 +104,7 @@ def test_people_see_what_tenants_have_and_no_salt(
     ):
         assert main([command[0], "--socket", socket, *command[1:]]) == 0
         shown.append(capsys.readouterr().out)
-    tag = rows[5, 5, 7 * 86400]["tag"]
+    tag = rows[5 * FRAME, 5 * FRAME, 7 * 86400]["tag"]
     lines = [line.split() for line in shown[0].splitlines()]
     assert [tag, "20", "KiB", "20", "KiB", "20", "KiB", "20", "KiB", "7d"] in lines
     assert ["(no", "salt)", "120", "KiB", "120", "KiB", "30d"] in lines
@@ -176,14 +178,15 @@ def test_wrong_limits_are_one_sentence(
 
 
 def tenant(tag: str | None, ttl_s: int | None = None) -> dict[str, object]:
-    return {"tag": tag, "host": 1, "disk": 0, "max_host": None, "max_disk": None, "ttl_s": ttl_s}
+    limits = {"max_host_bytes": None, "max_disk_bytes": None, "ttl_s": ttl_s}
+    return {"tag": tag, "host_bytes": FRAME, "disk_bytes": 0, **limits}
 
 
 @pytest.mark.parametrize(
     ("num_salts", "said"), [(1, []), (2, ["and 1 smaller tenant"]), (3, ["and 2 smaller tenants"])]
 )
 def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) -> None:
-    space = {"tenants": [tenant("ab")], "frame_bytes": FRAME, "stats": {"salts": num_salts}}
+    space = {"tenants": [tenant("ab")], "stats": {"salts": num_salts}}
     assert tenant_table(space, 8)[1:] == said
 
 
@@ -224,5 +227,5 @@ def test_bounds_are_told_in_words(settings: dict[str, str], said: str) -> None:
 
 def test_what_has_no_salt_is_shown_by_itself_only_with_a_limit() -> None:
     for ttl_s, is_shown in ((None, False), (10, True)):
-        space = {"tenants": [tenant(None, ttl_s)], "frame_bytes": FRAME, "stats": {"salts": 0}}
+        space = {"tenants": [tenant(None, ttl_s)], "stats": {"salts": 0}}
         assert bool(tenant_table(space, 8)) is is_shown

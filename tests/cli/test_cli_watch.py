@@ -66,7 +66,7 @@ def test_prometheus_reads_what_status_says(socket: str) -> None:
     finally:
         end()
     assert (found["kvloft_commits_total"], found["kvloft_frames_visible"]) == (3, 3)
-    assert (found["kvloft_engines"], found["kvloft_frame_bytes"]) == (1, 4096)
+    assert (found["kvloft_engines"], found["kvloft_host_used_bytes"]) == (1, 3 * 4096)
     assert found["kvloft_build_info"] == 1
     (space,) = status["namespaces"]
     assert (
@@ -94,7 +94,7 @@ def test_each_namespace_has_its_numbers_and_is_cleared_alone(
         end()
     assert 'kvloft_frames_visible{namespace="0000000000000000"} 3.0' in text
     assert 'kvloft_frames_visible{namespace="1a1a1a1a1a1a1a1a"} 2.0' in text
-    assert 'kvloft_frame_bytes{namespace="1a1a1a1a1a1a1a1a"} 8192.0' in text
+    assert 'kvloft_host_used_bytes{namespace="1a1a1a1a1a1a1a1a"} 16384.0' in text
     assert main(["status", "--socket", socket]) == 0
     shown = capsys.readouterr().out
     assert shown.count("of 1 MiB host memory") == 2
@@ -362,7 +362,7 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
                     True,
                     False,
                 ]
-            assert [engine.stats()["frames_share"] for engine in engines] == [64, 192]
+            assert [engine.stats()["host_share_bytes"] // 4096 for engine in engines] == [64, 192]
             for engine in engines:
                 engine.close()
 
@@ -531,7 +531,9 @@ def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
     )
     assert (hit_rate(old), hit_rate(new, old)) == (0.5, 0.75)
     assert (hit_rate(old, old), hit_rate(old, new)) == (None, None)
-    assert watch.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {
+    stats = {"frames_total": 9, "frames_free": 2, "host_used_bytes": 14_000_000}
+    space = {"stats": stats, "frame_sizes": [1]}
+    assert watch.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, space) == {
         "loaded": 2.0,
         "saved": 1.0,
     }

@@ -68,9 +68,7 @@ class World:
             disk_threads=2,
             groups=groups_of(self.shape),
         )
-        self.arena = _core.Arena.open(
-            self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames
-        )
+        self.arena = _core.Arena.open(self.store.arena_path, size_bytes=self.store.arena_sizes[0])
         self.store.watch(16)
         self.announcer = Announcer(self.store, self.shape, describe)
         prefixes = {prompt[:end] for prompt in self.prompts for end in range(1, len(prompt) + 1)}
@@ -105,14 +103,14 @@ class World:
         for batch in (found for found in reserved if found):
             for chunk in batch:
                 spec = {
-                    "offset": 0,
+                    "offset": chunk.frame * FRAME,
                     "part_bytes": FRAME,
                     "key": chunk.key,
                     "layout": b"l" * 32,
                     "page_bytes": [64],
                     "rank": 0,
                 }
-                self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
+                self.arena.seal({**spec, "num_blocks": chunk.num_blocks})
             self.store.settle(batch.tickets())
         self.announcer.note(live, chain, range(start, num_chunks))
         self.announcer.note_states(live, chain, num_chunks)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = Non
         behind = 0 if is_save else draw(st.integers(0, size - 1 - first))
         num = size - first - behind
         blocks = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num, max_size=num))
-        frame, key = draw(st.integers(0, 2**32 - 1)), draw(st.binary(min_size=32, max_size=32))
+        frame, key = draw(st.integers(0, 2**28 - 1)), draw(st.binary(min_size=32, max_size=32))
         ticket = draw(st.integers(0, 2**60)) if is_save else -1
         chunks.append(
             Chunk(frame, key, size, first, tuple(blocks), ticket + nth if is_save else -1)
@@ -140,7 +140,7 @@ def test_blocks_that_are_not_one_run_are_no_chunk(blocks: tuple[int, ...]) -> No
     ("chunk", "words"),
     [
         (Chunk(4, bytes(32), 2, 0, (9, 9)), "frame"),
-        (Chunk(2**32 - 1, bytes(32), 2, 0, (9, 9)), "frame"),
+        (Chunk(2**28 - 1, bytes(32), 2, 0, (9, 9)), "frame"),
         (Chunk(3, bytes(32), 2, 0, (10, 9)), "paged KV"),
         (Chunk(3, bytes(32), 2, 1, (2**31 - 1,)), "paged KV"),
     ],

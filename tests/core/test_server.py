@@ -48,8 +48,8 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     assert server.status()["namespaces"] == []
     one, other = connect(socket), connect(socket, description="here")
     assert one.arena_id == other.arena_id != 0
-    arena = _core.Arena.open(other.arena_path, frame_bytes=FRAME, num_frames=other.num_frames)
-    assert (arena.id, other.num_frames, other.frame_bytes) == (one.arena_id, 8, FRAME)
+    arena = _core.Arena.open(other.arena_path, size_bytes=other.arena_sizes[0])
+    assert (arena.id, other.arena_sizes[0]) == (one.arena_id, 8 * FRAME)
     (chunks,), _ = one.reserve([(chain_of([1, 2, 3]), (), 0, 0, 3, [[4, 5, 6]])])
     assert chunks is not None
     assert one.settle(chunks.tickets()) == (3, 0)
@@ -63,9 +63,9 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
         "stats": status["stats"],
     }
     (space,) = status["namespaces"]
-    assert (space["namespace"], space["frame_bytes"], len(space["engines"])) == (
+    assert (space["namespace"], space["frame_sizes"], len(space["engines"])) == (
         bytes(32),
-        FRAME,
+        [FRAME],
         2,
     )
     assert space["stats"]["pins"] == sum(engine["leases"] for engine in space["engines"]) * 3 == 3
@@ -110,7 +110,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
         _core.server_forget(socket, namespace="f")
     with pytest.raises(ConfigError, match="no such units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])
-    assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"
+    assert repr(engine) == "Session(frame_sizes=[4096])"
     assert repr(server) == "Server(1 engines)"
 
 
@@ -134,13 +134,13 @@ def test_an_engine_that_the_server_refuses_starts_without_the_cache_and_says_so(
     assert said in event
     assert event.endswith("running without the cache and retrying in the background")
     assert (engine.arena_path, engine.lookup(chain_of([1, 2, 3]))) == ("", (0, 0))
-    assert first.num_frames == 8
+    assert first.arena_sizes[0] == 8 * FRAME
     server.close()
 
 
 def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str) -> None:
     engine = connect(socket)
-    assert (engine.arena_path, engine.arena_id, engine.num_frames, engine.renew()) == (
+    assert (engine.arena_path, engine.arena_id, engine.arena_sizes[0], engine.renew()) == (
         "",
         0,
         0,
@@ -149,7 +149,7 @@ def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str
     server = _core.Server(socket, host_bytes=8 * FRAME)
     while not engine.renew():
         pass
-    assert engine.num_frames == 8
+    assert engine.arena_sizes[0] == 8 * FRAME
     assert not engine.renew()
     server.close()
 

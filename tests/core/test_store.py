@@ -151,8 +151,8 @@ def test_a_closed_store_misses() -> None:
     [
         ({"host_bytes": 4095}, "host_size"),
         ({"host_bytes": 1 << 60}, "host_size"),
-        ({"frame_bytes": 1000}, "frame_bytes"),
-        ({"frame_bytes": 0}, "frame_bytes"),
+        ({"frame_bytes": 1000}, "frame sizes"),
+        ({"frame_bytes": 0}, "frame sizes"),
         ({"eviction": "fifo"}, "eviction"),
         ({"namespace": b"short"}, "namespace"),
     ],
@@ -181,9 +181,9 @@ def view_of(arena: _core.Arena) -> ctypes.Array[ctypes.c_uint8]:
     return (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
 
 
-def part(**changes: object) -> dict[str, object]:
+def part(frame: int = 1, **changes: object) -> dict[str, object]:
     return {
-        "offset": 0,
+        "offset": frame * FRAME,
         "part_bytes": 4096,
         "key": b"k" * 32,
         "layout": b"l" * 32,
@@ -196,14 +196,14 @@ def part(**changes: object) -> dict[str, object]:
 
 def test_seal_and_check_say_what_is_wrong() -> None:
     store = make_store(2)
-    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
+    arena = _core.Arena.open(store.arena_path, size_bytes=FRAME * 2)
     memory = view_of(arena)
     for i in range(256):
         memory[FRAME + i] = i
-    assert arena.check(1, part()) == "unsealed"
-    assert arena.seal(1, part()) == 0x1E1292E5A29B696D
+    assert arena.check(part()) == "unsealed"
+    assert arena.seal(part()) == 0x1E1292E5A29B696D
     assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT03"
-    assert arena.check(1, part()) is None
+    assert arena.check(part()) is None
     for change, word in [
         ({"key": b"K" * 32}, "key"),
         ({"layout": b"L" * 32}, "layout"),
@@ -212,20 +212,20 @@ def test_seal_and_check_say_what_is_wrong() -> None:
         ({"page_bytes": [128, 128]}, "shape"),
         ({"page_bytes": [28, 100]}, "tag"),
     ]:
-        assert arena.check(1, part(**change)) == word
+        assert arena.check(part(**change)) == word
     memory[FRAME + 255] ^= 1
-    assert arena.check(1, part()) == "tag"
+    assert arena.check(part()) == "tag"
     memory[FRAME + 3968 + 7] = ord("1")  # a part of the first format
-    assert arena.check(1, part()) == "unsealed"
+    assert arena.check(part()) == "unsealed"
 
 
 def test_places_outside_the_arena_are_refused() -> None:
     store = make_store(2)
-    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
+    arena = _core.Arena.open(store.arena_path, size_bytes=FRAME * 2)
     for frame, change in [
         (2, {}),
         (2**32 - 1, {}),
-        (1, {"offset": 1}),
+        (1, {"offset": FRAME + 1}),
         (1, {"offset": 2**64 - 1}),
         (1, {"part_bytes": 100}),
         (0, {"part_bytes": 0}),
@@ -235,32 +235,32 @@ def test_places_outside_the_arena_are_refused() -> None:
     ]:
         for call in (arena.seal, arena.check):
             with pytest.raises(ConfigError):
-                call(frame, part(**change))
+                call(part(frame, **change))
     for path, num_frames in [(store.arena_path, 3), (store.arena_path, 1)]:
         with pytest.raises(ConfigError):
-            _core.Arena.open(path, frame_bytes=FRAME, num_frames=num_frames)
+            _core.Arena.open(path, size_bytes=FRAME * num_frames)
     with pytest.raises(StoreError):
-        _core.Arena.open("/proc/self/exe", frame_bytes=FRAME, num_frames=1)
+        _core.Arena.open("/proc/self/exe", size_bytes=FRAME * 1)
 
 
 def test_another_process_sees_and_seals_the_same_frames() -> None:
     store = make_store(2)
     code = (
         "import ctypes, sys; from kvloft import _core\n"
-        f"arena = _core.Arena.open(sys.argv[1], frame_bytes={FRAME}, num_frames=2)\n"
+        f"arena = _core.Arena.open(sys.argv[1], size_bytes={FRAME} * 2)\n"
         "memory = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)\n"
         "memory[:256] = bytes(range(256))\n"
         "part = dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, "
         "28], num_blocks=2, rank=3)\n"
-        "arena.seal(0, part)\n"
+        "arena.seal(part)\n"
     )
     subprocess.run(
         [sys.executable, "-c", code, store.arena_path],
         check=True,
         timeout=60 * float(os.environ.get("TEST_PACE", "1")),
     )
-    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
-    assert arena.check(0, part()) is None
+    arena = _core.Arena.open(store.arena_path, size_bytes=FRAME * 2)
+    assert arena.check(part(0)) is None
 
 
 def test_memory_that_somebody_could_cut_short_is_no_arena() -> None:
@@ -268,6 +268,6 @@ def test_memory_that_somebody_could_cut_short_is_no_arena() -> None:
     try:
         os.truncate(fd, 2 * 4096)
         with pytest.raises(ConfigError):
-            _core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=4096, num_frames=2)
+            _core.Arena.open(f"/proc/self/fd/{fd}", size_bytes=4096 * 2)
     finally:
         os.close(fd)

@@ -51,14 +51,14 @@ def spec(key: bytes) -> dict[str, object]:
 
 
 def arena_of(store: _core.Session) -> _core.Arena:
-    return _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
+    return _core.Arena.open(store.arena_path, size_bytes=store.arena_sizes[0])
 
 
 def save(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
     rows, _ = reserve(store, chain, 0, chain.num_blocks)
     for _, frame, key, _ in rows:
-        arena.seal(frame, spec(key))
+        arena.seal(spec(key) | {"offset": frame * FRAME})
     return store.settle([row[0] for row in rows])[0]
 
 
@@ -77,7 +77,7 @@ def load(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
     for frame, key, unit in frames(lease):
         assert key == chain.key(unit)
-        assert arena.check(frame, spec(key)) is None
+        assert arena.check(spec(key) | {"offset": frame * FRAME}) is None
     return blocks
 
 

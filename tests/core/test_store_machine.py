@@ -92,8 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.store = _core.Session(**self.settings)
-        frames = self.store.num_frames
-        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=frames)
+        self.arena = _core.Arena.open(self.store.arena_path, size_bytes=self.store.arena_sizes[0])
 
     @rule(target=tickets, prompt=prompts, start=st.integers(0, 3), stop=st.integers(0, 7))
     def reserve(self, prompt: tuple[int, ...], start: int, stop: int) -> Any:
@@ -110,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.model.state.setdefault(prompt[:end], "reserved")
                 self.model.tickets[ticket] = prompt[:end]
-            self.arena.seal(frame, spec(key))
+            self.arena.seal(spec(key) | {"offset": frame * FRAME})
         return multiple(*(row[0] for row in rows))
 
     @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
@@ -205,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
             chain = chain_of(prompt)
             for frame, key, unit in frames(lease):
                 assert key == chain.key(unit)
-                assert self.arena.check(frame, spec(key)) is None  # I1, I4
+                assert self.arena.check(spec(key) | {"offset": frame * FRAME}) is None  # I1, I4
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

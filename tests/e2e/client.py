@@ -295,7 +295,7 @@ class Engine:
         """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep``
         of them; returns how many.
         """
-        frame_bytes = self.call("_scheduler._store.frame_bytes")
+        frame_bytes = self.call("_scheduler._store.frame_sizes")[0]
         with (
             open(self.call("_scheduler._store.arena_path"), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as arena,

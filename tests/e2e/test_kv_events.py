@@ -241,17 +241,16 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     (space,) = server.namespaces()
     other = _core.Session.connect(
         str(server.socket),
-        frame_bytes=space["frame_bytes"],
+        frame_bytes=space["frame_sizes"],
         namespace=space["namespace"],
         timeout_s=60.0 * PACE,
     )
     chain = _core.KeyChain(_core.root_key(space["namespace"], None, None), block_tokens=1)
-    chain.append_tokens(list(range(other.num_frames)))
-    (chunks,), _ = other.reserve(
-        [(chain, (), 0, 0, other.num_frames, [list(range(1, other.num_frames + 1))])]
-    )
+    num_frames = other.arena_sizes[0] // sum(other.frame_sizes)
+    chain.append_tokens(list(range(num_frames)))
+    (chunks,), _ = other.reserve([(chain, (), 0, 0, num_frames, [list(range(1, num_frames + 1))])])
     assert chunks is not None
-    assert other.settle(chunks.tickets()) == (other.num_frames, 0)
+    assert other.settle(chunks.tickets()) == (num_frames, 0)
     settle(engine)
     router.hear()
     assert (router.num_tokens(prompt, "CPU"), router.num_tokens(prompt, "STORAGE") > 0) == (0, True)

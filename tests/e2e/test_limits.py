@@ -32,7 +32,7 @@ def of_salt(salt: str | None, prompts: list[Req]) -> list[Req]:
 
 
 def frame_bytes(server: CacheServer) -> int:
-    number: int = server.namespaces()[0]["frame_bytes"]
+    number: int = server.namespaces()[0]["frame_sizes"][0]
     return number
 
 

@@ -102,7 +102,7 @@ def test_what_one_stage_cannot_load_is_computed_by_all(
     engine = start(kv_transfer_config=settings, model=model, env=environment(MORE_LAST), **STAGES)
     for part in range(2):
         ask(engine, truth, requests)
-        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_bytes") // 2 + 5)
+        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_sizes")[0] // 2 + 5)
         assert min(ask(engine, truth, requests)) > 0, "it was offered"
         assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
     engine.assert_at_rest()
@@ -151,7 +151,7 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
             **STAGES,
         )
         assert ask(engine, truth, requests) == [96 * life] * 2
-        assert engine.call("_scheduler._store.frame_bytes") % 4 == 0
+        assert engine.call("_scheduler._store.frame_sizes")[0] % 4 == 0
         engine.stop()
 
 
@@ -233,7 +233,7 @@ def test_a_group_that_one_stage_cannot_load_is_computed_by_all(
     for part in range(2):
         ask(engine, truth, requests)
         assert engine.reset()
-        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_bytes") // 2 + 5)
+        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_sizes")[0] // 2 + 5)
         assert min(ask(engine, truth, requests)) > 0, "it was offered"
         assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
         assert engine.reset()

@@ -215,7 +215,7 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
     start: Callable[..., Engine], server: CacheServer
 ) -> None:
     engine = start(kv_transfer_config=shared(server))
-    size = server.namespaces()[0]["frame_bytes"]
+    size = server.namespaces()[0]["frame_sizes"][0]
     other = Session.connect(
         str(server.socket), frame_bytes=size, namespace=b"\1" * 32, timeout_s=60.0
     )
@@ -260,7 +260,7 @@ def test_two_models_on_one_server_have_each_their_own(
     assert (ask_all(truth, one), ask_other()) == (0, 0)
     assert (ask_all(truth, one), ask_other()) == (FULL, full)
     first, second = server.namespaces()
-    assert first["frame_bytes"] != second["frame_bytes"]
+    assert first["frame_sizes"] != second["frame_sizes"]
     assert all(space["slabs"] and len(space["engines"]) == 1 for space in (first, second))
     assert other.reset(connector=True)
     assert ask_all(truth, one) == FULL, "a reset empties its own namespace"

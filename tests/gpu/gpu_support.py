@@ -2,6 +2,7 @@
 and the torch reference.
 """
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.cuda.trailers import TRAILER
 from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
@@ -142,7 +144,8 @@ class Frames:
         self.raw[:] = POISON
         self.memory = FrameMemory(
             self.raw.ctypes.data,
-            num_frames,
+            self.raw.nbytes,
+            part_bytes * num_ranks,
             part_bytes * num_ranks,
             rank * part_bytes,
             part_bytes,
@@ -150,6 +153,14 @@ class Frames:
             self._map,
             is_shared=num_ranks > 1,
         )
+
+
+def trailers_of(memory: FrameMemory) -> np.ndarray:
+    """The trailers of frames without gaps: [num_frames] of `TRAILER`."""
+    assert memory.is_dense
+    raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+    offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
+    return np.ndarray((memory.num_frames,), TRAILER, raw, offset, (memory.frame_bytes,))
 
 
 def part_bytes_for(payload: int) -> int:
@@ -174,7 +185,7 @@ def make_mover(
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(
         [(layout, make_kernels(layout, encodes=encodes)) for layout in layouts],
-        frames.memory,
+        [frames.memory] * len(layouts),
         blocks_per_chunk=[blocks_per_chunk] * len(layouts)
         if isinstance(blocks_per_chunk, int)
         else blocks_per_chunk,

@@ -38,9 +38,9 @@ def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarr
                 at : at + run.row_bytes
             ]
         last = run.frame + run.num_rows - 1
-        assert (
-            run.frame // shape.frames_per_registration == last // shape.frames_per_registration
-        ), "a run crosses two pieces"
+        assert run.frame // shape.frames_per_run == last // shape.frames_per_run, (
+            "a run crosses two pieces"
+        )
 
 
 def _tiles(piece: Piece, block_tiles: BlockTiles):

@@ -18,7 +18,7 @@ from gpu_support import Paged, one_buffer, per_layer
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode, slot_stride
 from kvloft.transfer.cuda.kernels import BlockTiles
 from kvloft.transfer.cuda.pieces import PieceLimits
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.frames import FrameMemory, part_bytes_for
 
 VECTORS = json.loads(e348.VECTORS.read_text(encoding="utf-8"))["cases"]
 
@@ -84,6 +84,10 @@ def test_layouts_that_shrink_and_whose_chunks_fit_a_slot_are_encoded(
     )
 
 
+def memory_of(part_bytes: int) -> FrameMemory:
+    return FrameMemory(1 << 45, 16 * part_bytes, part_bytes, part_bytes, 0, part_bytes, 0, None)
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 7])
 def test_a_width_holds_the_table_and_a_whole_one_everything(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +97,7 @@ def test_a_width_holds_the_table_and_a_whole_one_everything(
     tiles = e348.tiles_of(layout.page_bytes, num_blocks)
     payload, table = layout.block_bytes * num_blocks, -(-8 * len(tiles) // 16) * 16
     narrow, whole = (
-        PartEncoding.of(layout, 4096, 1 << 20, 1 << 20, everything=each).width(num_blocks)
+        PartEncoding.of(layout, memory_of(1 << 20), everything=each).width(num_blocks)
         for each in (False, True)
     )
     assert table < narrow < 0.71 * payload and payload + table <= whole <= payload + table + 128
@@ -106,20 +110,20 @@ def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.Monkey
     layout = bf16(per_layer(16, 3, 64 << 10)).layout()
     part_bytes = part_bytes_for(layout.block_bytes, 256)
     raw = PieceLimits(BlockTiles.of(layout), 40 << 20, part_bytes, 1, 10)
-    encoded = replace(raw, encoding=PartEncoding.of(layout, 0, part_bytes, part_bytes - 128))
+    encoded = replace(raw, encoding=PartEncoding.of(layout, memory_of(part_bytes)))
     assert (raw.chunks_per_piece, encoded.chunks_per_piece) == (39, 56)
 
 
 def test_parts_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = layouts()["bf16"].layout()
-    encoding = PartEncoding.of(layout, 1 << 45, 1 << 20, (1 << 20) - 128)
+    encoding = PartEncoding.of(layout, memory_of(1 << 20))
     parts = encoding.parts([3, 0], [1, 2], np.array([False, True]))
     assert parts["address"].tolist() == [(1 << 45) + (3 << 20), 1 << 45]
     assert parts["width"].tolist() == [encoding.width(1), encoding.width(2)] and parts[
         "is_raw"
     ].tolist() == [0, 1]
-    whole = PartEncoding.of(layout, 1 << 45, 1 << 20, (1 << 20) - 128, everything=True)
+    whole = PartEncoding.of(layout, memory_of(1 << 20), everything=True)
     assert whole.parts([3], [1], None)["address"].tolist() == [0], (
         "frames that are not registered may not be touched"
     )

@@ -82,9 +82,9 @@ def kernels_of(
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     layouts = [on_gpu.bf16(name).layout() for name in names]
-    window: Any = SimpleNamespace(memory=None)
+    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
     mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(
-        window
+        [window] * len(names)
     )
     return [kernels.encodes for _, kernels in made]
 

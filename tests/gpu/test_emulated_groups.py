@@ -67,7 +67,8 @@ def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have
     make = mover.prepare(
         layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False
     )
-    make(SimpleNamespace(memory=None))  # type: ignore[arg-type]
+    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    make([window] * len(layouts))
     ((kinds, kind_of, blocks_per_chunk),) = made
     assert list(kind_of) == [0, 1, 2, 3, 4, 5, 0]
     assert list(blocks_per_chunk) == [1, 1, 3, 2, 1, 2], "a kind's chunks have as many blocks"

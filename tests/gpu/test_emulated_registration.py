@@ -113,16 +113,16 @@ def test_saves_wait_for_their_frames_and_none_fails(rig: Rig) -> None:
     copies = chunks(30)
     rig.submit(copies)
     assert rig.settled() == ([], []) and rig.mover.is_behind
-    assert rig.mover.usable_frames == 0
+    assert rig.mover.usable_bytes == 0
     rig.pins.pin(12)
-    assert rig.mover.usable_frames == 12
+    assert rig.mover.usable_bytes == 12 * rig.frames.memory.frame_bytes
     saved, failed = rig.settled()
     assert failed == [] and saved == list(range(1, len(saved) + 1)) and 9 <= len(saved) <= 12, (
         "pieces of pinned frames go at once"
     )
     rig.pins.pin(BLOCKS)
     assert rig.settled() == (list(range(len(saved) + 1, 31)), [])
-    assert rig.mover.usable_frames is None
+    assert rig.mover.usable_bytes is None
     assert all(map(rig.is_kept, copies)) and not rig.mover.is_behind
     rig.mover.close()
 

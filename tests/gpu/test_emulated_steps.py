@@ -23,14 +23,24 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from batches import batch_of, batch_of_groups
 from emulated_gpu import emulated
-from gpu_support import POISON, Frames, Paged, key_of, make_mover, part_bytes_for, per_layer, turned
+from gpu_support import (
+    POISON,
+    Frames,
+    Paged,
+    key_of,
+    make_mover,
+    part_bytes_for,
+    per_layer,
+    trailers_of,
+    turned,
+)
 from kernels_oracle import chunk_tag
 
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.trailers import TRAILER, trailers_of
+from kvloft.transfer.cuda.trailers import TRAILER
 from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3

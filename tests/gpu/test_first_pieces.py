@@ -162,7 +162,7 @@ def test_saves_that_are_not_taken_are_told_each_once(
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
     with monkeypatch.context() as patch:
-        part = rig.mover._shared.memory.frame_bytes
+        part = rig.mover._shared.kinds[0].memory.frame_bytes
         patch.setattr(
             rig.mover._shared,
             "registered",

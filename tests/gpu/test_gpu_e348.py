@@ -25,13 +25,13 @@ from gpu_support import (
     part_bytes_for,
     per_layer,
     save,
+    trailers_of,
 )
 from kernels_oracle import chunk_tag
 from test_gpu_mover import NothingPinned, check_load, random_chunks
 
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId
-from kvloft.transfer.cuda.trailers import trailers_of
 
 NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
 ORACLE_TILES = 300

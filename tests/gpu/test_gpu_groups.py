@@ -13,14 +13,23 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from batches import batch_of, batch_of_groups
-from gpu_support import Frames, Paged, copies_of, make_mover, part_bytes_for, per_layer, turned
+from gpu_support import (
+    Frames,
+    Paged,
+    copies_of,
+    make_mover,
+    part_bytes_for,
+    per_layer,
+    trailers_of,
+    turned,
+)
 from kernels_oracle import chunk_tag
 
 from kvloft.seam.batch import ChunkBatch, ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.trailers import TRAILER, trailers_of
+from kvloft.transfer.cuda.trailers import TRAILER
 
 pytestmark = pytest.mark.gpu
 GROUPS = (0, 1, 0)

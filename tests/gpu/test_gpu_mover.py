@@ -24,13 +24,13 @@ from gpu_support import (
     part_bytes_for,
     per_layer,
     save,
+    trailers_of,
 )
 from kernels_oracle import chunk_tag
 
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.transfer.cuda.trailers import trailers_of
 
 LAYOUTS = {
     "per_layer_16": lambda: per_layer(5, 37, 4096 * 3),

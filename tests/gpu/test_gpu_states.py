@@ -98,7 +98,7 @@ class Rig:
         )
         self.mover = CudaMover(
             [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts],
-            self.frames.memory,
+            [self.frames.memory] * len(self.layouts),
             blocks_per_chunk=[1] * len(self.layouts),
             tuning=Tuning(2, slot_bytes, 66),
             kind_of=[KINDS.index(kind) for kind in GROUPS],

@@ -124,7 +124,9 @@ class Queues(RuleBasedStateMachine):
             mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece))
         )
         self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
-        memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
+        memory = FrameMemory(
+            self.raw.ctypes.data, NUM_FRAMES * PART, PART, PART, 0, PART, 0, self.raw
+        )
         layout: Any = SimpleNamespace(
             digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS
         )
@@ -134,7 +136,7 @@ class Queues(RuleBasedStateMachine):
             encodes=False,
         )
         tuning = Tuning(2, CHUNKS_A_SLOT * PART)
-        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
+        self.mover = CudaMover([(layout, kernels)], [memory], blocks_per_chunk=[1], tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)

@@ -18,7 +18,14 @@ def memory(rank: int = 0, num_ranks: int = 1) -> tuple[FrameMemory, np.ndarray]:
     buffer = np.frombuffer(mmap.mmap(-1, FRAMES * PART * num_ranks), np.uint8)
     buffer[:] = 0xA5
     frames = FrameMemory(
-        buffer.ctypes.data, FRAMES, PART * num_ranks, PART * rank, PART, rank, buffer
+        buffer.ctypes.data,
+        buffer.nbytes,
+        PART * num_ranks,
+        PART * num_ranks,
+        PART * rank,
+        PART,
+        rank,
+        buffer,
     )
     return frames, buffer.reshape(FRAMES, num_ranks, PART)
 
@@ -140,8 +147,8 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     fd = os.memfd_create("kvloft-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, FRAMES * PART)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    arena = core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=PART, num_frames=FRAMES)
-    frames = FrameMemory(arena.address, FRAMES, PART, 0, PART, 0, arena)
+    arena = core.Arena.open(f"/proc/self/fd/{fd}", size_bytes=PART * FRAMES)
+    frames = FrameMemory(arena.address, FRAMES * PART, PART, PART, 0, PART, 0, arena)
     trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
     raw = np.ndarray(
         (FRAMES, PART),
@@ -152,7 +159,7 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
         0, 256, (FRAMES, 3 * BLOCK), dtype=np.uint8
     )
     shape = {
-        "offset": 0,
+        "offset": 2 * PART,
         "part_bytes": PART,
         "layout": b"L" * 32,
         "page_bytes": [600, 400],
@@ -160,10 +167,10 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     }
     tag = chunk_tag(raw[2, : 3 * BLOCK], [600, 400], 3)
     trailers.seal(np.array([2]), b"k" * 32, np.array([tag], dtype=np.uint64), np.array([3]))
-    assert arena.check(2, {**shape, "key": b"k" * 32, "num_blocks": 3}) is None
-    assert arena.seal(4, {**shape, "key": b"q" * 32, "num_blocks": 3}) == chunk_tag(
-        raw[4, : 3 * BLOCK], [600, 400], 3
-    )
+    assert arena.check({**shape, "key": b"k" * 32, "num_blocks": 3}) is None
+    assert arena.seal(
+        {**shape, "offset": 4 * PART, "key": b"q" * 32, "num_blocks": 3}
+    ) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     tags, problems = trailers.read(np.array([4]), b"q" * 32, np.array([3]))
     assert problems == {} and tags[0] == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     os.close(fd)

@@ -69,12 +69,12 @@ class Haunted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._arena, name)
 
-    def seal(self, frame: int, part: dict[str, Any]) -> Any:
+    def seal(self, part: dict[str, Any]) -> Any:
         self._write(part["key"])
-        return self._arena.seal(frame, part)
+        return self._arena.seal(part)
 
-    def check(self, frame: int, part: dict[str, Any]) -> Any:
-        problem = self._arena.check(frame, part)
+    def check(self, part: dict[str, Any]) -> Any:
+        problem = self._arena.check(part)
         if self._write(part["key"]):
             self._trouble.damaged.add(part["key"])  # for the next load
         return problem
@@ -105,27 +105,26 @@ class SlowMover:
     With ``is_early`` saves are read before the next step begins.
     """
 
-    usable_frames = None
+    usable_bytes = None
 
     def __init__(
         self,
         layouts: Sequence[PagedLayout],
-        frames: FrameWindow,
+        windows: Sequence[FrameWindow],
         trouble: Trouble,
         ledger: Ledger,
         owns: Callable[[str, Sequence[int]], bool],
         *,
         is_early: bool = False,
     ) -> None:
-        self._inner = CpuMover(layouts, frames)
+        self._inner, frames = CpuMover(layouts, windows), windows[0]
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
         self._block_bytes = [layout.block_bytes for layout in layouts]
         self._frame_of = dict[bytes, int]()
-        part, haunted = self._inner._part, [frames, trouble, self._frame_of]
-        part._arena, frames._arena = (
-            Haunted(part._arena, *haunted),
-            Haunted(frames._arena, *haunted),
-        )  # type: ignore[arg-type]
+        haunted: Any = [frames, trouble, self._frame_of]
+        for part in {id(part): part for part in self._inner._parts}.values():
+            part._arena = Haunted(part._arena, *haunted)  # type: ignore[assignment]
+        frames._arena = Haunted(frames.memory.owner, *haunted)  # type: ignore[attr-defined]
         self._saves, self._is_early = list[Saving](), is_early
         """Under way, of all groups: a block is one group's at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []

@@ -311,7 +311,9 @@ def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
     """What a frame is sealed and checked by, without a private copy."""
-    return part._describe(copy, *layout) | {"offset": part._frames.memory.part_offset}
+    memory = part._frames.memory
+    offset = memory.start(copy.frame) + memory.part_offset
+    return part._describe(copy, *layout) | {"offset": offset}
 
 
 @mutant(
@@ -322,7 +324,7 @@ def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
 def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
     def store(original: Any, part: Any, copy: Any, *layout: Any) -> None:
         part._frames.part(copy.frame)[:-128] = part.bytes[:-128]
-        part._frames._arena.seal(copy.frame, in_place(part, copy, *layout))
+        part._frames._arena.seal(in_place(part, copy, *layout))
 
     swap(mp, PrivatePart, "store", store)
 
@@ -333,7 +335,7 @@ def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
 )
 def frames_are_checked_in_place(mp: pytest.MonkeyPatch) -> None:
     def fetch(original: Any, part: Any, copy: Any, *layout: Any) -> Any:
-        problem = part._frames._arena.check(copy.frame, in_place(part, copy, *layout))
+        problem = part._frames._arena.check(in_place(part, copy, *layout))
         part.bytes[:] = part._frames.part(copy.frame)
         return problem
 

@@ -129,9 +129,7 @@ class World:
         self.leases: list[Any] = []
 
     def map_arena(self) -> None:
-        self.arena = _core.Arena.open(
-            self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames
-        )
+        self.arena = _core.Arena.open(self.store.arena_path, size_bytes=self.store.arena_sizes[0])
 
     def restart(self) -> None:
         self.store.close()
@@ -198,14 +196,14 @@ class World:
         (chunks,), _ = store.reserve([row])
         for chunk in chunks or ():
             spec = {
-                "offset": 0,
+                "offset": chunk.frame * FRAME,
                 "part_bytes": FRAME,
                 "key": chunk.key,
                 "layout": b"l" * 32,
                 "page_bytes": [64],
                 "rank": 0,
             }
-            self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
+            self.arena.seal({**spec, "num_blocks": chunk.num_blocks})
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:

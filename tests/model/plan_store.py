@@ -313,8 +313,8 @@ class ModelStore(Session):
         for entry in list(self.entries.values()):
             self._forget(entry)
 
-    def limit_frames(self, num_frames: int) -> None:
-        self.frame_limit = num_frames
+    def limit_memory(self, limit_bytes: int) -> None:
+        self.frame_limit = limit_bytes // 4096
 
     def stats(self) -> dict[str, int]:
         reserved = len(self.tickets)

@@ -58,7 +58,7 @@ class SymbolicEngine:
                     num_ranks=setup.num_ranks,
                     lookahead=setup.lookahead,
                 ),
-                arena=ArenaSpec("", 1, setup.num_frames),
+                arena=ArenaSpec("", setup.num_frames * 4096, 4096, (4096,)),
                 wait_s=setup.wait_s,
                 shares_blocks=setup.local_cache,
                 save_prompts_only=setup.save_prompts_only,

@@ -233,11 +233,11 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
 
 def test_those_who_wait_pin_half_of_what_is_the_stores_in_a_shared_arena() -> None:
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
-    engine.core.count_on(100)
+    engine.core.count_on(100 * 4096)
     ask(engine, requests)
     assert pinned_frames(engine) == 12, "there are no more"
     engine.core._admission.release_all()
-    engine.core.count_on(16)
+    engine.core.count_on(16 * 4096)
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
         assert pinned_frames(engine) == 8

@@ -159,7 +159,7 @@ def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(
 def test_frames_that_some_rank_cannot_copy_to_are_not_taken() -> None:
     engine = SymbolicEngine(Setup(num_ranks=2))
     for rank, num_frames, limit in ((0, 9, 9), (1, 4, 4), (0, 30, 4), (1, 1 << 31, 30)):
-        engine.core.absorb(StepReport(usable_frames=(rank, num_frames)))
+        engine.core.absorb(StepReport(usable_bytes=(rank, num_frames * 4096)))
         assert engine.store.frame_limit == limit
     engine.core.close()
 
@@ -178,15 +178,15 @@ def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
     again = engine.core.plan_step(view_of_running(8, 2))
     assert saved_blocks(again) == [(9,)], "the others are known to be there"
     saved(engine, again)
-    arena = ArenaSpec("", 1, 7, id=2)
-    engine.core.absorb(StepReport(usable_frames=(0, 3)))
+    arena = ArenaSpec("", 7 * 4096, 4096, (4096,), id=2)
+    engine.core.absorb(StepReport(usable_bytes=(0, 3 * 4096)))
     engine.store.clear()
     engine.store.frame_limit = 7
     engine.core.meet_store(arena)
     plan = engine.core.plan_step(view_of_running(10, 2))
     assert (saved_blocks(plan), plan.arena) == ([(5,), (6,), (7,), (8,), (9,), (10,)], arena)
     settled(engine, plan)
-    engine.core.absorb(StepReport(usable_frames=(1, 6)))
+    engine.core.absorb(StepReport(usable_bytes=(1, 6 * 4096)))
     assert engine.store.frame_limit == 6, "what was said of the arena before does not count"
     engine.core.close()
 

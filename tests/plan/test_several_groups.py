@@ -14,15 +14,14 @@ from kvloft.plan.breaker import MAX_FAILED_LOADS
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import BoundaryState, NewRequest, StepView
-from kvloft.store import groups_of
+from kvloft.store import arena_of, groups_of
 
 BLOCK = 4
 FRAME = 8192
 SHAPE = CacheShape(
     (GroupShape(BLOCK, kind="window", reach=5), GroupShape(BLOCK), GroupShape(BLOCK, kind="state")),
-    part_bytes=FRAME,
 )
 PROMPT = list(range(100, 117))
 
@@ -35,7 +34,7 @@ class Bench:
             frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape)
         )
         root = _core.root_key(bytes(32), None, None)
-        arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
+        arena = arena_of(self.store, shape)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
         self.now_s = 0.0
         self.core = SchedulerCore(
@@ -237,7 +236,7 @@ def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:
 # -- windows in every layer
 # ---------------------------------------------------------------------------------------
 
-WINDOW_ONLY = CacheShape((GroupShape(BLOCK, kind="window", reach=5),), part_bytes=FRAME)
+WINDOW_ONLY = CacheShape((GroupShape(BLOCK, kind="window", reach=5, part_bytes=FRAME),))
 
 
 def windows(*blocks: int) -> Tables:

@@ -10,7 +10,7 @@ from kvloft.transfer.mover import Finished
 class IdleMover:
     """See ``kvloft.transfer.mover.Mover``."""
 
-    usable_frames: int | None = None
+    usable_bytes: int | None = None
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None: ...
 

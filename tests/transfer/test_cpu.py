@@ -26,9 +26,10 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.store import arena_of
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow, PrivatePart, part_bytes_for
+from kvloft.transfer.frames import FrameWindow, PrivatePart, map_frames, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout, without_pages
 
 KEY = ChunkKey(bytes(range(32)))
@@ -46,22 +47,22 @@ class Bench:
         self.layout = read_layout(caches, num_blocks, "test")
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
         self.shape = CacheShape(
-            (GroupShape(16, BLOCKS_PER_CHUNK),),
-            part_bytes=part_bytes_for(payload),
+            (GroupShape(16, BLOCKS_PER_CHUNK, part_bytes=part_bytes_for(payload)),),
             num_ranks=num_ranks,
         )
-        frame_bytes = self.shape.frame_bytes
+        frame_bytes = self.shape.frame_bytes(0)
         self.store = _core.Session(
             frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32)
         )
-        self.spec = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
+        self.spec = arena_of(self.store, self.shape)
+        assert self.spec is not None
         self.mover, self.frames = self.rank(rank)
         self.frames.bytes.fill_(0xEE)
 
     def rank(self, rank: int, layout: PagedLayout | None = None) -> tuple[CpuMover, FrameWindow]:
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
-        frames = FrameWindow(self.spec, self.shape, shard=rank, payload_bytes=payload)
-        return CpuMover([layout or self.layout], frames), frames
+        (frames,) = map_frames(self.spec, self.shape, shard=rank, payload_bytes=[payload])
+        return CpuMover([layout or self.layout], [frames]), frames
 
     def expected(self, blocks: tuple[int, ...]) -> bytes:
         return b"".join(block_bytes(self.caches, self.num_blocks, block) for block in blocks)
@@ -154,9 +155,10 @@ def test_what_is_gathered_is_scattered_and_nothing_else_changes(
     assert bench.frames.part(2)[: len(payload)].numpy().tobytes() == payload
     assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
     after = bench.frames.bytes.clone()
-    arena[2, : len(payload)] = after[2, : len(payload)]
-    trailer_at = bench.frames.memory.part_bytes - _core.TRAILER_BYTES
-    arena[2, trailer_at:] = after[2, trailer_at:]
+    begin, end = bench.frames.memory.start(2), bench.frames.memory.start(3)
+    trailer_at = end - _core.TRAILER_BYTES
+    arena[begin : begin + len(payload)] = after[begin : begin + len(payload)]
+    arena[trailer_at:end] = after[trailer_at:end]
     assert torch.equal(arena, after), "only payload and trailer of its own frame are written"
 
     wanted = bench.expected(source[first : first + len(target)])
@@ -187,10 +189,10 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     bench.fill(2)
     save(other, copy_of(0, (4, 5, 6)))
     part = window.memory.part_bytes
-    assert torch.equal(bench.frames.bytes[0, :part], first[0, :part])
+    assert torch.equal(bench.frames.bytes[:part], first[:part])
     assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
-    bench.frames.bytes[0, :part] = bench.frames.bytes[0, part:]
+    bench.frames.bytes[:part] = bench.frames.bytes[part : 2 * part]
     assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], (
         "another rank's part is not mine"
     )
@@ -213,11 +215,11 @@ def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(
     save(bench.mover, copy_of(0, (1, 2, 3)), copy_of(1, (4, 5))._replace(key=ChunkKey(b"x" * 32)))
     bad, mover = copy_of(0, (4, 5, 6)), bench.mover
     if damage == "payload":
-        bench.frames.bytes[0, 17] ^= 1
+        bench.frames.bytes[17] ^= 1
     elif damage == "last byte":
-        bench.frames.bytes[0, 3 * bench.layout.block_bytes - 1] ^= 128
+        bench.frames.bytes[3 * bench.layout.block_bytes - 1] ^= 128
     elif damage == "trailer":
-        bench.frames.bytes[0, -_core.TRAILER_BYTES :] = 0
+        bench.frames.part(0)[-_core.TRAILER_BYTES :] = 0
     elif damage == "key":
         bad = bad._replace(key=ChunkKey(b"y" * 32))
     elif damage == "layout":
@@ -236,7 +238,7 @@ def test_every_byte_of_the_payload_is_under_the_tag(bench: Bench) -> None:
     rng = np.random.default_rng(5)
     size = 3 * bench.layout.block_bytes
     for at in [0, size - 1, *rng.integers(0, size, 200)]:
-        bench.frames.bytes[0, int(at)] ^= 1 << int(rng.integers(8))
+        bench.frames.bytes[int(at)] ^= 1 << int(rng.integers(8))
         assert load(bench.mover, copy_of(0, (4, 5, 6)))[0] == ["tag"]
         save(bench.mover, copy_of(0, (1, 2, 3)))
 
@@ -244,7 +246,7 @@ def test_every_byte_of_the_payload_is_under_the_tag(bench: Bench) -> None:
 def test_a_good_chunk_beside_a_bad_one_is_loaded(bench: Bench) -> None:
     save(bench.mover, copy_of(0, (1,)), copy_of(1, (2,)))
     wanted = bench.expected((2,))
-    bench.frames.bytes[0, 0] ^= 1
+    bench.frames.bytes[0] ^= 1
     problems, lost = load(bench.mover, copy_of(0, (5,)), copy_of(1, (6,)))
     assert (problems, lost) == (["tag"], {5})
     assert bench.expected((6,)) == wanted
@@ -278,7 +280,7 @@ class TestAnotherProcessWritesToTheFrame:
     @staticmethod
     def foreign_write(bench: Bench) -> None:
         _, frames = bench.rank(0)  # maps the arena once more
-        frames.bytes[0] = 0xAB
+        frames.part(0)[:] = 0xAB
 
     def test_before_the_save(self, bench: Bench) -> None:
         self.foreign_write(bench)
@@ -359,14 +361,13 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
 
 def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
     """A pipeline stage that needs less than another has the same part of each frame."""
-    smaller = FrameWindow(
-        bench.spec, replace(bench.shape, part_bytes=4096), shard=0, payload_bytes=16
-    )
-    assert smaller.memory.part_bytes == bench.spec.frame_bytes // bench.shape.num_shards
+    small = replace(bench.shape, groups=(replace(bench.shape.groups[0], part_bytes=4096),))
+    (smaller,) = map_frames(bench.spec, small, shard=0, payload_bytes=[16])
+    assert smaller.memory.part_bytes == bench.shape.groups[0].part_bytes
 
 
 def test_a_stage_without_a_layer_of_a_group_seals_its_part_and_finds_it_again(bench: Bench) -> None:
-    frames = FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=0)
+    frames = map_frames(bench.spec, bench.shape, shard=0, payload_bytes=[0])
     mover = CpuMover([without_pages(bench.layout)], frames)
     mover.submit_saves([SavePlan(ReqId("r"), batch_of([copy_of(0, (1, 2), ticket=1)]))])
     mover.submit_loads([LoadPlan(ReqId("r"), 9, loads_of(copy_of(0, (4,), num_blocks=2, first=1)))])
@@ -377,10 +378,8 @@ def test_a_stage_without_a_layer_of_a_group_seals_its_part_and_finds_it_again(be
 
 def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
     with pytest.raises(LayoutError, match="cannot hold"):
-        FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
-    with pytest.raises(LayoutError, match="cannot hold"):
-        FrameWindow(
-            bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1
+        map_frames(
+            bench.spec, bench.shape, shard=0, payload_bytes=[bench.shape.groups[0].part_bytes]
         )
 
 
@@ -390,7 +389,7 @@ def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
     """
     benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
     one, other = benches
-    mover = CpuMover([one.layout, other.layout], one.frames)
+    mover = CpuMover([one.layout, other.layout], [one.frames, one.frames])
     one.fill(1)
     other.fill(2)
     three, two = (1, 2, 3), (4, 2, 6)

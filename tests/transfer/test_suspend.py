@@ -116,14 +116,14 @@ def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pin
 
     def hear() -> None:
         if (report := worker.take_report()) is not None:
-            told.append(report.usable_frames)
+            told.append(report.usable_bytes)
 
-    mover.usable_frames = 1
+    mover.usable_bytes = 1
     worker.begin(plan_of(store)._replace(saves=(), loads=()))
     hear()
     worker.suspend()
     hear()
-    mover.usable_frames = 2  # pinning goes on
+    mover.usable_bytes = 2  # pinning goes on
     hear()
     worker.resume()
     worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
@@ -150,10 +150,10 @@ def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(
     store: _core.Session,
 ) -> None:
     mover = IdleMover()
-    mover.usable_frames = 1
+    mover.usable_bytes = 1
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store)._replace(saves=(), loads=()))
-    assert (report := worker.take_report()) is not None and report.usable_frames == (0, 1)
+    assert (report := worker.take_report()) is not None and report.usable_bytes == (0, 1)
     worker.stop("other weights")
     assert worker.take_report() is None

@@ -17,17 +17,17 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import arena_of
 from kvloft.transfer.frames import FrameWindow, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
 from kvloft.transfer.mover import Finished
-from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
+from kvloft.transfer.worker import ALL_BYTES, WorkerCore
 
 CACHES = carve("LBHNC", Sizes())
 BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
 PART_BYTES = part_bytes_for(BLOCK_BYTES)
-SHAPE = CacheShape((GroupShape(16),), part_bytes=PART_BYTES)
+SHAPE = CacheShape((GroupShape(16, part_bytes=PART_BYTES),))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def copy_of(frame: int, block: int, ticket: int = -1) -> ChunkCopy:
 
 def plan_of(store: _core.Session, step: int = 1) -> StepPlan:
     """Saves block 1, loads frame 0 into block 2."""
-    arena = ArenaSpec(store.arena_path, store.frame_bytes, store.num_frames)
+    arena = arena_of(store, SHAPE)
     loads = (LoadPlan(ReqId("l"), 5, batch_of([copy_of(0, 2)])),)
     return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), batch_of([copy_of(0, 1, 11)])),))
 
@@ -163,7 +163,10 @@ def test_frames_must_hold_a_chunk_of_every_group(
         replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0
     )
     worker.register([CACHES, CACHES], 7, "test")
-    worker.begin(plan_of(store)._replace(loads=(), saves=()))
+    plan = plan_of(store)
+    assert plan.arena is not None
+    arena = replace(plan.arena, part_bytes=(PART_BYTES, PART_BYTES))
+    worker.begin(plan._replace(arena=arena, loads=(), saves=()))
     assert ("cannot move pages" in caplog.text) is (kept > 1)
 
 
@@ -245,26 +248,26 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
     assert heard == [True, False]
 
 
-def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> None:
+def test_usable_bytes_are_reported_when_they_change(store: _core.Session) -> None:
     class Pinning(IdleMover):
-        usable_frames = 0
+        usable_bytes = 0
 
     mover = Pinning()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store)._replace(saves=(), loads=()))
     told = []
-    for mover.usable_frames in (0, 0, 5, 5, None, None):
+    for mover.usable_bytes in (0, 0, 5, 5, None, None):
         report = worker.take_report()
-        told.append(report.usable_frames if report is not None else None)
-    assert told == [(0, 0), None, (0, 5), None, (0, ALL_FRAMES), None]
+        told.append(report.usable_bytes if report is not None else None)
+    assert told == [(0, 0), None, (0, 5), None, (0, ALL_BYTES), None]
 
 
 def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.Session) -> None:
     events: list[str] = []
 
     class Pinning(IdleMover):
-        usable_frames = 2
+        usable_bytes = 2
 
         def drain(self) -> Finished:
             events.append("drain")
@@ -281,12 +284,12 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
     worker.register([CACHES], 7, "test")
     other = _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
     for session in (store, store, other, other):
-        worker.begin(plan_of(session)._replace(arena=arena_of(session), loads=(), saves=()))
+        worker.begin(plan_of(session)._replace(arena=arena_of(session, SHAPE), loads=(), saves=()))
         events.append("step")
     assert events == ["make", "step", "step", "drain", "close", "make", "step", "step"]
     report = worker.take_report()
     assert report is not None
-    assert (report.saved, report.usable_frames) == ((11,), (0, 2))
+    assert (report.saved, report.usable_bytes) == ((11,), (0, 2))
 
 
 def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(
@@ -295,7 +298,7 @@ def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(
     """A path is used again for another arena."""
     worker = worker_for()
     plan = plan_of(store)
-    right = arena_of(store)
+    right = arena_of(store, SHAPE)
     assert right is not None
     for arena in (
         replace(right, id=right.id + 1),

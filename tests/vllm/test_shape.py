@@ -3,6 +3,7 @@ directory is whose.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvloft.vllm.shape import (
 
 
 def shape_of(block_tokens: int, blocks_per_unit: int, frame_bytes: int) -> CacheShape:
-    return CacheShape((GroupShape(block_tokens, blocks_per_unit),), part_bytes=frame_bytes)
+    return CacheShape((GroupShape(block_tokens, blocks_per_unit, part_bytes=frame_bytes),))
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,10 @@ def test_ranks_with_the_same_bytes_share_one_part(
 
 
 def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
-    shape = CacheShape((GroupShape(16),), part_bytes=8192, num_ranks=4, num_replicas=2)
+    shape = CacheShape((GroupShape(16, part_bytes=8192),), num_ranks=4, num_replicas=2)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [shape.is_writer(rank) for rank in range(4)] == [True, False, True, False]
-    assert (shape.frame_bytes, shape.num_ranks) == (16384, 4)
+    assert (shape.frame_bytes(0), shape.num_ranks) == (16384, 4)
     with pytest.raises(ValueError, match="rank 4"):
         shape.shard_of(4)
     with pytest.raises(ValueError, match="3 ranks"):
@@ -83,14 +84,13 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
     shape = cache_shape(engine, ranks)
-    assert shape.part_bytes == part_bytes_for(max(map(len, layers)) * spec.page_size_bytes)
+    assert shape.part_bytes == (part_bytes_for(max(map(len, layers)) * spec.page_size_bytes),)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], (
         "two ranks of a stage share the one KV head"
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
-    assert {each.groups for each in own} == {shape.groups}, (
-        "all choose chunks alike, whatever their layers"
-    )
+    alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]
+    assert len(set(alike)) == 1, "all choose chunks alike, whatever their layers"
     assert max(each.part_bytes for each in own) == shape.part_bytes
 
 
@@ -100,7 +100,8 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
     ranks = [stage((window, "ab"), (full, "")), stage((window, "c"), (full, "def"))]
     shape = cache_shape(pipeline(2, 1), ranks)
     assert [group.kind for group in shape.groups] == ["window", "full"]
-    assert shape.part_bytes == part_bytes_for(3 * full.page_size_bytes)
+    sizes = [2 * window.page_size_bytes, 3 * full.page_size_bytes]
+    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
@@ -111,8 +112,8 @@ def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
         "b": FullAttentionSpec(head_size=128, **kv),
     }
     ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
-    assert cache_shape(pipeline(1, 1), ranks).part_bytes == part_bytes_for(
-        sum(spec.page_size_bytes for spec in specs.values())
+    assert cache_shape(pipeline(1, 1), ranks).part_bytes == (
+        part_bytes_for(sum(spec.page_size_bytes for spec in specs.values())),
     )
 
 
@@ -156,21 +157,21 @@ def test_encoded_parts_have_room_for_a_table() -> None:
     payload = 32 * BF16.page_size_bytes
     assert (
         shape.part_bytes
-        == part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1))
+        == (part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1)),)
         > without.part_bytes
     )
 
 
-def test_encoded_parts_of_groups_have_room_for_the_longest_table() -> None:
+def test_encoded_parts_of_each_group_have_room_for_its_table() -> None:
     windows = SlidingWindowSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=33
     )
     ranks = [stage((windows, "ab"), (BF16, "cde"))]
     shape = cache_shape(pipeline(1, 1), ranks, E348)
     assert not shape.is_divisible and shape.encoding == E348
-    assert shape.part_bytes == part_bytes_for(
-        3 * BF16.page_size_bytes, 3 * (BF16.page_size_bytes // 4096 + 1)
-    )
+    page = BF16.page_size_bytes
+    tiles = page // 4096 + 1
+    assert shape.part_bytes == tuple(part_bytes_for(num * page, num * tiles) for num in (2, 3))
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
@@ -218,30 +219,31 @@ def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, li
 def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
     assert tiers_text(
-        config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1
+        config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", size_bytes=0, num_found=1
     ) == (
-        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up "
+        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB, disk /cache/dp1 up "
         "to 1 GiB with 1 chunk found, "
         "eviction adaptive"
     )
     assert tiers_text(
-        Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0
-    ) == (
-        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction adaptive"
-    )
+        Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, size_bytes=0, num_found=0
+    ) == ("chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB, no disk, eviction adaptive")
     unequal = CacheShape(
-        (GroupShape(64), GroupShape(32, 2, kind="window", reach=63)), part_bytes=8192
+        (
+            GroupShape(64, part_bytes=8192),
+            GroupShape(32, 2, kind="window", reach=63, part_bytes=8192),
+        ),
     )
-    assert tiers_text(config, unequal, disk_path=None, num_frames=1, num_found=0).startswith(
+    assert tiers_text(config, unequal, disk_path=None, size_bytes=0, num_found=0).startswith(
         "chunks of 64 tokens (1 to 2 blocks, 8 KiB), "
     )
     opening = tiers_text(
-        config, shape_of(32, 1, 132 << 10), disk_path="/cache", num_frames=1, num_found=None
+        config, shape_of(32, 1, 132 << 10), disk_path="/cache", size_bytes=0, num_found=None
     )
     assert "not open yet" in opening
     assert "found" not in opening
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
-        config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0
+        config, shape_of(1, 1, 4096), disk_path="/cache", size_bytes=0, num_found=0
     )
 
 
@@ -301,12 +303,16 @@ def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, 
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
-    assert shape.groups == (GroupShape(16, kind="window", reach=32),)
+    assert shape.groups == (
+        GroupShape(16, kind="window", reach=32, part_bytes=shape.part_bytes[0]),
+    )
     assert (shape.is_divisible, shape.is_dense, shape.main) == (False, False, 0)
-    assert shape.part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
+    assert shape.part_bytes == (
+        part_bytes_for(sum(spec.page_size_bytes for spec in specs.values())),
+    )
 
 
-def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
+def test_each_group_has_frames_of_its_own_size() -> None:
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = (
         FullAttentionSpec(block_size=16, **kv),
@@ -318,8 +324,10 @@ def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     ]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
-    assert (shape.main, shape.groups[1], shape.num_shards) == (1, GroupShape(16), 2)
-    assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
+    assert (shape.main, shape.groups[1].kind, shape.num_shards) == (1, "full", 2)
+    sizes = [window.page_size_bytes, 2 * full.page_size_bytes]
+    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))
+    assert [shape.size_class(group) for group in (0, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +357,5 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     assert (shape.unit_tokens, {group.unit_tokens for group in shape.groups}) == (unit, {unit})
     assert tuple(group.blocks_per_unit for group in shape.groups) == counts
     assert tuple(group.kept_blocks for group in shape.groups) == kept
-    assert shape.part_bytes == part_bytes_for(
-        max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes)
-    )
+    sizes = (kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes)
+    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))

@@ -70,12 +70,12 @@ def counted(half: Any, **more: int) -> None:
 def test_a_namespace_counts_on_what_it_has_or_may_have(half: Any) -> None:
     counted_on: list[int] = []
     half.core.count_on = counted_on.append
-    half._store.numbers.pop("frames_share", None)
+    half._store.numbers.pop("host_share_bytes", None)
     counted(half)
     assert counted_on == [], "no server has said"
-    half._store.numbers["frames_share"] = 8
-    counted(half, frames_total=3)
-    counted(half, frames_total=9)
+    half._store.numbers["host_share_bytes"] = 8
+    counted(half, host_used_bytes=3)
+    counted(half, host_used_bytes=9)
     assert counted_on == [8, 12]
 
 

@@ -185,8 +185,8 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(
         block_bytes=4096,
         digest=b"",
     )
-    window: Any = SimpleNamespace(memory=None)
-    choose_mover([layout], [1], settings)(window)
+    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    choose_mover([layout], [1], settings)([window])
     assert given == [zeroes]
 
 

@@ -33,9 +33,17 @@ class HostFrames:
         self.bytes = np.frombuffer(self._map, np.uint8)
 
     def memory(self, frame_bytes: int, num_frames: int) -> FrameMemory:
-        assert frame_bytes * num_frames <= self.size_bytes
+        size_bytes = frame_bytes * num_frames
+        assert size_bytes <= self.size_bytes
         return FrameMemory(
-            self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map
+            self.bytes.ctypes.data,
+            size_bytes,
+            frame_bytes,
+            frame_bytes,
+            0,
+            frame_bytes,
+            0,
+            self._map,
         )
 
 

@@ -114,7 +114,7 @@ class Rig:
             case.block_bytes, kernels.block_tiles.tiles_per_block if encodes else 0
         )
         memory = host.memory(part, 2 * self.num_chunks)
-        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
+        self.mover = CudaMover([(layout, kernels)], [memory], blocks_per_chunk=[1], tuning=tuning)
         self.mover.wait_registered()
         order = list(
             map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks))

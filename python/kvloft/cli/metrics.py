@@ -70,7 +70,7 @@ class _Collector:
             # stats is empty until the store is open
             (
                 space["namespace"].hex()[:16],
-                space["stats"] | {name: space[name] for name in ("frame_bytes", "slabs")},
+                space["stats"] | {"slabs": space["slabs"]},
             )
             for space in status["namespaces"]
         ]

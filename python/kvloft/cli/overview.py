@@ -30,9 +30,7 @@ def figures(status: Status) -> dict[str, Any]:
         "server_disk_closed_bytes", 0
     )
     found = {
-        "host_used_bytes": sum(
-            space["stats"]["frames_visible"] * space["frame_bytes"] for space in spaces
-        ),
+        "host_used_bytes": sum(space["stats"]["host_used_bytes"] for space in spaces),
         "host_size_bytes": stats["server_host_bytes"],
         "disk_path": path if path != NONE else None,
         "disk_files_bytes": on_disk,

@@ -83,22 +83,22 @@ def tier_table(space: Status, status: Status) -> Table:
     """Return the chunks in host memory and on disk, their share of `host_size` and `disk_size`, and
     queued I/O.
     """
-    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
     )
     on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
-    host = (stats["frames_visible"], "server_host_bytes", "", *map(count_text, on_host))
+    host = (stats["frames_visible"], "host", "", *map(count_text, on_host))
     on_disk = [stats[name] for name in ("reads_pending", "disk_pending")]
     disk = (
         stats["disk_used"],
-        "server_disk_bytes",
+        "disk",
         *map(count_text, on_disk),
         "",
         count_text(stats["disk_evictions"]),
     )
-    for name, (num, of, *rest) in {"host": host, "disk": disk}.items():
-        used, size = num * frame_bytes, status["stats"][of]
+    for num, name, *rest in (host, disk):
+        used, size = stats[f"{name}_used_bytes"], status["stats"][f"server_{name}_bytes"]
         part = f"{used / size:.1%}" if size else ""
         table.add_row(name, count_text(num), size_text(used), part, *rest)
     return table
@@ -151,8 +151,8 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
     """Return a table of the largest tenants by tag; empty without salts and limits."""
-    tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
-    limits = ("max_host", "max_disk", "ttl_s")
+    tenants = space["tenants"][:limit]
+    limits = ("max_host_bytes", "max_disk_bytes", "ttl_s")
     if not any(
         tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants
     ):
@@ -160,10 +160,10 @@ def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[T
     table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "expires after")
     for tenant in tenants:
         most = [
-            size_text(most * frame_bytes) if most is not None else ""
-            for most in (tenant["max_host"], tenant["max_disk"])
+            size_text(most) if most is not None else ""
+            for most in (tenant["max_host_bytes"], tenant["max_disk_bytes"])
         ]
-        held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
+        held, on_disk = (size_text(tenant[name]) for name in ("host_bytes", "disk_bytes"))
         ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
         tag = tenant["tag"] or "(no salt)"
         table.add_row(f"{tag} *" if tag == marked else tag, held, most[0], on_disk, most[1], ttl)

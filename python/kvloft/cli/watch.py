@@ -138,9 +138,17 @@ def rates_of(
     return rates
 
 
-def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
+def chunk_bytes(space: dict[str, Any]) -> float:
+    """Return the average bytes of a namespace's chunks in host memory."""
+    stats: dict[str, int] = space["stats"]
+    num = stats["frames_total"] - stats["frames_free"]
+    return stats["host_used_bytes"] / num if num else float(max(space["frame_sizes"]))
+
+
+def gb_per_s(rates: dict[str, float], space: dict[str, Any]) -> dict[str, float]:
     """Loads and saves in 10^9 bytes per second."""
-    return {name: rates[name] * frame_bytes / 1e9 for name in ("loaded", "saved") if name in rates}
+    each = chunk_bytes(space) / 1e9 if rates else 0.0
+    return {name: rates[name] * each for name in ("loaded", "saved") if name in rates}
 
 
 def look_json(
@@ -155,7 +163,7 @@ def look_json(
     olds, shown = _by_name(before), as_json(status, tag)
     for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
         own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
-        row |= {"chunks_per_s": own, "gb_per_s": gb_per_s(own, space["frame_bytes"])}
+        row |= {"chunks_per_s": own, "gb_per_s": gb_per_s(own, space)}
         row["hit_rate_now"] = hit_rate(space["stats"], old["stats"]) if old is not None else None
     return shown
 
@@ -218,7 +226,7 @@ def _picture_of(
     ones.
     """
     notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
-    flow = [_flow(rates, space["frame_bytes"])] if rates else []
+    flow = [_flow(rates, chunk_bytes(space))] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
     tables = (
         tier_table(space, status),
@@ -233,7 +241,7 @@ def _picture_of(
     )
 
 
-def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
+def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
     """A table with two rates per row, so that all fit half of a screen of 24 rows."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)

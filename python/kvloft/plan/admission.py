@@ -66,7 +66,7 @@ class Admission:
         self._wait_s, self._max_running = settings.wait_s, settings.max_running
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
-        self.turns = ReadTurns(settings.arena.num_frames if settings.arena is not None else 0)
+        self.turns = ReadTurns(settings.shape, settings.arena)
         self.loads = LoadGates(settings, clock)
         self.step = 0
         self.waiting: dict[ReqId, RequestState] = {}

@@ -19,8 +19,8 @@ Stride = tuple[bytes, int]
 class PinnedFrames:
     """Counts the units that a set of leases pins, each unit once."""
 
-    def __init__(self, num_frames: int) -> None:
-        self._stride = max(1, min(MAX_STRIDE, num_frames // 64))
+    def __init__(self, num_units: int) -> None:
+        self._stride = max(1, min(MAX_STRIDE, num_units // 64))
         self._num_users: dict[bytes, int] = {}
         self.num_units = 0
         self.leases: dict[Lease, None] = {}

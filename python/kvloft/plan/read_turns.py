@@ -10,16 +10,19 @@ from __future__ import annotations
 from kvloft.plan.leases import PinnedFrames
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import ReqId
+from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
 class ReadTurns:
     """Turns of one step, and the frames that waiting and loading requests pin."""
 
-    def __init__(self, num_frames: int) -> None:
-        self.num_frames = num_frames
-        """Frames that the store has, or its share of a shared arena."""
-        self.waiting = PinnedFrames(num_frames)
-        self.loading = PinnedFrames(num_frames)
+    def __init__(self, shape: CacheShape, arena: ArenaSpec | None) -> None:
+        self._unit_bytes = shape.unit_bytes
+        self.num_units = 0
+        """Units for which the store, or its share of a shared arena, has memory."""
+        self.set_memory(arena.size_bytes if arena is not None else 0)
+        self.waiting = PinnedFrames(self.num_units)
+        self.loading = PinnedFrames(self.num_units)
         """Frames of loads in progress, which waiting requests cannot use."""
         self._first: ReqId | None = None
         """The first request of this step that waits with frames pinned, or for its turn."""
@@ -27,12 +30,16 @@ class ReadTurns:
         """The first request of this step without a turn: those behind it have none either."""
         self._paused_until_s = float("-inf")
 
+    def set_memory(self, num_bytes: int) -> None:
+        """Set the number of bytes that the store can use."""
+        self.num_units = num_bytes // self._unit_bytes
+
     @property
     def max_waiting(self) -> int:
         """Units that waiting requests may pin. Reads use any frame, also one that is not registered
         with the GPU.
         """
-        return max(0, self.num_frames - self.loading.num_units) // 2
+        return max(0, self.num_units - self.loading.num_units) // 2
 
     @property
     def is_over_limit(self) -> bool:

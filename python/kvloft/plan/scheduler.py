@@ -58,7 +58,7 @@ class SchedulerCore:
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
         """Requests admitted since the last step."""
-        self._usable_frames: dict[int, int] = {}
+        self._usable_bytes: dict[int, int] = {}
         """By rank, as far as reported: the number of leading frames that it can copy to."""
 
     # -- lookups and admission ------------------------------------------------------------------
@@ -182,10 +182,10 @@ class SchedulerCore:
 
     def absorb(self, report: StepReport) -> None:
         """Settle what one worker reports: commit or abort saves, end loads, remove bad chunks."""
-        if report.usable_frames is not None:
-            rank, num_frames = report.usable_frames
-            self._usable_frames[rank] = num_frames
-            self._store.limit_frames(min(self._usable_frames.values()))
+        if report.usable_bytes is not None:
+            rank, num_bytes = report.usable_bytes
+            self._usable_bytes[rank] = num_bytes
+            self._store.limit_memory(min(self._usable_bytes.values()))
         if report.saved or report.failed:
             num_saved, num_failed = self._store.settle(report.saved, report.failed)
             if num_saved:
@@ -226,10 +226,10 @@ class SchedulerCore:
         self._admission.release_all()
         self._store.clear()
 
-    def count_on(self, num_frames: int) -> None:
-        """Set the number of frames that this store can use of a shared arena."""
+    def count_on(self, num_bytes: int) -> None:
+        """Set the number of bytes that this store can use of a shared arena."""
         if self._arena is not None:
-            self._admission.turns.num_frames = min(self._arena.num_frames, num_frames)
+            self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
@@ -242,8 +242,8 @@ class SchedulerCore:
             request.forget_saves()
         self._admission.release_all()
         if arena is None or not arena.is_same_memory(self._arena):
-            self._usable_frames.clear()
-            self._admission.turns.num_frames = arena.num_frames if arena is not None else 0
+            self._usable_bytes.clear()
+            self._admission.turns.set_memory(arena.size_bytes if arena is not None else 0)
         self._arena = arena
 
     def stop(self) -> None:

@@ -75,10 +75,10 @@ class StepReport:
     """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per
     rank.
 
-    ``usable_frames`` is (rank, n) if n changed: the rank can copy to the first n frames.
+    ``usable_bytes`` is (rank, n) if n changed: the rank can copy to the first n bytes of the arena.
     """
 
     saved: tuple[Ticket, ...] = ()
     failed: tuple[Ticket, ...] = ()
     loads: tuple[LoadResult, ...] = ()
-    usable_frames: tuple[int, int] | None = None
+    usable_bytes: tuple[int, int] | None = None

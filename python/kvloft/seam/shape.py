@@ -29,6 +29,8 @@ class GroupShape:
     blocks_per_unit: int = 1
     kind: Literal["full", "window", "local", "state"] = "full"
     reach: int = 0
+    part_bytes: int = 4096
+    """Bytes of a shard's part of a frame."""
 
     @property
     def unit_tokens(self) -> int:
@@ -54,15 +56,14 @@ class CacheShape:
     """KV cache groups and shards.
 
     ``num_replicas`` neighboring ranks are one shard: they hold the same bytes (MLA, or fewer KV
-    heads than ranks). The first of them writes the shard's part of each frame, of ``part_bytes``,
-    and all of them read it. A frame holds a chunk of any one group. ``lookahead`` is the number of
-    tokens after a block on which a draft model's KV in that block depends. ``encoding`` is the
-    encoding that parts can have, a number of `kvloft.transfer.frames`; 0: all parts are raw. Raises
-    ValueError if the ranks are not whole shards.
+    heads than ranks). The first of them writes the shard's part of each frame, and all of them read
+    it. ``lookahead`` is the number of tokens after a block on which a draft model's KV in that
+    block depends. ``encoding`` is the encoding that parts can have, a number of
+    `kvloft.transfer.frames`; 0: all parts are raw. Raises ValueError if the ranks are not whole
+    shards.
     """
 
     groups: tuple[GroupShape, ...]
-    part_bytes: int = 4096
     num_ranks: int = 1
     num_replicas: int = 1
     lookahead: int = 0
@@ -112,8 +113,28 @@ class CacheShape:
         return self.num_ranks // self.num_replicas
 
     @property
-    def frame_bytes(self) -> int:
-        return self.part_bytes * self.num_shards
+    def frame_sizes(self) -> tuple[int, ...]:
+        """Return the bytes of frames, by size class. Groups of one size share a class."""
+        return tuple(sorted({self.frame_bytes(group) for group in range(len(self.groups))}))
+
+    def frame_bytes(self, group: int) -> int:
+        """Return the bytes of a frame of a group's chunks."""
+        return self.groups[group].part_bytes * self.num_shards
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of a shard's part of a frame, of each group."""
+        return tuple(group.part_bytes for group in self.groups)
+
+    def size_class(self, group: int) -> int:
+        """Return the size class of a group's frames."""
+        return self.frame_sizes.index(self.frame_bytes(group))
+
+    @property
+    def unit_bytes(self) -> int:
+        """Return the bytes of the frames of a unit, of the groups of which every unit is kept."""
+        full = [nth for nth, group in enumerate(self.groups) if group.kind == "full"]
+        return sum(map(self.frame_bytes, full or [self.main]))
 
     def shard_of(self, rank: int) -> int:
         """Return the number of the rank's shard. Raises ValueError if there is no such rank."""
@@ -130,8 +151,12 @@ class ArenaSpec:
     """Location and size of the host arena, for workers that map it."""
 
     path: str
-    frame_bytes: int
-    num_frames: int
+    size_bytes: int
+    slab_bytes: int
+    """Frames of one size lie whole in slabs, one behind the other. The last slab includes the bytes
+    behind it."""
+    part_bytes: tuple[int, ...]
+    """Bytes of a shard's part of a frame, of each KV cache group."""
     id: int = 0
     """Identifies the memory, because paths are reused; 0: unknown."""
     lifeline: tuple[str, int] | None = None

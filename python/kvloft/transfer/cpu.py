@@ -22,11 +22,12 @@ from kvloft.transfer.mover import Finished
 class CpuMover:
     """Gathers pages to frames and scatters frames to pages with torch, on the calling thread."""
 
-    usable_frames = None
+    usable_bytes = None
 
-    def __init__(self, layouts: Sequence[PagedLayout], frames: FrameWindow) -> None:
-        """``layouts``: one per KV cache group; all groups use the same frames."""
-        self._part = PrivatePart(frames)
+    def __init__(self, layouts: Sequence[PagedLayout], windows: Sequence[FrameWindow]) -> None:
+        """``layouts`` and ``windows``: one per KV cache group."""
+        parts = {id(window): PrivatePart(window) for window in windows}
+        self._parts = [parts[id(window)] for window in windows]
         self._groups = [(layout, _planes_of(layout)) for layout in layouts]
         self._done = Finished()
 
@@ -71,7 +72,7 @@ class CpuMover:
         """Check and scatter one chunk; returns the reason if it failed."""
         layout, _ = self._groups[group]
         try:
-            problem = self._part.fetch(copy, layout.digest, layout.page_bytes)
+            problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)
             if problem is None:
                 self._scatter(group, copy)
                 self._done.num_bytes_loaded += len(copy.blocks) * layout.block_bytes
@@ -83,7 +84,7 @@ class CpuMover:
         for saved, page in self._pages(group, copy, first=0):
             saved.copy_(page)
         layout, _ = self._groups[group]
-        self._part.store(copy, layout.digest, layout.page_bytes)
+        self._parts[group].store(copy, layout.digest, layout.page_bytes)
 
     def _scatter(self, group: int, copy: ChunkCopy) -> None:
         for saved, page in self._pages(group, copy, first=copy.first_block):
@@ -96,7 +97,7 @@ class CpuMover:
         block ``first`` on.
         """
         layout, planes = self._groups[group]
-        payload = self._part.bytes[
+        payload = self._parts[group].bytes[
             first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes
         ]
         saved = payload.split(list(layout.page_bytes * len(copy.blocks)))

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloft import _core
@@ -40,12 +42,15 @@ def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrameMemory:
-    """Frames at ``address + frame * frame_bytes``, and this rank's part of each: ``part_bytes`` at
+    """Frames of one size in an arena, and this rank's part of each: ``part_bytes`` at
     ``part_offset``.
+
+    Frames lie whole in slabs, one behind the other, as in `rust/core/src/io/frame.rs`.
     """
 
     address: int
-    num_frames: int
+    size_bytes: int
+    slab_bytes: int
     frame_bytes: int
     part_offset: int
     part_bytes: int
@@ -54,65 +59,103 @@ class FrameMemory:
     """Keeps the memory mapped."""
     is_shared: bool = False
     """True if other ranks use these frames, too."""
+    per_slab: int = field(init=False)
+    """Frames of a slab; the last slab can have more."""
+    last_slab: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_slab", self.slab_bytes // self.frame_bytes)
+        object.__setattr__(self, "last_slab", self.size_bytes // self.slab_bytes - 1)
 
     @property
-    def size_bytes(self) -> int:
-        return self.num_frames * self.frame_bytes
+    def num_frames(self) -> int:
+        before = self.last_slab * self.per_slab
+        left = self.size_bytes - self.last_slab * self.slab_bytes
+        return before + left // self.frame_bytes
+
+    @property
+    def is_dense(self) -> bool:
+        """Return True if no bytes are left between the frames of two slabs."""
+        return self.slab_bytes % self.frame_bytes == 0
 
     @property
     def part_room(self) -> int:
         """Return the bytes of a part before its trailer."""
         return self.part_bytes - _core.TRAILER_BYTES
 
+    def start(self, frame: int) -> int:
+        """Return the offset of ``frame`` in the arena."""
+        slab = min(frame // self.per_slab, self.last_slab)
+        return slab * self.slab_bytes + (frame - slab * self.per_slab) * self.frame_bytes
+
+    def starts(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+        """Return the offsets of ``frames`` in the arena."""
+        numbers = np.asarray(frames, dtype=np.uint64)
+        slabs = np.minimum(numbers // np.uint64(self.per_slab), np.uint64(self.last_slab))
+        return slabs * np.uint64(self.slab_bytes) + (
+            numbers - slabs * np.uint64(self.per_slab)
+        ) * np.uint64(self.frame_bytes)
+
     def part(self, frame: int) -> int:
         """Return the address of this rank's part of ``frame``."""
-        return self.address + frame * self.frame_bytes + self.part_offset
+        return self.address + self.start(frame) + self.part_offset
 
 
 class FrameWindow:
-    """This rank's part of every frame: addresses in ``memory``, and bytes of one shared tensor."""
+    """This rank's part of every frame of one size: addresses in ``memory``, and bytes of one shared
+    tensor.
+    """
 
-    def __init__(
-        self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int
-    ) -> None:
-        """Map the arena. Raises LayoutError if this shard's part of a frame cannot hold
-        ``payload_bytes``.
+    def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
+        self.memory = memory
+        self.bytes = arena_bytes
+        """All of the arena."""
 
-        The scheduler side decides the size of parts, because it has the shapes of all ranks.
+    def part(self, frame: int) -> torch.Tensor:
+        """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer. Raises
+        IndexError if there is no such frame.
         """
-        part_bytes, rest = divmod(spec.frame_bytes, shape.num_shards)
-        if rest or part_bytes % PART_ALIGN or part_bytes < part_bytes_for(payload_bytes):
+        if not 0 <= frame < self.memory.num_frames:
+            raise IndexError(f"no frame {frame}")
+        begin = self.memory.start(frame) + self.memory.part_offset
+        return self.bytes[begin : begin + self.memory.part_bytes]
+
+
+def map_frames(
+    spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: Sequence[int]
+) -> list[FrameWindow]:
+    """Map the arena; returns the window of each KV cache group. Groups of one size share a window.
+
+    The scheduler side decides the size of parts, because it has the shapes of all ranks. Raises
+    LayoutError if this shard's part of a frame cannot hold a group's ``payload_bytes``.
+    """
+    for part_bytes, num_bytes in zip(spec.part_bytes, payload_bytes, strict=True):
+        if part_bytes % PART_ALIGN or part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
-                f"frames of {spec.frame_bytes} bytes in {shape.num_shards} shards cannot hold this "
-                f"rank's {payload_bytes} bytes a "
+                f"parts of {part_bytes} bytes cannot hold this rank's {num_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report "
                 "this model"
             )
-        self._arena = arena = _core.Arena.open(
-            spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames
-        )
-        if spec.id not in (0, arena.id):
-            raise RuntimeError("the host arena of this plan is gone; its loads are misses")
-        self.memory = FrameMemory(
+    arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)
+    if spec.id not in (0, arena.id):
+        raise RuntimeError("the host arena of this plan is gone; its loads are misses")
+    raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
+    arena_bytes = torch.frombuffer(raw, dtype=torch.uint8)
+    windows: dict[int, FrameWindow] = {}
+    for part_bytes in set(spec.part_bytes):
+        memory = FrameMemory(
             arena.address,
-            spec.num_frames,
-            spec.frame_bytes,
+            arena.size_bytes,
+            spec.slab_bytes,
+            part_bytes * shape.num_shards,
             shard * part_bytes,
             part_bytes,
             shard,
             arena,
             is_shared=shape.num_ranks > 1,
         )
-        raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
-        self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(
-            spec.num_frames, spec.frame_bytes
-        )
-
-    def part(self, frame: int) -> torch.Tensor:
-        """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer."""
-        return self.bytes[
-            frame, self.memory.part_offset : self.memory.part_offset + self.memory.part_bytes
-        ]
+        windows[part_bytes] = FrameWindow(memory, arena_bytes)
+    return [windows[part_bytes] for part_bytes in spec.part_bytes]
 
 
 class PrivatePart:
@@ -132,7 +175,7 @@ class PrivatePart:
 
     def store(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
         """Tag the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
-        self._arena.seal(0, self._describe(copy, layout, page_bytes))
+        self._arena.seal(self._describe(copy, layout, page_bytes))
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
         for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
@@ -147,7 +190,7 @@ class PrivatePart:
         if num_bytes + _core.TRAILER_BYTES <= len(part):
             for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
                 self.bytes[begin:end] = part[begin:end]
-        return self._arena.check(0, self._describe(copy, layout, page_bytes))
+        return self._arena.check(self._describe(copy, layout, page_bytes))
 
     def _describe(
         self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]

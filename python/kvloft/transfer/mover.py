@@ -34,8 +34,8 @@ class Mover(Protocol):
     """
 
     @property
-    def usable_frames(self) -> int | None:
-        """Return n if only the first n frames can be copied to now; None for all frames."""
+    def usable_bytes(self) -> int | None:
+        """Return n if only the first n bytes of the arena can be copied to now; None for all."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Order the next forward, which may write ``rewritten``, after the saves that still read

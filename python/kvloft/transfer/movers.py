@@ -20,8 +20,8 @@ from kvloft.transfer.mover import Mover
 
 logger = logging.getLogger(__name__)
 
-MakeMover = Callable[[Sequence[PagedLayout], FrameWindow], Mover]
-"""Makes a mover for one layout per KV cache group."""
+MakeMover = Callable[[Sequence[PagedLayout], Sequence[FrameWindow]], Mover]
+"""Makes a mover for one layout and one window per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MoverSettings:
 
 def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
-) -> Callable[[FrameWindow], Mover]:
+) -> Callable[[Sequence[FrameWindow]], Mover]:
     """Return the function that makes the mover for ``layouts``, one per KV cache group.
 
     ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError

@@ -16,7 +16,7 @@ from typing import Any
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import FrameWindow, map_frames
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
 from kvloft.transfer.lifeline import Lifeline
 from kvloft.transfer.mover import Finished, Mover
@@ -24,8 +24,8 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 
 logger = logging.getLogger(__name__)
 
-ALL_FRAMES = (1 << 32) - 1
-"""More frames than any arena has."""
+ALL_BYTES = (1 << 63) - 1
+"""More bytes than any arena has."""
 
 
 class WorkerCore:
@@ -47,8 +47,8 @@ class WorkerCore:
         self._shard = shape.shard_of(rank)
         self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
-        self._make: Callable[[FrameWindow], Mover] | None = None
-        self._payload_bytes = 0
+        self._make: Callable[[Sequence[FrameWindow]], Mover] | None = None
+        self._payload_bytes: list[int] = []
         self._mover: Mover | None = None
         """None before the first plan, after a failure to make it, and after `stop`: then copies
         fail.
@@ -89,10 +89,10 @@ class WorkerCore:
         self._make = (
             partial(given, layouts) if given else choose_mover(layouts, kept, self._settings)
         )
-        self._payload_bytes = max(
+        self._payload_bytes = [
             layout.block_bytes * num_blocks
             for layout, num_blocks in zip(layouts, kept, strict=True)
-        )
+        ]
         return first
 
     def begin(self, plan: StepPlan) -> None:
@@ -187,7 +187,7 @@ class WorkerCore:
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
-        usable = self._usable_frames()
+        usable = self._usable_bytes()
         if not (done.saved or done.failed or loads or usable):
             return None
         report = StepReport(tuple(done.saved), tuple(done.failed), tuple(loads), usable)
@@ -196,12 +196,12 @@ class WorkerCore:
         self._num_announced = 0
         return report
 
-    def _usable_frames(self) -> tuple[int, int] | None:
-        """Return the frames that this rank can copy to, if that changed since the last report."""
-        if self._mover is None or (usable := self._mover.usable_frames) == self._told_usable:
+    def _usable_bytes(self) -> tuple[int, int] | None:
+        """Return the bytes that this rank can copy to, if that changed since the last report."""
+        if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
-        return self._rank, ALL_FRAMES if usable is None else usable
+        return self._rank, ALL_BYTES if usable is None else usable
 
     def take_totals(self) -> Finished:
         """Return bytes and seconds since the last call."""
@@ -251,9 +251,13 @@ class WorkerCore:
             try:
                 if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
-                arena, payload_bytes = self._plan.arena, self._payload_bytes
                 self._mover = self._make(
-                    FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
+                    map_frames(
+                        self._plan.arena,
+                        self._shape,
+                        shard=self._shard,
+                        payload_bytes=self._payload_bytes,
+                    )
                 )
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error(

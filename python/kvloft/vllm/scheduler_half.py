@@ -111,7 +111,7 @@ def tiers_text(
     shape: CacheShape,
     *,
     disk_path: str | None,
-    num_frames: int,
+    size_bytes: int,
     num_found: int | None,
 ) -> str:
     """Return the part of the first log line about chunks and tiers.
@@ -123,10 +123,11 @@ def tiers_text(
     blocks = (
         _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
     )
-    chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
+    sizes = " and ".join(map(size_text, shape.frame_sizes))
+    chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {sizes})"
     if config.server is not None:
-        return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
-    host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
+        return f"chunks of {chunk}, server {config.socket} with {size_text(size_bytes)}"
+    host = f"host {size_text(config.host_size)}"
     disk = "no disk"
     if disk_path:
         found = "not open yet" if num_found is None else f"with {_count(num_found, 'chunk')} found"
@@ -172,8 +173,9 @@ class SchedulerHalf:
         self._store = open_store(
             config, shape, self._namespace, description_of(fields), disk_path=disk_path
         )
+        self._shape = shape
         transfer = vllm_config.kv_transfer_config
-        arena = arena_of(self._store)
+        arena = arena_of(self._store, shape)
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
@@ -227,9 +229,9 @@ class SchedulerHalf:
             )
         stats = self._store.stats()
         num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
-        num_frames = arena.num_frames if arena is not None else 0
+        size_bytes = arena.size_bytes if arena is not None else 0
         tiers = tiers_text(
-            config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found
+            config, shape, disk_path=disk_path, size_bytes=size_bytes, num_found=num_found
         )
         logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
@@ -248,7 +250,7 @@ class SchedulerHalf:
     def renew(self) -> None:
         """Use a server that took the place of one that is gone, between two plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
-            self.core.meet_store(arena_of(self._store))
+            self.core.meet_store(arena_of(self._store, self._shape))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return vLLM's answer for a waiting request: tokens that can be loaded, or None while it
@@ -330,8 +332,8 @@ class SchedulerHalf:
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
             return None
         stats = self._store.stats()
-        if "frames_share" in stats:
-            self.core.count_on(max(stats["frames_share"], stats["frames_total"]))
+        if "host_share_bytes" in stats:
+            self.core.count_on(max(stats["host_share_bytes"], stats["host_used_bytes"]))
         data = self.core.counters + Counter(
             {name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats}
         )

@@ -5,7 +5,7 @@ It decides the unit and which ranks hold the same bytes, nothing later than star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
@@ -24,31 +24,34 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
     """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a
     worker's own.
 
-    A shard has the size that the largest rank needs. A worker sees only its own layers, so with
-    pipeline stages its shape may be smaller; the arena has the real size.
+    A shard has the size that the largest rank needs for each group. A worker sees only its own
+    layers, so with pipeline stages its shape may be smaller; the arena has the real size.
     """
-    shape = CacheShape(in_units([group_shape(spec) for spec in group_specs(ranks[0])]))
-    kept = [group.kept_blocks for group in shape.groups]
-    payload = max(
-        num * size
-        for rank in ranks
-        for num, size in zip(kept, group_block_bytes(rank), strict=True)
+    groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
+    sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
+    groups = tuple(
+        replace(group, part_bytes=max(part_bytes_for(*size) for size in of_ranks))
+        for group, of_ranks in zip(groups, sizes, strict=True)
     )
-    num_tiles = 0
-    if encoding:
-        num_tiles = max(
-            num * tiles
-            for rank in ranks
-            for num, tiles in zip(kept, group_block_tiles(rank), strict=True)
-        )
-    return replace(
-        shape,
-        part_bytes=part_bytes_for(payload, num_tiles),
+    return CacheShape(
+        groups,
         num_ranks=vllm_config.parallel_config.world_size,
-        num_replicas=num_replicas(vllm_config) if shape.is_divisible else 1,
+        num_replicas=num_replicas(vllm_config) if CacheShape(groups).is_divisible else 1,
         lookahead=lookahead(vllm_config),
         encoding=encoding,
     )
+
+
+def _payload_sizes(
+    rank: Any, groups: Sequence[GroupShape], encoding: int
+) -> Iterator[tuple[int, int]]:
+    """Yield payload bytes and tiles of a chunk of each group on one rank; no tiles without an
+    encoding.
+    """
+    kept = [group.kept_blocks for group in groups]
+    tiles = group_block_tiles(rank) if encoding else [0] * len(groups)
+    for num, size, num_tiles in zip(kept, group_block_bytes(rank), tiles, strict=True):
+        yield num * size, num * num_tiles
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:

@@ -174,7 +174,7 @@ impl Part {
         let is_block = |block: i32| {
             block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks)
         };
-        if self.rows.iter().any(|row| row.frame >= num_frames) {
+        if self.rows.iter().any(|row| FrameId(row.frame).number() >= num_frames) {
             return Err(
                 invalid("a frame is not one of the arena's").with_context("num_frames", num_frames)
             );

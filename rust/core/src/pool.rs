@@ -1,12 +1,12 @@
-//! The memory that several stores share: which store has which slab of the arena, and which one
-//! should give a slab up.
+//! The memory that one or several stores use: which store has which slab of the arena, and which
+//! one should give a slab up.
 //!
-//! Each store lays a grid of its own frame size over the arena and uses the frames inside its own
-//! slabs. A free slab goes to the first store that asks. When none is free, a store below its share
-//! is *hungry*: stores above their share are asked for a slab, and hand it over later. No call
-//! waits for that. A store whose workers can copy to a first part of the arena only has its part of
-//! its share there, so that others cannot have all of it. A store's lock may be held while the
-//! pool's is taken, never the reverse. It must not know chunks, frames in use or namespaces.
+//! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
+//! asks. When none is free, a store below its share is *hungry*: stores above their share are asked
+//! for a slab, and hand it over later. No call waits for that. A store whose workers can copy to a
+//! first part of the arena only has its part of its share there, so that others cannot have all of
+//! it. A store's lock may be held while the pool's is taken, never the reverse. It must not know
+//! chunks, frames in use or namespaces.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -14,14 +14,16 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use crate::io::arena::FRAME_ALIGN;
-use crate::io::{HostArena, placement};
+use crate::io::{FrameSizes, HostArena, placement};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
-/// An arena has this many slabs, up to twice as many, where it is large enough.
+/// An arena has at least so many slabs, where it is large enough.
 const NUM_SLABS: u64 = 64;
+/// Workers register memory with the GPU slab by slab, and launches wait for each call.
+const MAX_SLAB_BYTES: u64 = 256 << 20;
 /// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the
 /// seam of two stores is lost.
 const MIN_FRAMES: u64 = 4;
@@ -76,9 +78,9 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called,
-    /// maybe under a store's lock, when a store became hungry: then
-    /// [`crate::store::Store::give_way`] of the others should be.
+    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called, maybe
+    /// under a store's lock, when a store became hungry: then [`crate::store::Store::give_way`] of
+    /// the others should be.
     ///
     /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
     pub fn create(
@@ -105,7 +107,27 @@ impl Pool {
             );
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
+        Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, frame_bytes), Box::new(wake))
+    }
+
+    /// The memory of one store alone.
+    pub(crate) fn of_one(host_bytes: u64, sizes: &FrameSizes) -> Result<Arc<Self>> {
+        let frame_bytes = sizes.largest();
+        let host_bytes = if let [_] = sizes.all() {
+            host_bytes - host_bytes % frame_bytes
+        } else {
+            host_bytes - host_bytes % FRAME_ALIGN
+        };
         let slab_bytes = slab_bytes(host_bytes, frame_bytes);
+        Self::of_slabs(DiskRoot::shared(), host_bytes, slab_bytes, Box::new(|| {}))
+    }
+
+    fn of_slabs(
+        disk: Arc<DiskRoot>,
+        host_bytes: u64,
+        slab_bytes: u64,
+        wake: Box<dyn Fn() + Send + Sync>,
+    ) -> Result<Arc<Self>> {
         let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
         let books = Books {
             slabs: vec![None; num_slabs as usize],
@@ -113,13 +135,7 @@ impl Pool {
             ..Books::default()
         };
         let arena = HostArena::of_bytes(host_bytes)?;
-        Ok(Arc::new(Self {
-            arena,
-            slab_bytes,
-            disk,
-            books: Mutex::new(books),
-            wake: Box::new(wake),
-        }))
+        Ok(Arc::new(Self { arena, slab_bytes, disk, books: Mutex::new(books), wake }))
     }
 
     /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of
@@ -161,17 +177,18 @@ impl Pool {
         &self.arena
     }
 
-    /// `InvalidConfig` unless every slab holds a whole frame of this size: a store could have slabs
-    /// and still no frame.
-    pub fn check(&self, frame_bytes: u64) -> Result<()> {
-        let slab_bytes = self.slab_bytes;
-        if slab_bytes.is_multiple_of(frame_bytes) || 2 * frame_bytes - FRAME_ALIGN <= slab_bytes {
+    /// `InvalidConfig` unless every slab holds a frame of each size: a store could have slabs and
+    /// still no frame.
+    pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
+        sizes.check()?;
+        let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
+        if frame_bytes <= slab_bytes {
             return Ok(());
         }
         let message = format!(
-            "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} bytes, which follow from \
-             its --host-size and its first engine; raise that, use a smaller vLLM block size, or start the engine with the \
-             larger chunks first"
+            "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} \
+             bytes, which follow from its --host-size and its first engine; raise that, use a \
+             smaller vLLM block size, or start the engine with the larger chunks first"
         );
         Err(Error::new(ErrorKind::InvalidConfig, message))
     }
@@ -181,14 +198,13 @@ impl Pool {
     }
 }
 
+/// Bytes of a slab: a multiple of the frame's.
 fn slab_bytes(host_bytes: u64, frame_bytes: u64) -> u64 {
-    let least = (MIN_FRAMES * frame_bytes).next_power_of_two();
-    let many = (host_bytes / NUM_SLABS).max(1);
-    let slab_bytes = least.max(1 << many.ilog2());
-    if host_bytes / slab_bytes >= MIN_SLABS {
-        return slab_bytes;
-    }
-    frame_bytes * (host_bytes / frame_bytes / MIN_SLABS).max(1)
+    let num_frames = host_bytes / frame_bytes;
+    let many = (num_frames / NUM_SLABS).min(MAX_SLAB_BYTES / frame_bytes);
+    let few =
+        if num_frames / MIN_FRAMES >= MIN_SLABS { MIN_FRAMES } else { num_frames / MIN_SLABS };
+    frame_bytes * many.max(few).max(1)
 }
 
 impl Books {

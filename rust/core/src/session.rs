@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -79,8 +79,9 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn clear(&self);
     /// Counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Saves take no frames from this one on from now on: workers cannot copy to them yet.
-    fn limit_frames(&self, num_frames: u32);
+    /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot
+    /// copy to the others yet.
+    fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines since the last call.
     fn take_events(&self) -> Vec<String>;
     /// Records added and removed chunks from now on, as [`Store::watch`]; a second call does
@@ -115,8 +116,9 @@ struct Leases {
 pub struct Local {
     // Before the store, so that open leases end first.
     leases: Mutex<Leases>,
-    /// Frames that this engine's workers can copy to; others of the store may have other limits.
-    limit: AtomicU32,
+    /// Bytes of the arena that this engine's workers can copy to; others of the store may have other
+    /// limits.
+    limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,
 }
@@ -132,7 +134,7 @@ impl Local {
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
-            limit: AtomicU32::new(u32::MAX),
+            limit_bytes: AtomicU64::new(u64::MAX),
             listener: OnceLock::new(),
             store,
         }
@@ -200,7 +202,7 @@ impl Session for Local {
 
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
         let (leases, got) =
-            self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked)?;
+            self.store.reserve_many(Some(self.limit_bytes.load(Ordering::Relaxed)), asked)?;
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
         let writes = &mut self.leases().writes;
         writes.reserve(leases.len());
@@ -230,8 +232,8 @@ impl Session for Local {
         self.store.stats().into_iter().map(|(name, value)| (name.into(), value)).collect()
     }
 
-    fn limit_frames(&self, num_frames: u32) {
-        self.limit.store(num_frames, Ordering::Relaxed);
+    fn limit_memory(&self, limit_bytes: u64) {
+        self.limit_bytes.store(limit_bytes, Ordering::Relaxed);
     }
 
     fn take_events(&self) -> Vec<String> {

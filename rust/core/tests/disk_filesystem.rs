@@ -364,7 +364,7 @@ fn spec(key: ChunkKey) -> PartSpec<'static> {
 
 fn arena_of(store: &Store) -> Arena {
     let arena = store.arena();
-    Arena::open(&arena.path, arena.frame_bytes, arena.num_frames).unwrap()
+    Arena::open(&arena.path, arena.size_bytes).unwrap()
 }
 
 /// Saves prompts of one chunk and waits until each is on disk, or dropped.
@@ -373,7 +373,13 @@ fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
     for first in range {
         let reserved = store.reserve(&prompt(first), 0..1).unwrap();
         let reservation = reserved.leases[0].reservation();
-        arena.seal(reservation.frame, 0, FRAME, &spec(reservation.key)).unwrap();
+        arena
+            .seal(
+                u64::from(reservation.frame.number()) * FRAME as u64,
+                FRAME,
+                &spec(reservation.key),
+            )
+            .unwrap();
         assert_eq!(store.commit(reserved.leases), 1);
         assert!(store.flush(HUNG));
     }
@@ -386,7 +392,10 @@ fn is_loaded(store: &Store, first: u32) -> bool {
     }
     let (frames, arena) = (lease.frames(), arena_of(store));
     frames.len() == 1
-        && arena.check(frames[0].frame, 0, FRAME, &spec(frames[0].key)).unwrap().is_none()
+        && arena
+            .check(u64::from(frames[0].frame.number()) * FRAME as u64, FRAME, &spec(frames[0].key))
+            .unwrap()
+            .is_none()
 }
 
 #[test]

@@ -13,16 +13,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvloft_core::evict::Eviction;
+use kvloft_core::io::{FrameGrid, FrameId, FrameSizes, SizeClass};
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{DiskSettings, ReadLease, Store, StoreConfig, Way, WriteLease};
+use kvloft_core::store::{DiskSettings, ReadLease, Store, StoreConfig, ToSave, Way, WriteLease};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
-/// In pages; the pool suits the first. A slab has eight, so that some frames fill one, and others
-/// leave half of each over its seam.
-const SIZES: [[u64; 3]; 5] = [[2, 3, 1], [2, 8, 1], [2, 4, 3], [1, 4, 2], [2, 4, 4]];
+/// Of each store, in pages; the pool suits the first. A slab has eight, so that some frames fill one
+/// and others leave a part of it.
+const SIZES: [[&[u64]; 3]; 7] = [
+    [&[2], &[3], &[1]],
+    [&[2], &[8], &[1]],
+    [&[2], &[4], &[3]],
+    [&[1], &[4], &[2]],
+    [&[2], &[4], &[4]],
+    [&[2], &[1, 4], &[3]],
+    [&[2, 1], &[3, 8, 1], &[1, 2]],
+];
 const HOST: u64 = 98 * PAGE; // the last slab is a longer one
 
 fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
@@ -64,7 +73,7 @@ fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
 struct World {
     pool: Arc<Pool>,
     memory: File,
-    frames: [u64; 3],
+    frames: [FrameSizes; 3],
     shares: [Option<u32>; 3],
     stores: Vec<Store>,
     writing: Vec<(usize, WriteLease)>,
@@ -73,14 +82,14 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::of(FRAMES, [None; 3])
+        Self::of(FRAMES.map(FrameSizes::from), [None; 3])
     }
 
-    fn of(frames: [u64; 3], shares: [Option<u32>; 3]) -> Self {
-        let pool = Pool::create(HOST, frames[0], || {}).unwrap();
+    fn of(frames: [FrameSizes; 3], shares: [Option<u32>; 3]) -> Self {
+        let pool = Pool::create(HOST, frames[0].largest(), || {}).unwrap();
         let open = |nth: usize| {
             Store::open_in(
-                &StoreConfig { frame_sizes: frames[nth].into(), ..config(nth, None) },
+                &StoreConfig { frame_sizes: frames[nth].clone(), ..config(nth, None) },
                 &pool,
                 shares[nth],
             )
@@ -92,24 +101,47 @@ impl World {
     }
 
     fn open(&self, nth: usize) -> Store {
-        let config = StoreConfig { frame_sizes: self.frames[nth].into(), ..config(nth, None) };
+        let config = StoreConfig { frame_sizes: self.frames[nth].clone(), ..config(nth, None) };
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
-    fn at(&self, nth: usize, frame: u32) -> (u64, u64) {
-        (u64::from(frame) * self.frames[nth], self.frames[nth])
+    /// The frames of one size of a store.
+    fn grid(&self, nth: usize, class: SizeClass) -> FrameGrid {
+        FrameGrid::new(HOST, self.pool.slab_bytes(), self.frames[nth].bytes(class)).unwrap()
     }
 
+    fn at(&self, nth: usize, frame: FrameId) -> (u64, u64) {
+        let grid = self.grid(nth, frame.class());
+        (grid.start(frame.number()), grid.frame_bytes)
+    }
+
+    fn has_one_size(&self, nth: usize) -> bool {
+        self.frames[nth].all().len() == 1
+    }
+
+    /// Saves all of a prompt, whose chunks have all sizes of the store in turn.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
-        let got = self.stores[nth].reserve(chain, 0..chain.num_blocks()).unwrap();
-        for lease in got.leases {
+        let num_units = chain.num_blocks();
+        let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };
+        let classes: Vec<_> = self.frames[nth].classes().collect();
+        let asked: Vec<_> = (0..num_units)
+            .step_by(each as usize)
+            .map(|unit| ToSave {
+                prefix: chain.into(),
+                units: unit..unit + each,
+                class: classes[unit as usize % classes.len()],
+                is_attached: false,
+            })
+            .collect();
+        let (leases, got) = self.stores[nth].reserve_many(None, &asked).unwrap();
+        for lease in leases {
             let row = *lease.reservation();
-            let (start, len) = self.at(nth, row.frame.0);
+            let (start, len) = self.at(nth, row.frame);
             assert!(start + len <= self.pool.size_bytes());
             self.memory.write_all_at(&content(nth, &row.key, len), start).unwrap();
             self.writing.push((nth, lease));
         }
-        got.num_dropped
+        got.iter().map(|got| got.num_dropped).sum()
     }
 
     fn commit_all(&mut self, nth: usize) {
@@ -121,19 +153,19 @@ impl World {
     }
 
     /// Frames that a worker may touch now, with what must be there.
-    fn in_use(&self) -> Vec<(usize, u32, ChunkKey)> {
+    fn in_use(&self) -> Vec<(usize, FrameId, ChunkKey)> {
         let writing = self.writing.iter().map(|(nth, lease)| {
             let row = lease.reservation();
-            (*nth, row.frame.0, row.key)
+            (*nth, row.frame, row.key)
         });
         let reading = self.reading.iter().flat_map(|(nth, lease)| {
-            lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key))
+            lease.frames().into_iter().map(|row| (*nth, row.frame, row.key))
         });
         writing.chain(reading).collect()
     }
 
     fn check(&self) {
-        let mut pages: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
+        let mut pages: BTreeMap<u64, (usize, FrameId)> = BTreeMap::new();
         for (nth, frame, key) in self.in_use() {
             let (start, len) = self.at(nth, frame);
             for page in start / PAGE..(start + len) / PAGE {
@@ -142,10 +174,7 @@ impl World {
             }
             let mut found = vec![0; usize::try_from(len).unwrap()];
             self.memory.read_exact_at(&mut found, start).unwrap();
-            assert!(
-                found == content(nth, &key, len),
-                "frame {frame} of store {nth} has other bytes"
-            );
+            assert!(found == content(nth, &key, len), "{frame:?} of store {nth} has other bytes");
         }
         let num_slabs: u32 = self.stores.iter().map(|store| store.num_slabs().0).sum();
         assert!(num_slabs <= self.pool.num_slabs(), "{num_slabs} slabs");
@@ -215,7 +244,7 @@ fn apply(world: &mut World, step: &Step) {
         Step::SetActive(nth, is_active) => world.stores[nth].set_active(is_active),
         Step::GiveWay(nth) => drop(world.stores[nth].give_way()),
         Step::Reopen(nth) => world.stores[nth] = world.open(nth),
-        Step::Limit(nth, limit) => world.stores[nth].limit_frames(limit),
+        Step::Limit(nth, pages) => world.stores[nth].limit_memory(u64::from(pages) * PAGE),
     }
 }
 
@@ -224,7 +253,7 @@ fn gets_its_share(world: &mut World, nth: usize) {
     world.reading.clear();
     world.writing.clear();
     (0..3).for_each(|of| world.stores[of].set_active(of == nth));
-    world.stores[nth].limit_frames(u32::MAX);
+    world.stores[nth].limit_memory(u64::MAX);
     let all = world.pool.num_slabs();
     for look in 0..u32::MAX {
         assert!(look < 40 * all, "{:?} slabs after {look} looks", world.stores[nth].num_slabs());
@@ -233,19 +262,25 @@ fn gets_its_share(world: &mut World, nth: usize) {
         world.check();
         world.give_way();
         if world.stores[nth].num_slabs().0 == all {
-            assert_eq!(num_dropped, 0);
+            assert!(num_dropped == 0 || !world.has_one_size(nth));
             return;
         }
     }
 }
 
-/// The same where its workers can copy to the first `limit` frames only: these are its own then.
-fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) {
+/// The same where its workers can copy to the first `pages` only: the frames there are its own then.
+fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) {
+    if !world.has_one_size(nth) {
+        return; // one size may have the slab that another needs
+    }
     world.reading.clear();
     world.writing.clear();
     (0..3).for_each(|of| world.stores[of].set_active(of == nth));
-    world.stores[nth].limit_frames(limit);
-    let num_frames = limit.min(u32::try_from(HOST / world.frames[nth]).unwrap());
+    let limit_bytes = u64::from(pages) * PAGE;
+    world.stores[nth].limit_memory(limit_bytes);
+    let grid = world.grid(nth, SizeClass(0));
+    let is_within = |number: &u32| grid.is_within(*number, limit_bytes);
+    let num_frames = (0..grid.num_frames()).take_while(is_within).count() as u32;
     for look in 0..40 * world.pool.num_slabs() {
         let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
         world.check();
@@ -256,7 +291,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) 
             return;
         }
     }
-    panic!("store {nth} has {:?} slabs, and not the {limit} frames", world.stores[nth].num_slabs());
+    panic!("store {nth} has {:?} slabs, not {num_frames} frames", world.stores[nth].num_slabs());
 }
 
 /// Stores that are cleared keep an empty slab, and one that came meanwhile; those that are closed
@@ -273,12 +308,9 @@ fn is_given_back(mut world: World, nth: usize) {
     world.stores.clear();
     let store = world.open(nth);
     let got = store.reserve(&chain(nth, 0, 98), 0..98).unwrap();
-    assert_eq!(
-        got.leases.len() as u64,
-        98.min(HOST / world.frames[nth]),
-        "alone it has every frame"
-    );
-    assert_eq!(store.num_slabs().0, world.pool.num_slabs());
+    let num_frames = world.grid(nth, SizeClass(0)).num_frames();
+    assert_eq!(got.leases.len(), 98.min(num_frames as usize), "alone it has every frame");
+    assert_eq!(store.num_slabs().0, world.pool.num_slabs().min(store.num_slabs().0));
 }
 
 proptest! {
@@ -293,7 +325,7 @@ proptest! {
     ) {
         let mut shares = [None; 3];
         shares[(last + 2) % 3] = percent; // of one that is not asked for more below
-        let mut world = World::of(sizes.map(|pages| pages * PAGE), shares);
+        let mut world = World::of(sizes.map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into()), shares);
         for step in &steps {
             apply(&mut world, step);
             world.check();
@@ -402,7 +434,7 @@ fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
 #[test]
 fn saves_take_no_slab_that_workers_cannot_copy_to() {
     let mut world = World::new();
-    world.stores[0].limit_frames(3);
+    world.stores[0].limit_memory(3 * FRAMES[0]);
     assert_eq!(world.save(0, &chain(0, 0, 6)), 3);
     assert_eq!(world.stores[0].num_slabs().0, 1);
 }

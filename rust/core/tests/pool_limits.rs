@@ -1,8 +1,8 @@
 //! Stores of one arena whose workers can copy to its first part only: memory goes where it can be
 //! used.
 //!
-//! Slabs have eight pages here, so that four frames of the first store, or two and two thirds of
-//! the second, fill one.
+//! Slabs have eight pages here, so that four frames of the first store fill one, and two of the
+//! second.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use kvloft_core::store::{ReadLease, Store, StoreConfig, Way};
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
 const NUM_SLABS: u32 = 12;
+const SLAB: u64 = 8 * PAGE;
 
 fn open(pool: &Arc<Pool>, nth: usize) -> Store {
     let config = StoreConfig {
@@ -69,11 +70,6 @@ fn is_there(store: &Store, prompt: u32) -> bool {
     store.lookup(&chain(prompt)).host_units == 4
 }
 
-/// Frames of the first slabs.
-fn limit(nth: usize, num_slabs: u64) -> u32 {
-    u32::try_from(num_slabs * 8 * PAGE / FRAMES[nth]).unwrap()
-}
-
 fn all_give_way(stores: &[Store]) {
     for store in stores {
         store.give_way();
@@ -88,7 +84,7 @@ fn gives(store: &Store) -> bool {
 #[test]
 fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     let (pool, stores) = stores::<2>();
-    (0..2).for_each(|nth| stores[nth].limit_frames(limit(nth, 4)));
+    (0..2).for_each(|nth| stores[nth].limit_memory(4 * SLAB));
     (0..60).for_each(|prompt| _ = save(&stores[0], prompt));
     assert_eq!(num(&stores[0]), 4);
     assert_eq!(save(&stores[1], 0), 4, "eight slabs are free, and cannot be used");
@@ -99,9 +95,9 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
     assert!(!pool.is_wanted());
     let share = |store: &Store| {
-        store.stats().into_iter().find(|(name, _)| *name == "frames_share").unwrap().1
+        store.stats().into_iter().find(|(name, _)| *name == "host_share_bytes").unwrap().1
     };
-    assert_eq!([0, 1].map(|nth| share(&stores[nth])), [6 * 4, 6 * 8 / 3]);
+    assert_eq!([0, 1].map(|nth| share(&stores[nth])), [6 * SLAB; 2]);
 }
 
 #[test]
@@ -109,7 +105,7 @@ fn one_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
     let (_pool, stores) = stores::<3>();
     fill(&stores[0], 3);
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
-    stores[2].limit_frames(limit(2, 2));
+    stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
     assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would do");
     assert!(gives(&stores[0]), "though it has less than its share");
@@ -127,7 +123,7 @@ fn a_slab_that_all_could_use_goes_to_who_can_use_few() {
     let (_pool, stores) = stores::<3>();
     fill(&stores[0], NUM_SLABS);
     (0..2).for_each(|prompt| drop(stores[0].acquire(&chain(prompt)))); // used last, in the two lowest slabs
-    stores[2].limit_frames(limit(2, 2));
+    stores[2].limit_memory(2 * SLAB);
     assert_eq!([1, 2].map(|nth| save(&stores[nth], 0)), [4, 4]);
     assert!(gives(&stores[0]));
     assert_eq!([1, 2].map(|nth| save(&stores[nth], 0)), [4, 0]);
@@ -144,11 +140,11 @@ fn a_slab_that_cannot_be_used_is_not_given() {
     let (pool, [first, second, third]) = stores::<3>();
     fill(&first, 3);
     (0..60).for_each(|prompt| _ = save(&second, prompt));
-    third.limit_frames(limit(2, 2));
+    third.limit_memory(2 * SLAB);
     assert_eq!(save(&third, 0), 4);
     drop(second);
     assert!(num(&third) == 0 && pool.is_wanted());
-    third.limit_frames(u32::MAX);
+    third.limit_memory(u64::MAX);
     assert_eq!(save(&third, 0), 0);
 }
 
@@ -156,7 +152,7 @@ fn a_slab_that_cannot_be_used_is_not_given() {
 fn what_saves_cannot_use_is_given_first() {
     let (_pool, stores) = stores::<2>();
     fill(&stores[0], NUM_SLABS);
-    stores[0].limit_frames(limit(0, 2));
+    stores[0].limit_memory(2 * SLAB);
     while num(&stores[1]) < NUM_SLABS / 2 {
         save(&stores[1], 0);
         save(&stores[1], 100 + num(&stores[1]));
@@ -183,7 +179,7 @@ fn a_pin_elsewhere_does_not_keep_the_slabs_that_can_be_used() {
     assert_eq!(save(&stores[1], 0), 4);
     assert!(!gives(&stores[0]), "it has tried four of its slabs");
     pinned.drain(..2);
-    stores[2].limit_frames(limit(2, 2));
+    stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
     assert!(gives(&stores[0]));
     assert_eq!(save(&stores[2], 0), 0);
@@ -197,10 +193,10 @@ fn who_can_use_more_than_before_waits_for_no_certain_slab() {
     let (_pool, stores) = stores::<2>();
     fill(&stores[0], NUM_SLABS);
     let _pinned = stores[0].acquire(&chain(0));
-    stores[1].limit_frames(limit(1, 1));
+    stores[1].limit_memory(SLAB);
     assert_eq!(save(&stores[1], 0), 4);
     assert!(!gives(&stores[0]), "its workers are");
-    stores[1].limit_frames(u32::MAX);
+    stores[1].limit_memory(u64::MAX);
     assert_eq!(save(&stores[1], 0), 4);
     assert!(gives(&stores[0]));
     assert_eq!(num(&stores[1]), 1);
@@ -211,7 +207,7 @@ fn many_chunks_where_saves_cannot_go_do_not_keep_them_out() {
     let (_pool, [_first, _second, store]) = stores::<3>();
     (0..96).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
     (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last
-    store.limit_frames(limit(2, 2));
+    store.limit_memory(2 * SLAB);
     (100..120).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
     assert!((16..96).all(|prompt| store.lookup(&chain(prompt)).host_units == 1));
 }

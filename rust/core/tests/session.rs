@@ -131,7 +131,7 @@ impl Session for Odd {
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         Vec::new()
     }
-    fn limit_frames(&self, _: u32) {}
+    fn limit_memory(&self, _: u64) {}
     fn take_events(&self) -> Vec<String> {
         Vec::new()
     }

@@ -428,7 +428,7 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
         assert_eq!(save_all(&store, prompt), 4);
     }
     drop(store.acquire(&prompts[0])); // in the lowest frames, and now used last
-    store.limit_frames(4);
+    store.limit_memory(4 * FRAME as u64);
     assert_eq!(save_all(&store, &prompts[2]), 4);
     assert_eq!(stat(&store, "host_evictions"), 4, "none goes whose frame would not do");
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
@@ -436,7 +436,7 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no frame that would do can be had");
     assert_eq!(stat(&store, "host_evictions"), 4);
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
-    store.limit_frames(8);
+    store.limit_memory(8 * FRAME as u64);
     assert_eq!(save_all(&store, &chains(1, 4, 9500)[0]), 4, "those that were spared can go again");
     store.check().unwrap();
 }
@@ -451,7 +451,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
     for prompt in &prompts[..25] {
         drop(store.acquire(prompt)); // what saves could take was used last
     }
-    store.limit_frames(100);
+    store.limit_memory(100 * FRAME as u64);
     let pinned = store.acquire(&prompts[3]);
     let mut num_saved = 0;
     for prompt in &chains(100, 4, 9000) {
@@ -464,7 +464,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
         prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4),
         "they are in no one's way"
     );
-    store.limit_frames(0);
+    store.limit_memory(0 * FRAME as u64);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
     assert_eq!(stat(&store, "host_evictions"), 400);
 }
@@ -474,7 +474,7 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _) = cold_prompts(&disk);
     for num_frames in [3, 0] {
-        store.limit_frames(num_frames);
+        store.limit_memory(num_frames * FRAME as u64);
         let leases: Vec<_> = cold[..2].iter().map(|prompt| store.acquire(prompt)).collect();
         for lease in &leases {
             assert_eq!(
@@ -495,7 +495,7 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
 fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     let disk = MemoryDisk::new(200);
     let (store, cold, hot) = cold_prompts(&disk);
-    store.limit_frames(0);
+    store.limit_memory(0 * FRAME as u64);
     assert_eq!(save_all(&store, &chains(1, 4, 5000)[0]), 0);
     assert_eq!(store.lookup(&hot).host_units, 16);
     settled(&store.acquire(&cold[0]));

@@ -5,6 +5,7 @@
 
 mod store_common;
 
+use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -206,7 +207,8 @@ impl World {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
         let prefix = Prefix::new(group_root, &keys);
-        let asked = ToSave { prefix, units: 0..chain.num_blocks(), is_attached: true };
+        let asked =
+            ToSave { prefix, units: 0..chain.num_blocks(), class: SizeClass(0), is_attached: true };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         for lease in &leases {
             fill(&self.arena, lease.reservation());
@@ -299,8 +301,12 @@ fn many_chunks_go_in_slices() {
             save(&store, &arena, &deep(salt), 0..2000);
             let wide = deep(salt);
             let (root, keys) = wide.attached(1, 0..1800).unwrap();
-            let asked =
-                ToSave { prefix: Prefix::new(root, &keys), units: 0..1800, is_attached: true };
+            let asked = ToSave {
+                prefix: Prefix::new(root, &keys),
+                units: 0..1800,
+                class: SizeClass(0),
+                is_attached: true,
+            };
             let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
             store.commit(leases);
         }

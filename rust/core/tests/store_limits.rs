@@ -7,6 +7,7 @@
 
 mod store_common;
 
+use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,9 +46,9 @@ fn limits_of(all: &TenantLimits, salt: usize) -> Limits {
     [all.unsalted, all.by_salt[0].1, all.salted, all.salted][salt]
 }
 
-fn frames(quota: Option<Quota>) -> u32 {
+fn size(quota: Option<Quota>) -> u64 {
     match quota {
-        Some(Quota::Bytes(bytes)) => u32::try_from(bytes / FRAME as u64).unwrap(),
+        Some(Quota::Bytes(bytes)) => bytes,
         _ => panic!("sizes only"),
     }
 }
@@ -190,11 +191,11 @@ impl World {
             let salt = SALTS.iter().position(|salt| salt.map(SaltTag::of) == tenant.tag).unwrap();
             let Limits { host, disk, .. } = limits_of(&self.limits, salt);
             assert_eq!(
-                (tenant.max_host, tenant.max_disk),
-                (Some(frames(host)), Some(frames(disk)))
+                (tenant.max_host_bytes, tenant.max_disk_bytes),
+                (Some(size(host)), Some(size(disk)))
             );
-            assert!(tenant.num_host <= frames(host), "{tenant:?}");
-            assert!(tenant.num_disk <= frames(disk), "{tenant:?}");
+            assert!(tenant.host_bytes <= size(host), "{tenant:?}");
+            assert!(tenant.disk_bytes <= size(disk), "{tenant:?}");
         }
     }
 
@@ -214,7 +215,7 @@ impl World {
         let Prompt { chain, attached, .. } = self.prompt(salt, prompt);
         let keys = &attached.1[..len as usize];
         let prefix = if is_attached { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
-        let asked = ToSave { prefix, units: 0..len, is_attached };
+        let asked = ToSave { prefix, units: 0..len, class: SizeClass(0), is_attached };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         let (now_s, on_disk) = (self.now_s(), self.disk.chunks());
         for key in leases.iter().map(|lease| lease.reservation().key) {

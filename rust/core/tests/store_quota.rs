@@ -95,7 +95,7 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
         save(&store, &arena, &chain_of(salt, prompt, 4), 0..4);
     }
     drop(store.acquire(&chain_of(Some("a"), 0, 4)));
-    store.limit_frames(8); // prompt 0 of each
+    store.limit_memory(8 * 4096); // prompt 0 of each
     assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), 0..1), 1);
     assert_eq!(
         (in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)),
@@ -126,7 +126,7 @@ fn what_is_loaded_counts_for_the_quota() {
         std::thread::yield_now();
     }
     assert_eq!(lease.poll().ready_units, 4, "two of six are in use");
-    assert_eq!(store.tenants(1).0[0].num_host, 6);
+    assert_eq!(store.tenants(1).0[0].host_bytes, 6 * 4096);
     drop((lease, other));
     store.check().unwrap();
 }

@@ -6,6 +6,7 @@
 
 mod store_common;
 
+use kvloft_core::io::SizeClass;
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
@@ -27,8 +28,18 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, says_beside: bool, aft
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
     keys.extend(own.keys().last().filter(|_| says_beside));
-    let kv = ToSave { prefix: Prefix::from(&own), units: 0..num_blocks, is_attached: false };
-    let state = ToSave { prefix: Prefix::new(root, &keys), units: 0..1, is_attached: true };
+    let kv = ToSave {
+        prefix: Prefix::from(&own),
+        units: 0..num_blocks,
+        class: SizeClass(0),
+        is_attached: false,
+    };
+    let state = ToSave {
+        prefix: Prefix::new(root, &keys),
+        units: 0..1,
+        class: SizeClass(0),
+        is_attached: true,
+    };
     for asked in [kv, state] {
         let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
         let arena = arena_of(store);

@@ -1,6 +1,6 @@
 //! `Arena`: a worker's view of the frames. Conversions only; the meaning is in `kvloft_core::io`.
 
-use kvloft_core::io::{self, FrameId, PartSpec};
+use kvloft_core::io::{self, PartSpec};
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -23,7 +23,7 @@ pub(crate) struct Arena {
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
-    offset: usize,
+    offset: u64,
     part_bytes: usize,
     key: KeyBytes,
     layout: KeyBytes,
@@ -55,29 +55,28 @@ pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> b
 impl Arena {
     /// Map the arena at `path`.
     #[staticmethod]
-    #[pyo3(signature = (path, *, frame_bytes, num_frames))]
-    fn open(py: Python<'_>, path: &str, frame_bytes: u64, num_frames: u32) -> PyResult<Self> {
-        Ok(Self::of(py.detach(|| io::Arena::open(path, frame_bytes, num_frames)).map_err(raise)?))
+    #[pyo3(signature = (path, *, size_bytes))]
+    fn open(py: Python<'_>, path: &str, size_bytes: u64) -> PyResult<Self> {
+        Ok(Self::of(py.detach(|| io::Arena::open(path, size_bytes)).map_err(raise)?))
     }
 
-    /// A frame that no other process maps.
+    /// Memory that no other process maps.
     #[staticmethod]
-    fn private(frame_bytes: u64) -> PyResult<Self> {
-        Ok(Self::of(io::Arena::private(frame_bytes).map_err(raise)?))
+    fn private(size_bytes: u64) -> PyResult<Self> {
+        Ok(Self::of(io::Arena::private(size_bytes).map_err(raise)?))
     }
 
-    /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns
-    /// the tag.
+    /// Tag the payload of a part and write the trailer at the end of the part; returns the tag.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn seal(&self, py: Python<'_>, frame: u32, part: FramePart) -> PyResult<u64> {
-        let seal = || self.inner.seal(FrameId(frame), part.offset, part.part_bytes, &part.spec());
+    fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
+        let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
     }
 
     /// None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn check(&self, py: Python<'_>, frame: u32, part: FramePart) -> PyResult<Option<&'static str>> {
-        let check = || self.inner.check(FrameId(frame), part.offset, part.part_bytes, &part.spec());
+    fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
+        let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))
     }
 

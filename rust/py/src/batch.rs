@@ -43,7 +43,8 @@ impl ChunkBatch {
         let blocks = PyTuple::new(py, chunk.blocks)?;
         let key = PyBytes::new(py, &chunk.key.0);
         let ticket = chunk.ticket.map_or(-1, u64::cast_signed);
-        let fields = (chunk.frame.0, key, chunk.num_blocks, chunk.first_block, blocks, ticket);
+        let fields =
+            (chunk.frame.number(), key, chunk.num_blocks, chunk.first_block, blocks, ticket);
         ROW.import(py, "kvloft.seam.batch", "ChunkCopy")?.call1(fields)
     }
 }

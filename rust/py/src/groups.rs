@@ -4,25 +4,23 @@ use std::ops::Range;
 
 use kvloft_core::chunk_batch::NULL_BLOCK;
 use kvloft_core::engine::{EngineSession, Group, GroupKind};
+use kvloft_core::io::SizeClass;
 use pyo3::prelude::*;
 
 use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
-/// (number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach in tokens).
+/// (number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach in tokens, size
+/// class of frames).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
     type Error = PyErr;
     fn extract(group: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (number, kind, block_tokens, blocks_per_unit, kept_blocks, reach): (
-            _,
-            String,
-            _,
-            _,
-            _,
-            _,
-        ) = group.extract()?;
+        let at = |nth: usize| group.get_item(nth);
+        let [block_tokens, blocks_per_unit, kept_blocks, reach] =
+            [2, 3, 4, 5].map(|nth| at(nth).and_then(|size| size.extract::<u32>()));
+        let (number, kind): (Option<u32>, String) = (at(0)?.extract()?, at(1)?.extract()?);
         let kind = match kind.as_str() {
             "full" => GroupKind::Full,
             "window" => GroupKind::Window,
@@ -34,7 +32,15 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
                 )));
             }
         };
-        Ok(Self(Group { number, kind, block_tokens, blocks_per_unit, kept_blocks, reach }))
+        Ok(Self(Group {
+            number,
+            kind,
+            block_tokens: block_tokens?,
+            blocks_per_unit: blocks_per_unit?,
+            kept_blocks: kept_blocks?,
+            reach: reach?,
+            class: SizeClass(at(6)?.extract()?),
+        }))
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvloft_core::chunk_batch;
 use kvloft_core::engine::{EngineSession, Group, SaveRow};
 use kvloft_core::evict::Eviction;
-use kvloft_core::io::available_bytes;
+use kvloft_core::io::{FrameSizes, available_bytes};
 use kvloft_core::key;
 use kvloft_core::session::{self, Local};
 use kvloft_core::store::{Changes, DiskSettings, Lookup, StoreConfig};
@@ -31,8 +31,23 @@ use crate::tokens::{append_token_ids, block_ids, number};
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
-    #[pyo3(get)]
-    frame_bytes: u64,
+    sizes: FrameSizes,
+}
+
+/// Bytes of frames, by size class; a number for one class.
+#[derive(FromPyObject)]
+enum PySizes {
+    One(u64),
+    Many(Vec<u64>),
+}
+
+impl From<PySizes> for FrameSizes {
+    fn from(sizes: PySizes) -> Self {
+        match sizes {
+            PySizes::One(size) => size.into(),
+            PySizes::Many(sizes) => sizes.into(),
+        }
+    }
 }
 
 impl Session {
@@ -40,14 +55,14 @@ impl Session {
         session: Box<dyn session::Session>,
         num_ranks: u32,
         groups: Option<Vec<PyGroup>>,
-        frame_bytes: u64,
+        sizes: FrameSizes,
     ) -> PyResult<Self> {
         let groups = groups.map_or_else(
             || vec![Group::ONLY],
             |groups| groups.into_iter().map(|group| group.0).collect(),
         );
         let inner = EngineSession::new(session, num_ranks, groups).map_err(raise)?;
-        Ok(Self { inner: Arc::new(inner), frame_bytes })
+        Ok(Self { inner: Arc::new(inner), sizes })
     }
 }
 
@@ -98,7 +113,7 @@ impl Session {
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
-        frame_bytes: u64,
+        frame_bytes: PySizes,
         host_bytes: u64,
         namespace: &[u8],
         num_ranks: u32,
@@ -110,6 +125,7 @@ impl Session {
         description: &str,
         limits: Option<PyTenantLimits>,
     ) -> PyResult<Self> {
+        let sizes = FrameSizes::from(frame_bytes);
         let disk = disk_path.map(|dir| DiskSettings {
             dir,
             cap_bytes: disk_bytes,
@@ -117,7 +133,7 @@ impl Session {
             description: description.to_owned(),
         });
         let config = StoreConfig {
-            frame_sizes: frame_bytes.into(),
+            frame_sizes: sizes.clone(),
             host_bytes,
             eviction: Eviction::parse(eviction).map_err(raise)?,
             available_bytes: available_bytes(),
@@ -127,7 +143,7 @@ impl Session {
             limits: tenant_limits(limits).map_err(raise)?,
         };
         let local = py.detach(|| Local::open(&config)).map_err(raise)?;
-        Self::over(Box::new(local), num_ranks, groups, frame_bytes)
+        Self::over(Box::new(local), num_ranks, groups, sizes)
     }
 
     /// The store of the server that listens at `socket`; each call waits `timeout_s` at most.
@@ -137,22 +153,23 @@ impl Session {
     fn connect(
         py: Python<'_>,
         socket: PathBuf,
-        frame_bytes: u64,
+        frame_bytes: PySizes,
         namespace: &[u8],
         timeout_s: f64,
         num_ranks: u32,
         groups: Option<Vec<PyGroup>>,
         description: &str,
     ) -> PyResult<Self> {
+        let sizes = FrameSizes::from(frame_bytes);
         let config = ClientConfig {
             socket,
             deadline: timeout(timeout_s),
             namespace: digest(namespace, "namespace")?,
-            frame_bytes,
+            frame_sizes: sizes.clone(),
             description: description.to_owned(),
         };
         let remote = py.detach(|| Client::open(config)).map_err(raise)?;
-        Self::over(Box::new(remote), num_ranks, groups, frame_bytes)
+        Self::over(Box::new(remote), num_ranks, groups, sizes)
     }
 
     /// Path another process of this user may open; empty while there is no store.
@@ -174,9 +191,17 @@ impl Session {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
     }
 
+    /// Bytes of frames, by size class.
     #[getter]
-    fn num_frames(&self) -> u32 {
-        self.inner.session().arena().map_or(0, |arena| arena.num_frames)
+    fn frame_sizes(&self) -> Vec<u64> {
+        self.sizes.all().to_vec()
+    }
+
+    /// Bytes of the arena, and of its slabs; 0 while there is no store.
+    #[getter]
+    fn arena_sizes(&self) -> (u64, u64) {
+        let arena = self.inner.session().arena();
+        arena.map_or((0, 0), |arena| (arena.size_bytes, arena.slab_bytes))
     }
 
     /// Use the store that took the place of one that is gone: whether there is one. Nothing of the
@@ -311,9 +336,10 @@ impl Session {
         self.inner.session().stats().into_py_dict(py)
     }
 
-    /// Saves take no frames from this one on from now on: workers cannot copy to them yet.
-    fn limit_frames(&self, num_frames: u32) {
-        self.inner.session().limit_frames(num_frames);
+    /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot
+    /// copy to the others yet.
+    fn limit_memory(&self, limit_bytes: u64) {
+        self.inner.session().limit_memory(limit_bytes);
     }
 
     /// Return new log lines of the disk tier.
@@ -355,6 +381,6 @@ impl Session {
     }
 
     fn __repr__(&self) -> String {
-        format!("Session(num_frames={}, frame_bytes={})", self.num_frames(), self.frame_bytes)
+        format!("Session(frame_sizes={:?})", self.sizes.all())
     }
 }

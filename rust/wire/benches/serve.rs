@@ -72,8 +72,13 @@ fn main() {
             Server::open(ServerConfig::new(socket.clone(), host_bytes)).expect("a server");
         let (frame_bytes, description) = (FRAME_BYTES, String::new());
         let deadline = Duration::from_secs(1);
-        let remote =
-            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, description };
+        let remote = ClientConfig {
+            socket: socket.clone(),
+            deadline,
+            namespace,
+            frame_sizes: frame_bytes.into(),
+            description,
+        };
         let remote = Client::open(remote).expect("a client");
         let local = StoreConfig {
             frame_sizes: frame_bytes.into(),

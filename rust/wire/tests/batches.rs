@@ -2,6 +2,7 @@
 
 mod common;
 
+use kvloft_core::io::SizeClass;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -74,7 +75,8 @@ impl Asked {
 
     fn to_save(&self) -> ToSave<'_> {
         let prefix = Prefix::new(self.root, &self.keys);
-        ToSave { prefix, units: self.units.clone(), is_attached: self.is_attached }
+        let (class, is_attached) = (SizeClass(0), self.is_attached);
+        ToSave { prefix, units: self.units.clone(), class, is_attached }
     }
 
     fn prefixes(&self) -> Vec<Prefix<'_>> {
@@ -287,9 +289,15 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
         let kv = ToSave {
             prefix: Prefix::new(own.root(), own.keys()),
             units: 0..end,
+            class: SizeClass(0),
             is_attached: false,
         };
-        let beside = ToSave { prefix: Prefix::new(root, &keys), units: 0..1, is_attached: true };
+        let beside = ToSave {
+            prefix: Prefix::new(root, &keys),
+            units: 0..1,
+            class: SizeClass(0),
+            is_attached: true,
+        };
         for asked in [kv, beside] {
             let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
             session.commit(&reserved.iter().map(|row| row.ticket).collect::<Vec<_>>());

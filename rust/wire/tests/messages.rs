@@ -2,6 +2,7 @@
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
+use kvloft_core::io::SizeClass;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{
     Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
@@ -62,7 +63,7 @@ fn request(parts: &Parts) -> Request<'_> {
         1 => Request::Hello(Hello {
             version: VERSION,
             namespace: parts.root,
-            frame_bytes: parts.number,
+            frame_sizes: vec![parts.number, 4096].into(),
             description: parts.text.clone(),
         }),
         2 => {
@@ -82,6 +83,7 @@ fn request(parts: &Parts) -> Request<'_> {
                 first: parts.small[0],
                 keys,
                 units: units.clone(),
+                class: SizeClass(root.0[0] % 16),
                 is_attached: root.0[0] == 1,
             });
             Request::Reserve(ranges.collect())
@@ -91,7 +93,7 @@ fn request(parts: &Parts) -> Request<'_> {
         10 => Request::Discard(keys),
         11 => Request::Clear,
         12 => Request::Stats([parts.number, 2]),
-        13 => Request::LimitFrames(parts.small[0]),
+        13 => Request::LimitMemory(parts.number),
         14 => Request::IsSettled,
         15 => Request::Bye,
         16 => Request::Admin(parts.small[0], parts.text.as_bytes()),
@@ -113,7 +115,7 @@ fn answer(parts: &Parts) -> Answer {
     let stats: Vec<_> = parts.numbers.iter().map(|number| (parts.text.clone(), *number)).collect();
     let num_rows = parts.numbers.len();
     match parts.kind {
-        1 => Answer::Welcome(one),
+        1 => Answer::Welcome { size_bytes: one.into(), slab_bytes: two.into() },
         2 => Answer::Refused(parts.text.clone()),
         3 => Answer::Found(vec![Lookup { host_units: one, stored_units: two }; num_rows]),
         4 => Answer::Progress(Progress { ready_units: one, pending_units: two }),
@@ -156,16 +158,16 @@ fn status(parts: &Parts) -> Status {
         EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counters: stats.clone() };
     let tenant = TenantStatus {
         tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
-        num_host: one,
-        num_disk: two,
-        max_host: Some(one),
-        max_disk: None,
+        host_bytes: one.into(),
+        disk_bytes: two.into(),
+        max_host_bytes: Some(one.into()),
+        max_disk_bytes: None,
         ttl_s: Some(9),
     };
     let namespace = NamespaceStatus {
         namespace: parts.root,
         description: parts.text.clone(),
-        frame_bytes: parts.number,
+        frame_sizes: vec![parts.number, 4096],
         num_slabs: two,
         stats: stats.clone(),
         tenants: vec![tenant; num_rows],

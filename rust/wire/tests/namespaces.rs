@@ -2,6 +2,7 @@
 
 mod common;
 
+use kvloft_core::io::FrameId;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::process::Command;
@@ -20,8 +21,11 @@ use kvloft_wire::{
 
 /// A client of namespace `nth` with frames of `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
-    let config =
-        ClientConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
+    let config = ClientConfig {
+        namespace: [nth; 32],
+        frame_sizes: (pages * FRAME).into(),
+        ..remote_config(dir)
+    };
     Client::open(config).expect("a client")
 }
 
@@ -34,6 +38,11 @@ fn space(server: &Server, nth: u8) -> NamespaceStatus {
         .expect("it is open")
 }
 
+fn start_of(session: &Client, pages: u64, frame: FrameId) -> u64 {
+    let arena = session.arena().expect("an arena");
+    arena.grid(pages * FRAME).expect("it fits").start(frame.number())
+}
+
 /// Saves chunks with content that depends on namespace and key; returns the number committed.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
@@ -44,7 +53,7 @@ fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
         memory
             .write_all_at(
                 &row.key.0.repeat(usize::try_from(pages * FRAME / 32).expect("small")),
-                u64::from(row.frame.0) * pages * FRAME,
+                start_of(session, pages, row.frame),
             )
             .expect("room");
     }
@@ -58,7 +67,7 @@ fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let memory = File::open(session.arena().expect("an arena").path).expect("the arena");
     for row in &frames {
         let mut bytes = vec![0; usize::try_from(pages * FRAME).expect("small")];
-        memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * pages * FRAME).expect("room");
+        memory.read_exact_at(&mut bytes, start_of(session, pages, row.frame)).expect("room");
         assert!(
             bytes == row.key.0.repeat(bytes.len() / 32),
             "another's bytes in frame {}",
@@ -272,7 +281,7 @@ fn error_for_too_large_chunks_has_the_servers_option() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
     let server = Server::open(config.clone()).expect("a server");
-    let large = || ClientConfig { frame_bytes: 128 * FRAME, ..remote_config(dir.path()) };
+    let large = || ClientConfig { frame_sizes: (128 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(large());
     assert_eq!(
         said,
@@ -302,9 +311,9 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
     let _server = Server::open(config).expect("a server");
     let num = u8::try_from(MAX_NAMESPACES).expect("few");
     let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();
-    let another = |pages| ClientConfig {
+    let another = |pages: u64| ClientConfig {
         namespace: [200; 32],
-        frame_bytes: pages * FRAME,
+        frame_sizes: (pages * FRAME).into(),
         ..remote_config(dir.path())
     };
     let said = refusal(another(5));
@@ -321,7 +330,16 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
         large = accepted(another(5));
         large.is_some()
     });
-    assert_eq!(large.as_ref().and_then(Session::arena).expect("an arena").num_frames, 12);
+    assert_eq!(
+        large
+            .as_ref()
+            .and_then(Session::arena)
+            .expect("an arena")
+            .grid(5 * FRAME)
+            .expect("it fits")
+            .num_frames(),
+        12
+    );
     assert_eq!(status(&socket(dir.path()), LONG).expect("it answers").namespaces.len(), 1);
 }
 
@@ -380,7 +398,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
     let said = refusal(ClientConfig {
         namespace: [2; 32],
-        frame_bytes: 5 * FRAME,
+        frame_sizes: (5 * FRAME).into(),
         ..remote_config(dir.path())
     });
     assert!(

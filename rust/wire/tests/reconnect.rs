@@ -64,7 +64,7 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert!(engine.renew() && !engine.renew());
     let after = engine.arena().expect("an arena");
     assert_ne!(after.id, before.expect("an arena").id);
-    assert_eq!(after.num_frames, 32);
+    assert_eq!(after.size_bytes, 32 * FRAME);
     assert_eq!(
         (engine.poll(lease), engine.frames(lease).len()),
         (Progress::default(), 0),

@@ -2,6 +2,7 @@
 
 mod common;
 
+use kvloft_core::io::SizeClass;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsRawFd;
@@ -34,7 +35,7 @@ fn engine_finds_chunks_of_another_engine() {
     let (rows, num_dropped) = one.reserve(Prefix::from(&chain), 0..5).expect("in range");
     assert_eq!((rows.len(), num_dropped, found(&other, &chain)), (5, 0, 0));
     let (own, others) = (one.arena().expect("an arena"), other.arena().expect("an arena"));
-    assert_eq!((own.id, own.num_frames), (others.id, 64));
+    assert_eq!((own.id, own.size_bytes), (others.id, 64 * FRAME));
     let file = File::options().write(true).open(&own.path).expect("the arena");
     file.write_all_at(b"hello", u64::from(rows[3].frame.0) * FRAME).expect("room");
     assert_eq!(one.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 5);
@@ -47,7 +48,7 @@ fn engine_finds_chunks_of_another_engine() {
     let at = u64::from(frames[3].frame.0) * FRAME;
     File::open(&others.path).expect("the arena").read_exact_at(&mut bytes, at).expect("there");
     assert_eq!(&bytes, b"hello");
-    assert_eq!(Arena::open(&others.path, FRAME, 64).expect("it is an arena").id(), own.id);
+    assert_eq!(Arena::open(&others.path, 64 * FRAME).expect("it is an arena").id(), own.id);
     other.release(lease);
     until("unpinned", || stat(&pairs(&one), "pins") == 0);
 }
@@ -206,14 +207,14 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let first = connect(dir.path());
-    let other = ClientConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
+    let other = ClientConfig { frame_sizes: (2 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(other.clone());
     assert!(said.contains("give them the same settings"), "{said}");
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
         accepted(other.clone())
-            .is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+            .is_some_and(|other| other.arena().is_some_and(|arena| arena.size_bytes == 64 * FRAME))
     });
 }
 
@@ -221,7 +222,8 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
 fn refusal_of_a_shape_is_one_sentence() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    let said = refusal(ClientConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) });
+    let said =
+        refusal(ClientConfig { frame_sizes: (1_u64 << 30).into(), ..remote_config(dir.path()) });
     assert!(said.contains("--host-size"), "{said}");
     assert_eq!(save(&connect(dir.path()), &chain(1, 3)), 3);
 }
@@ -231,7 +233,7 @@ fn reservations_respect_the_frame_limit_of_their_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
-    one.limit_frames(4);
+    one.limit_memory(4 * FRAME);
     for (seed, num_dropped) in [(1, 2), (2, 6)] {
         assert_eq!(
             one.reserve(Prefix::from(&chain(seed, 6)), 0..6).expect("in range").1,
@@ -276,7 +278,7 @@ fn client_that_reads_no_answers_is_disconnected() {
     let mut stream = UnixStream::connect(socket(dir.path())).expect("a server");
     let mut bytes = Vec::new();
     let (version, namespace, description) = (VERSION, [7; 32], String::new());
-    let hello = Hello { version, namespace, frame_bytes: FRAME, description };
+    let hello = Hello { version, namespace, frame_sizes: FRAME.into(), description };
     Request::Hello(hello).encode(1, &mut bytes);
     stream.write_all(&bytes).expect("it reads");
     until("it has a place", || server.status().engines().count() == 1);
@@ -309,7 +311,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     let fields = Hello {
         version: VERSION,
         namespace: [7; 32],
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         description: String::new(),
     };
     Request::Hello(fields.clone()).encode(1, &mut hello);
@@ -332,6 +334,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         first: u32::MAX - 1,
         keys,
         units: range,
+        class: SizeClass(0),
         is_attached: false,
     }])
     .encode(2, &mut huge);
@@ -342,6 +345,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         first: 3,
         keys,
         units: range,
+        class: SizeClass(0),
         is_attached: false,
     }])
     .encode(2, &mut without_keys);
@@ -437,8 +441,8 @@ fn status_works_before_and_after_the_first_engine() {
     let status = status(&socket(dir.path()), LONG).expect("it answers");
     let space = &status.namespaces[0];
     assert_eq!(
-        (space.namespace, space.frame_bytes, space.description.as_str()),
-        ([7; 32], FRAME, "a test")
+        (space.namespace, space.frame_sizes.as_slice(), space.description.as_str()),
+        ([7; 32], [FRAME].as_slice(), "a test")
     );
     assert_eq!((status.host_bytes, status.slab_bytes, space.num_slabs), (64 * FRAME, 4 * FRAME, 1));
     assert_eq!(stat(&numbers(&status), "frames_reserved"), 3);

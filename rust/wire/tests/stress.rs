@@ -3,6 +3,7 @@
 
 mod common;
 
+use kvloft_core::io::FrameGrid;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -36,8 +37,12 @@ impl Pick {
 
 fn engine(dir: &Path, nth: usize) -> Client {
     let namespace = [u8::try_from(nth).expect("few") + 1; 32];
-    Client::open(ClientConfig { namespace, frame_bytes: PAGES[nth] * FRAME, ..remote_config(dir) })
-        .expect("a client")
+    Client::open(ClientConfig {
+        namespace,
+        frame_sizes: (PAGES[nth] * FRAME).into(),
+        ..remote_config(dir)
+    })
+    .expect("a client")
 }
 
 fn chain(nth: usize, salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
@@ -49,6 +54,10 @@ fn chain(nth: usize, salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyCha
     chain
 }
 
+fn grid(engine: &Client, nth: usize) -> FrameGrid {
+    engine.arena().expect("an arena").grid(PAGES[nth] * FRAME).expect("it fits")
+}
+
 fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
     key.repeat(usize::try_from(PAGES[nth] * FRAME / 32).expect("small"))
 }
@@ -58,7 +67,7 @@ fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = engine.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");
     for row in &rows {
-        let at = u64::from(row.frame.0) * PAGES[nth] * FRAME;
+        let at = grid(engine, nth).start(row.frame.number());
         memory.write_all_at(&content(nth, &row.key.0), at).expect("room");
     }
     engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
@@ -87,7 +96,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
             for row in engine.frames(*lease) {
                 let mut found = content(nth, &[0; 32]);
                 memory
-                    .read_exact_at(&mut found, u64::from(row.frame.0) * PAGES[nth] * FRAME)
+                    .read_exact_at(&mut found, grid(&engine, nth).start(row.frame.number()))
                     .expect("room");
                 assert!(
                     found == content(nth, &row.key.0),
@@ -150,7 +159,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
 /// Returns whether a single engine gets every frame of every slab.
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
-    let num_frames = engine.arena().expect("an arena").num_frames;
+    let num_frames = grid(&engine, nth).num_frames();
     let memory = File::options()
         .write(true)
         .open(engine.arena().expect("an arena").path)

@@ -2,6 +2,7 @@
 
 mod common;
 
+use kvloft_core::io::SizeClass;
 use std::path::Path;
 use std::time::Duration;
 
@@ -59,13 +60,13 @@ fn engines_of_one_tenant_share_its_quota() {
     }
     let of_a = tenant(dir.path(), 7, Some("a")).expect("it has something");
     assert_eq!(
-        (of_a.num_host, of_a.max_host, of_a.max_disk, of_a.ttl_s),
-        (8, Some(8), Some(10), None)
+        (of_a.host_bytes / FRAME, of_a.max_host_bytes, of_a.max_disk_bytes, of_a.ttl_s),
+        (8, Some(8 * FRAME), Some(10 * FRAME), None)
     );
-    assert!((6..=10).contains(&of_a.num_disk), "{of_a:?}");
+    assert!((6..=10).contains(&(of_a.disk_bytes / FRAME)), "{of_a:?}");
     assert_eq!(
-        tenant(dir.path(), 7, None).map(|tenant| (tenant.num_host, tenant.max_host)),
-        Some((6, None))
+        tenant(dir.path(), 7, None).map(|tenant| (tenant.host_bytes, tenant.max_host_bytes)),
+        Some((6 * FRAME, None))
     );
     for (salt, len) in [(Some("b"), 6), (None, 6), (Some("a"), 4)] {
         let seed = if salt == Some("a") { 9 } else { 0 };
@@ -133,7 +134,8 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
     let state = chain(7, Some("a"), 2, 1);
-    let beside = ToSave { prefix: (&state).into(), units: 0..1, is_attached: true };
+    let beside =
+        ToSave { prefix: (&state).into(), units: 0..1, class: SizeClass(0), is_attached: true };
     assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
     after(&state, 0, [5, 25, 18]); // saves of what is attached do not go on
 }
@@ -151,12 +153,15 @@ fn quota_follows_the_share_of_the_namespace() {
     drop(one);
     until("it has left", || space(dir.path(), 1).engines.is_empty());
     std::thread::sleep(Duration::from_millis(1500)); // the store looks once a second
-    assert_eq!(tenant(dir.path(), 1, Some("a")).map(|tenant| tenant.num_host), Some(32));
+    assert_eq!(tenant(dir.path(), 1, Some("a")).map(|tenant| tenant.host_bytes), Some(32 * FRAME));
     let (one, _other) = (engine(dir.path(), 1), engine(dir.path(), 2));
     until("half of the half is left", || {
-        tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.num_host == 16)
+        tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.host_bytes == 16 * FRAME)
     });
-    assert_eq!(tenant(dir.path(), 1, Some("a")).and_then(|tenant| tenant.max_host), Some(16));
+    assert_eq!(
+        tenant(dir.path(), 1, Some("a")).and_then(|tenant| tenant.max_host_bytes),
+        Some(16 * FRAME)
+    );
     assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
 }
 

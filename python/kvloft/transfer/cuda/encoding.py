@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, PART, vec_bytes_of
-from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES
+from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
@@ -67,13 +67,12 @@ def slot_stride(width: int) -> int:
 class PartEncoding:
     """Encoded parts of one layout.
 
-    ``first_part``: address of this rank's part of frame 0, for the kernels; None if they must not
-    access frames because these are not registered. ``room``: bytes of a part before its trailer.
-    ``block_width``: bytes that the copy engine moves for each block of a chunk.
+    ``frames``: where the kernels access parts; None if they must not, because frames are not
+    registered. ``room``: bytes of a part before its trailer. ``block_width``: bytes that the copy
+    engine moves for each block of a chunk.
     """
 
-    first_part: int | None
-    frame_bytes: int
+    frames: FrameMemory | None
     room: int
     block_width: int
 
@@ -81,9 +80,7 @@ class PartEncoding:
     def of(
         cls,
         layout: PagedLayout,
-        first_part: int,
-        frame_bytes: int,
-        room: int,
+        frames: FrameMemory,
         *,
         everything: bool = False,
     ) -> PartEncoding:
@@ -92,7 +89,7 @@ class PartEncoding:
         """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
-        return cls(None if everything else first_part, frame_bytes, room, block_width)
+        return cls(None if everything else frames, frames.part_room, block_width)
 
     def width(self, num_blocks: int) -> int:
         """Return the bytes that the copy engine moves of a part with ``num_blocks``."""
@@ -103,10 +100,9 @@ class PartEncoding:
     ) -> npt.NDArray[Any]:
         """Return the parts of a piece's chunks, dtype `PART`."""
         parts: npt.NDArray[Any] = np.zeros(len(frames), PART)
-        if self.first_part is not None:
-            parts["address"] = np.array(frames, dtype=np.uint64) * np.uint64(
-                self.frame_bytes
-            ) + np.uint64(self.first_part)
+        if (memory := self.frames) is not None:
+            first = np.uint64(memory.address + memory.part_offset)
+            parts["address"] = memory.starts(frames) + first
         widths = {each: self.width(each) for each in set(num_blocks)}
         parts["width"] = [widths[each] for each in num_blocks]
         if is_raw is not None:

@@ -132,9 +132,16 @@ class Lane:
     """
 
     def __init__(
-        self, kinds: Sequence[Kernels], tuning: Tuning, frames: FrameMemory, *, to_host: bool
+        self,
+        kinds: Sequence[Kernels],
+        tuning: Tuning,
+        frames: Sequence[FrameMemory],
+        *,
+        to_host: bool,
     ) -> None:
-        """Allocate the slots, which pieces of all ``kinds`` of pages use."""
+        """Allocate the slots, which pieces of all ``kinds`` of pages use. ``frames``: of each
+        kind.
+        """
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
         # Encoding and decoding use all SMs. With half of them, a piece is too slow between kernels
@@ -156,7 +163,10 @@ class Lane:
         self._slots = cycle(
             [_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)]
         )
-        self._params = [_Params(kernels, frames.part_room) for kernels in kinds]
+        self._params = [
+            _Params(kernels, memory.part_room)
+            for kernels, memory in zip(kinds, frames, strict=True)
+        ]
         self._tags_address = driver.host_alloc(MAX_PIECES * 2 * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * 2 * MAX_SEGMENTS)).from_address(self._tags_address)
         rows = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, 2, MAX_SEGMENTS)
@@ -182,7 +192,7 @@ class Lane:
         self.last_copy_stream = slot.stream
         launch, copy = (
             partial(self._launch, piece, kind, sent, slot),
-            partial(self._copy, piece, slot, is_registered=is_registered),
+            partial(self._copy, piece, self._frames[kind], slot, is_registered=is_registered),
         )
         steps = ((self.kernel_stream, launch), (slot.stream, copy))
         (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
@@ -218,18 +228,18 @@ class Lane:
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
-    def _copy(self, piece: Piece, slot: _Slot, *, is_registered: bool) -> None:
+    def _copy(self, piece: Piece, frames: FrameMemory, slot: _Slot, *, is_registered: bool) -> None:
         """Copy the piece's runs between ``slot`` and the frames. The driver uses its buffers for
         frames not registered.
         """
-        stream, pitch, stride = slot.stream, self._frames.frame_bytes, piece.slot_stride
+        stream, pitch, stride = slot.stream, frames.frame_bytes, piece.slot_stride
         host: list[int] = []
         device: list[int] = []
         num_bytes: list[int] = []
         few_rows = FEW_ROWS if len(piece.runs) > FEW_RUNS else 1
         for run in piece.runs:
             host_at, device_at = (
-                self._frames.part(run.frame) + run.part_offset,
+                frames.part(run.frame) + run.part_offset,
                 slot.address + run.slot_offset,
             )
             if run.num_rows > few_rows:

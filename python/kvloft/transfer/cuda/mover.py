@@ -56,27 +56,30 @@ class CudaMover:
     def __init__(
         self,
         kinds: Sequence[tuple[PagedLayout, Kernels]],
-        frames: FrameMemory,
+        frames: Sequence[FrameMemory],
         *,
         blocks_per_chunk: Sequence[int],
         tuning: Tuning,
         kind_of: Sequence[int] = (0,),
         gathers_first: bool = False,
     ) -> None:
-        """Allocate staging and start to register ``frames``. Raises CudaError, or ValueError if
+        """Allocate staging and start to register the arena. Raises CudaError, or ValueError if
         staging is too small.
 
-        ``blocks_per_chunk``: blocks in a frame, for each of ``kinds``. ``kind_of``: the kind of
-        each KV cache group's pages; all kinds share streams, staging and registered memory. With
-        ``gathers_first``, the compute stream waits for the gathers of a step's saves, for engines
-        that write blocks before `begin_step` names them.
+        ``frames`` and ``blocks_per_chunk``: frames, and blocks in a frame, for each of ``kinds``.
+        ``kind_of``: the kind of each KV cache group's pages; all kinds share streams, staging and
+        registered memory. With ``gathers_first``, the compute stream waits for the gathers of a
+        step's saves, for engines that write blocks before `begin_step` names them.
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
-        frames_per_registration = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
+        arena = frames[0]
+        slabs_per_registration = max(1, GOOD_PIECE_BYTES // arena.slab_bytes)
         parts = [
-            _kind(layout, kernels, num_blocks, frames, frames_per_registration)
-            for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
+            _kind(layout, kernels, num_blocks, memory, slabs_per_registration)
+            for (layout, kernels), num_blocks, memory in zip(
+                kinds, blocks_per_chunk, frames, strict=True
+            )
         ]
         stride = max(kind.limits.slot_stride for kind in parts)
         widest = max(
@@ -91,7 +94,7 @@ class CudaMover:
         parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
         self._shared = shared = Shared(
-            parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break
+            parts, kind_of, num_blocks, bytes_ahead, self._compute, self._break
         )
         self.saves, self.loads = (
             Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False)
@@ -108,11 +111,11 @@ class CudaMover:
             for name, direction in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
         ]
         # Ranks on two sockets would each place all pages on their node.
-        node = None if frames.is_shared else numa_node_of(self._device)
+        node = None if arena.is_shared else numa_node_of(self._device)
         shared.registered = RegisteredRange(
-            frames.address,
-            frames.size_bytes,
-            piece_bytes=frames_per_registration * frames.frame_bytes,
+            arena.address,
+            arena.size_bytes,
+            piece_bytes=slabs_per_registration * arena.slab_bytes,
             numa_node=node,
             on_progress=self._feed_saves,
         )
@@ -190,9 +193,10 @@ class CudaMover:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
-    def usable_frames(self) -> int | None:
-        """Return the number of registered frames; None if all are."""
-        return None if self._shared.registered.is_complete else self._shared.num_registered
+    def usable_bytes(self) -> int | None:
+        """Return the number of registered bytes; None if all are."""
+        registered = self._shared.registered
+        return None if registered.is_complete else registered.num_registered_bytes
 
     def wait_registered(self, timeout_s: float | None = None) -> bool:
         """Wait until all host memory is registered, or registration has failed."""
@@ -269,14 +273,15 @@ def _kind(
     kernels: Kernels,
     num_blocks: int,
     frames: FrameMemory,
-    frames_per_registration: int,
+    slabs_per_registration: int,
 ) -> PageKind:
     """Return the kind of a layout with chunks of ``num_blocks``; the size of slots is set later."""
+    frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
-        kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_registration
+        kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run
     )
     if kernels.encodes:
-        of = partial(PartEncoding.of, layout, frames.part(0), frames.frame_bytes, frames.part_room)
+        of = partial(PartEncoding.of, layout, frames)
         limits, unregistered = (
             replace(limits, encoding=of()),
             replace(limits, encoding=of(everything=True)),
@@ -285,7 +290,7 @@ def _kind(
     trailers = Trailers(
         frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles
     )
-    return PageKind(limits, unregistered, trailers)
+    return PageKind(limits, unregistered, trailers, frames)
 
 
 def prepare(
@@ -295,7 +300,7 @@ def prepare(
     staging_bytes: int,
     gathers_first: bool,
     encodes: bool = False,
-) -> Callable[[FrameWindow], CudaMover]:
+) -> Callable[[Sequence[FrameWindow]], CudaMover]:
     """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes
     the mover.
 
@@ -305,8 +310,7 @@ def prepare(
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
-    sizes: list[int] = []
-    addresses = [
+    addresses: list[tuple[object, ...]] = [
         (
             num_blocks,
             layout.digest,
@@ -318,7 +322,6 @@ def prepare(
     encodes = encodes and _device_encodes(device)
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
         if where not in kinds:
-            sizes.append(num_blocks)
             is_encoded = encodes and can_encode(layout, num_blocks, slot_bytes)
             with torch.cuda.device(device):
                 kinds[where] = layout, _kernels_of(layout, device, encodes=is_encoded)
@@ -336,14 +339,21 @@ def prepare(
             tuning.slot_bytes >> 20,
         )
 
-    def make(window: FrameWindow) -> CudaMover:
+    def make(windows: Sequence[FrameWindow]) -> CudaMover:
+        # Groups with pages of one kind can have frames of different sizes, because of other ranks.
+        groups = [
+            (where, window.memory.part_bytes)
+            for where, window in zip(addresses, windows, strict=True)
+        ]
+        distinct = list(dict.fromkeys(groups))
+        firsts = [groups.index(each) for each in distinct]
         with torch.cuda.device(device):
             return CudaMover(
-                list(kinds.values()),
-                window.memory,
-                blocks_per_chunk=sizes,
+                [kinds[where] for where, _ in distinct],
+                [windows[first].memory for first in firsts],
+                blocks_per_chunk=[blocks_per_chunk[first] for first in firsts],
                 tuning=tuning,
-                kind_of=[list(kinds).index(where) for where in addresses],
+                kind_of=[distinct.index(each) for each in groups],
                 gathers_first=gathers_first,
             )
 

@@ -20,6 +20,9 @@ from kvloft.seam.batch import ChunkBatch
 from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
+MAX_FRAME = (1 << 28) - 1
+"""Limit of the number of a frame; the bits above it are the size class, which a batch's chunks have
+in common."""
 NOT_WANTED = -1
 """Block id of a payload block that is tagged but not scattered."""
 _SLOT_ALIGN = 4096
@@ -42,6 +45,8 @@ class ChunkTable:
         ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
         # Lists, because the link waits for the first table, and numpy starts slowly.
         numbers = memoryview(frames).cast("I").tolist()
+        if numbers and numbers[0] > MAX_FRAME:
+            numbers = [frame & MAX_FRAME for frame in numbers]
         ids = np.frombuffer(blocks, dtype=np.int32)
         size = len(ids) // max(1, len(numbers))
         starts = range(0, len(ids) + 1, size) if size else [0] * (len(numbers) + 1)
@@ -94,15 +99,15 @@ class PieceLimits:
     """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None:
     parts are raw.
 
-    A copy must not cross a multiple of ``frames_per_registration``: memory is registered in pieces,
-    and CUDA refuses a copy across two of them.
+    A copy must not cross a multiple of ``frames_per_run``: memory is registered in pieces, and CUDA
+    refuses a copy across two of them; or frames of two slabs are not equally spaced.
     """
 
     block_tiles: BlockTiles
     slot_bytes: int
     part_bytes: int
     blocks_per_chunk: int
-    frames_per_registration: int
+    frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
     """Segments of a piece of full chunks, which almost all pieces are."""
@@ -213,13 +218,13 @@ def _runs(
 
     Chunks of a run have equal lengths, because a slot has old bytes after a shorter payload.
     """
-    stride, per_registration = limits.slot_stride, limits.frames_per_registration
+    stride, per_run = limits.slot_stride, limits.frames_per_run
     if not limits.block_tiles.block_bytes:
         return
     apart = [
         i
         for i, (before, frame) in enumerate(pairwise(frames), 1)
-        if frame != before + 1 or not frame % per_registration
+        if frame != before + 1 or not frame % per_run
     ]
     if not are_full:
         apart = sorted(

@@ -121,7 +121,7 @@ class Saves(Direction):
         shared = self._shared
         return (
             self.waits_for_registration
-            and not shared.are_registered(self.queued[0][0].table.frames)
+            and not shared.are_registered(self.queued[0][0].kind, self.queued[0][0].table.frames)
             and not shared.registered.is_over
         )
 

@@ -38,8 +38,8 @@ NUM_MARKS = 8
 
 
 class PageKind(NamedTuple):
-    """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache
-    groups can share a kind.
+    """Pages with one layout, in frames of one size: limits of their pieces, and the trailers of
+    their frames. KV cache groups can share a kind.
 
     ``unregistered_limits``: the limits of loads from frames that are not registered yet.
     """
@@ -47,6 +47,7 @@ class PageKind(NamedTuple):
     limits: PieceLimits
     unregistered_limits: PieceLimits
     trailers: Trailers
+    memory: FrameMemory
 
     def with_slots(self, slot_bytes: int) -> PageKind:
         """Return this kind with staging slots of ``slot_bytes``."""
@@ -54,7 +55,7 @@ class PageKind(NamedTuple):
             replace(limits, slot_bytes=slot_bytes)
             for limits in (self.limits, self.unregistered_limits)
         )
-        return PageKind(limits, unregistered, self.trailers)
+        return PageKind(limits, unregistered, self.trailers, self.memory)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +69,6 @@ class Shared:
 
     kinds: Sequence[PageKind]
     kind_of: Sequence[int]
-    memory: FrameMemory
     num_blocks: int
     bytes_ahead: int
     """Bytes of one direction on the GPU above which no piece is sent."""
@@ -125,12 +125,12 @@ class Shared:
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
-        blocks_per_chunk = self.kinds[kind].limits.blocks_per_chunk
+        limits, memory = self.kinds[kind].limits, self.kinds[kind].memory
         try:
             chunks.check(
-                num_frames=self.memory.num_frames,
+                num_frames=memory.num_frames,
                 num_blocks=self.num_blocks,
-                blocks_per_chunk=blocks_per_chunk,
+                blocks_per_chunk=limits.blocks_per_chunk,
             )
         except ValueError as error:
             return f"copy: {error}"
@@ -147,7 +147,7 @@ class Shared:
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
         limits = (
             pages.unregistered_limits
-            if owners and not self.are_registered(table.frames)
+            if owners and not self.are_registered(kind, table.frames)
             else pages.limits
         )
         pieces = tuple(
@@ -166,13 +166,13 @@ class Shared:
     def trailers_of(self, job: Job) -> Trailers:
         return self.kinds[job.kind].trailers
 
-    @property
-    def num_registered(self) -> int:
-        """Return the number of registered frames, counted from the first."""
-        return self.registered.num_registered_bytes // self.memory.frame_bytes
-
-    def are_registered(self, frames: Sequence[int]) -> bool:
-        return self.registered.is_complete or max(frames) < self.num_registered
+    def are_registered(self, kind: int, frames: Sequence[int]) -> bool:
+        """Return True if all of ``frames`` are in registered memory."""
+        if self.registered.is_complete:
+            return True
+        memory = self.kinds[kind].memory
+        end = memory.start(max(frames)) + memory.frame_bytes
+        return end <= self.registered.num_registered_bytes
 
 
 class InFlight(NamedTuple):
@@ -243,7 +243,7 @@ class Direction(ABC):
         if job.after is not None:
             self.lane.kernel_stream.wait(job.after.event)
             job.after = None
-        is_registered = self._shared.are_registered(job.table.frames)
+        is_registered = self._shared.are_registered(job.kind, job.table.frames)
         job.is_all_registered = job.is_all_registered and is_registered
         sent = self.lane.submit(piece, kind=job.kind, is_registered=is_registered)
         self.num_bytes += piece.link_bytes

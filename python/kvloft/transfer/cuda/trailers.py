@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvloft.transfer.frames import E348, RAW, TABLE_ENTRY_BYTES, FrameMemory
+from kvloft.transfer.frames import E348, PART_ALIGN, RAW, TABLE_ENTRY_BYTES, FrameMemory
 
 MAGIC: Final = b"KVLOFT03"
 TRAILER: Final = np.dtype(
@@ -33,11 +33,34 @@ TRAILER: Final = np.dtype(
 assert TRAILER.itemsize == 128
 
 
-def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
-    """Return a view of the trailers in memory: [num_frames] of `TRAILER`."""
-    raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
-    offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
-    return np.ndarray((memory.num_frames,), TRAILER, raw, offset, (memory.frame_bytes,))
+class TrailerColumn:
+    """The trailers of this rank's parts in memory, as dtype `TRAILER`."""
+
+    def __init__(self, memory: FrameMemory) -> None:
+        raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+        self._memory = memory
+        self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
+        # A view of all positions at which a trailer can begin: frames are whole pages.
+        num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
+        self._pages: npt.NDArray[Any] = np.ndarray(
+            (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
+        )
+
+    def _at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+        return self._memory.starts(frames) // np.uint64(PART_ALIGN)
+
+    def __getitem__(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
+        return self._pages[self._at(frames)]
+
+    def __setitem__(self, frames: npt.ArrayLike, rows: npt.NDArray[Any]) -> None:
+        self._pages[self._at(frames)] = rows
+
+    def unseal(self, frames: npt.ArrayLike) -> None:
+        self._pages["magic"][self._at(frames)] = np.zeros(1, "V8")
+
+    def encodings(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint32]:
+        encodings: npt.NDArray[np.uint32] = self._pages["encoding"][self._at(frames)]
+        return encodings
 
 
 class Trailers:
@@ -53,7 +76,7 @@ class Trailers:
         block_bytes: int,
         block_tiles: int | None = None,
     ) -> None:
-        self._column = trailers_of(memory)
+        self._column = TrailerColumn(memory)
         self._block_bytes, self._block_tiles, self._room = (
             block_bytes,
             block_tiles,
@@ -92,14 +115,14 @@ class Trailers:
         )
         fits = rows["encoded_bytes"] <= self._room
         self._column[frames[fits]] = rows[fits]
-        self._column["magic"][frames[~fits]] = np.zeros(1, "V8")
+        self._column.unseal(frames[~fits])
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return which of ``frames`` are not encoded, according to trailers that are not checked
         yet.
         """
-        return np.asarray(self._column["encoding"][np.asarray(frames)] != E348)
+        return np.asarray(self._column.encodings(frames) != E348)
 
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
@@ -107,7 +130,7 @@ class Trailers:
         """Return the tags of ``frames``, and the problem of each bad one: 'unsealed', 'key',
         'layout' or 'shape'.
         """
-        rows = self._column[np.asarray(frames)]
+        rows = self._column[frames]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:

@@ -2,6 +2,7 @@
 //! there, and all blocks before. Beside LRU's, and what adaptive eviction finds where states do not
 //! say what they are kept beside.
 
+use kvloft_core::io::SizeClass;
 use std::collections::BTreeSet;
 
 use kvloft_core::evict::Eviction;
@@ -86,7 +87,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
         );
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
-            let asked = ToSave { prefix, units: whole(1), is_attached: true };
+            let asked = ToSave { prefix, units: whole(1), class: SizeClass(0), is_attached: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
     }

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::io::SizeClass;
 use crate::{Error, ErrorKind, Result};
 
 /// What a prefix needs of a group.
@@ -36,6 +37,8 @@ pub struct Group {
     pub kept_blocks: u32,
     /// In tokens; of windows and local chunks.
     pub reach: u32,
+    /// The size class of its frames.
+    pub class: SizeClass,
 }
 
 /// Blocks of a group's table per unit, and how many of those, the last ones, a chunk keeps.
@@ -56,6 +59,7 @@ impl Group {
         blocks_per_unit: 1,
         kept_blocks: 1,
         reach: 0,
+        class: SizeClass(0),
     };
 
     /// `InvalidConfig` for a size of zero, or more blocks kept than there are.

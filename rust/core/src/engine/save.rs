@@ -7,6 +7,7 @@ use super::EngineSession;
 use super::group::{Cut, Group, GroupKind};
 use crate::Result;
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
+use crate::io::SizeClass;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::{Got, Prefix, ToSave};
 
@@ -126,7 +127,8 @@ impl EngineSession {
         let mut in_flight = self.in_flight();
         let asked: Vec<_> = rows
             .clone()
-            .flat_map(|(chain, parts)| parts.iter().map(move |part| part.to_save(chain)))
+            .flat_map(|(chain, parts)| parts.iter().map(move |part| (chain, part)))
+            .map(|(chain, part)| part.to_save(chain, self.groups[part.group].class))
             .collect();
         let (reserved, got) = self.session.reserve_many(&asked)?;
         let mut batches = Vec::new();
@@ -182,14 +184,15 @@ impl EngineSession {
 }
 
 impl Part {
-    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> ToSave<'a> {
+    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>, class: SizeClass) -> ToSave<'a> {
         let keys = match (&self.keys, chain) {
             (Keys::Own(keys), _) => keys,
             (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
             (Keys::Chain(_), None) => &[],
         };
         let is_attached = matches!(self.keys, Keys::Own(_));
-        ToSave { prefix: Prefix::new(self.root, keys), units: self.units.clone(), is_attached }
+        let prefix = Prefix::new(self.root, keys);
+        ToSave { prefix, units: self.units.clone(), class, is_attached }
     }
 }
 

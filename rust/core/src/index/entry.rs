@@ -60,8 +60,8 @@ pub(crate) struct Entry {
     /// It ends a prefix that was used again, or was kept with one; reported to a policy that gets
     /// it later.
     pub(crate) reused: bool,
-    /// Keeps the size off a multiple of 32 bytes; see below.
-    pub(crate) _padding: u32,
+    /// Pages of its slot on disk, while it takes one; changed by `State::change_disk` only.
+    pub(crate) disk_pages: u32,
 }
 
 // With 160 bytes, the last chunks of stored prompts of 128 x n chunks share CPU cache sets, and

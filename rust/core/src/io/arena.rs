@@ -3,13 +3,13 @@
 //! In the owner's process a frame's bytes are reached through its only [`Frame`], so the borrow
 //! checker upholds that no thread reads what another writes. Workers map the same memory through
 //! [`Arena`]; between processes the leases uphold it: a worker writes only frames that are reserved
-//! for it and reads only frames pinned for it. Stores that share an arena lay grids of their own
-//! sizes over it; between them the pool's slabs uphold it, as each touches only frames that lie in
-//! slabs of its own. Only this file, its tests and `numa` contain unsafe code. It must not know
-//! keys or who holds a lease.
+//! for it and reads only frames pinned for it. Between stores that share an arena the pool's slabs
+//! uphold it: each touches only frames in slabs of its own. Only this file, its tests and `numa`
+//! contain unsafe code. It must not know keys or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::ptr::{self, NonNull};
@@ -19,7 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-pub use super::frame::{FRAME_ALIGN, FrameId};
+pub use super::frame::FRAME_ALIGN;
+use super::frame::{FrameGrid, FrameId, FrameSizes};
 use super::numa::bind;
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
@@ -29,12 +30,11 @@ use crate::{Error, ErrorKind, Result};
 /// 65,530.
 const PLACED_AT_ONCE: usize = 1024;
 
-/// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
+/// The whole arena, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
-    frame_bytes: usize,
-    num_frames: u32,
+    size_bytes: usize,
 }
 
 // SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; who may
@@ -44,10 +44,10 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the frames of `fd`, whose size the caller has made sure is enough for them and cannot
+    /// Maps the first `size_bytes` of `fd`, whose size the caller has made sure is enough and cannot
     /// shrink.
-    fn new(fd: impl AsFd, frame_bytes: usize, num_frames: u32) -> Result<Self> {
-        let size_bytes = frame_bytes * num_frames as usize;
+    fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
+        let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: no address is asked for, so the kernel picks memory that nothing of ours lies in.
@@ -58,28 +58,24 @@ impl Mapping {
             })?;
         let start =
             NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
-        Ok(Self { start, frame_bytes, num_frames })
+        Ok(Self { start, size_bytes })
     }
 
-    fn size_bytes(&self) -> usize {
-        self.frame_bytes * self.num_frames as usize
-    }
-
-    /// Address of the first byte of `range` of `frame`; `InvalidConfig` unless all of it lies
-    /// inside.
-    fn at(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
-        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.frame_bytes);
-        if frame.0 >= self.num_frames || !inside {
-            return Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
-                .with_context("frame", frame.0)
+    /// Address of `bytes` bytes from `offset` on; `InvalidConfig` unless all of them lie inside.
+    fn at(&self, offset: u64, bytes: usize) -> Result<NonNull<u8>> {
+        let offset_in = usize::try_from(offset).ok();
+        let end = offset_in.and_then(|offset| offset.checked_add(bytes));
+        match (offset_in, end) {
+            (Some(offset), Some(end)) if end <= self.size_bytes => {
+                // SAFETY: offset is at most the mapping's size, which is at most isize::MAX (checked
+                // before mapping).
+                Ok(unsafe { self.start.add(offset) })
+            }
+            _ => Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
                 .with_context("offset", offset)
                 .with_context("bytes", bytes)
-                .with_context("frame_bytes", self.frame_bytes)
-                .with_context("num_frames", self.num_frames));
+                .with_context("arena_bytes", self.size_bytes)),
         }
-        // SAFETY: frame < num_frames and offset + bytes <= frame_bytes, so the sum is at most the
-        // mapping's size, which is at most isize::MAX (checked before mapping).
-        Ok(unsafe { self.start.add(frame.0 as usize * self.frame_bytes + offset) })
     }
 }
 
@@ -87,35 +83,31 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: start and size are those of the mapping made in new, and there is no reference
         // into it: Frames and Arenas own a part of this Mapping, and slices borrow from them.
-        let _unmapped =
-            unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes()) };
+        let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes) };
     }
 }
 
 /// Checks a size; the message leaves naming the setting to the store, which knows it.
-fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
-    let total = frame_bytes
-        .checked_mul(u64::from(num_frames))
-        .and_then(|bytes| isize::try_from(bytes).ok());
-    match total {
-        Some(total) if total > 0 && frame_bytes.is_multiple_of(FRAME_ALIGN) => {
-            Ok(total.unsigned_abs())
-        }
+fn checked_size(size_bytes: u64) -> Result<usize> {
+    let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
+    match size {
+        Some(size) if size_bytes.is_multiple_of(FRAME_ALIGN) => Ok(size.unsigned_abs()),
         _ => Err(Error::new(
             ErrorKind::InvalidConfig,
-            "frame_bytes must be a multiple of 4096 and num_frames at least 1",
+            "the size of an arena must be a positive multiple of 4096",
         )
-        .with_context("frame_bytes", frame_bytes)
-        .with_context("num_frames", num_frames)),
+        .with_context("size_bytes", size_bytes)),
     }
 }
 
-/// The one right to a frame's bytes in its owner's grid. It is neither copied nor made again, so
+/// The one right to a frame's bytes in its owner's arena. It is neither copied nor made again, so
 /// `&mut Frame` is alone.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
     id: FrameId,
+    offset: u64,
+    len: usize,
 }
 
 impl Frame {
@@ -125,74 +117,70 @@ impl Frame {
     }
 
     fn start(&self) -> NonNull<u8> {
-        self.mapping
-            .at(self.id, 0, self.mapping.frame_bytes)
-            .expect("frames are made inside the arena")
+        self.mapping.at(self.offset, self.len).expect("frames are made inside the arena")
     }
 
     /// Its bytes, while a lease keeps workers from writing to it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this grid
-        // the only other way to these bytes is &mut self, which the borrow excludes, and a frame of
-        // another grid over them is lent only while its store has the slabs below (HostTier).
-        // Workers write only frames that are reserved for them, and the store reads a frame only
-        // once it is visible.
-        unsafe { slice::from_raw_parts(self.start().as_ptr(), self.mapping.frame_bytes) }
+        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these bytes
+        // is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another store
+        // lends only frames in slabs of its own (HostTier). Workers write only frames that are
+        // reserved for them, and the store reads a frame only once it is visible.
+        unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
     /// Its bytes, to be filled while no worker knows of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store
         // fills a frame only before it is visible and while it is reserved for no other writer.
-        unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.mapping.frame_bytes) }
+        unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
     }
 }
 
-/// A grid of frames: the right to each one's bytes is here, or with whom it was lent to. A `Frame`
-/// kept for each would take 16 bytes.
+/// The frames of all sizes of one store: the right to each one's bytes is here, or with whom it was
+/// lent to. Few are lent at a time: one to each disk thread.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
-    /// A bit for each frame that is lent. This is what makes a `Frame` the only one: it is set
-    /// while there is one.
-    lent: Vec<u64>,
+    grids: Vec<FrameGrid>,
+    /// This is what makes a `Frame` the only one: none overlaps another.
+    lent: Vec<(FrameId, Range<u64>)>,
 }
 
 impl Frames {
-    /// How many there are.
-    pub fn num(&self) -> u32 {
-        self.mapping.num_frames
-    }
-
-    fn bit(id: FrameId) -> (usize, u64) {
-        (id.0 as usize / 64, 1 << (id.0 % 64))
+    /// Where the frames of each size class lie.
+    pub fn grids(&self) -> &[FrameGrid] {
+        &self.grids
     }
 
     /// Returns true if the frame is lent.
     pub fn is_lent(&self, id: FrameId) -> bool {
-        let (word, bit) = Self::bit(id);
-        self.lent.get(word).is_some_and(|word| word & bit != 0)
+        self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends the right to a frame's bytes; None while it is lent, or if there is no such frame. A
-    /// dropped right stays lent.
+    /// Lends the right to a frame's bytes; None while any of them are lent, or if there is no such
+    /// frame. A dropped right stays lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
-        if id.0 >= self.num() || self.is_lent(id) {
+        let grid = self.grids.get(id.class().index())?;
+        if id.number() >= grid.num_frames() {
             return None;
         }
-        let (word, bit) = Self::bit(id);
-        self.lent[word] |= bit;
-        Some(Frame { mapping: Arc::clone(&self.mapping), id })
+        let (offset, len) = (grid.start(id.number()), usize::try_from(grid.frame_bytes).ok()?);
+        let range = offset..offset + grid.frame_bytes;
+        if self.lent.iter().any(|(_, lent)| lent.start < range.end && range.start < lent.end) {
+            return None;
+        }
+        self.lent.push((id, range));
+        Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes a right back. One of another grid is only dropped.
+    /// Takes a right back. One of another arena is only dropped.
     pub fn give_back(&mut self, frame: Frame) {
-        let Frame { mapping, id } = frame;
+        let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
-        debug_assert!(is_own, "frame {} is another grid's", id.0);
+        debug_assert!(is_own, "frame {id:?} is another arena's");
         if is_own {
-            let (word, bit) = Self::bit(id);
-            self.lent[word] &= !bit;
+            self.lent.retain(|(lent, _)| *lent != id);
         }
     }
 }
@@ -206,18 +194,20 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// New zeroed frames. Memory is taken page by page as frames are first written.
+    /// New zeroed frames of one size. Memory is taken page by page as frames are first written.
     ///
     /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
     /// if the system refuses.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
-        let arena = Self::of_bytes(checked_size(frame_bytes, num_frames)? as u64)?;
-        let frames = arena.frames(frame_bytes, num_frames)?;
+        let arena = Self::of_bytes(frame_bytes.saturating_mul(num_frames.into()))?;
+        let frames = arena.frames(frame_bytes, &frame_bytes.into())?;
         Ok((arena, frames))
     }
 
-    /// As [`Self::create`], without frames yet. `Io` if the system refuses.
+    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of 4096;
+    /// `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
+        checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
             Error::io("shared memory is not available", error.into())
                 .with_context("bytes", size_bytes)
@@ -232,21 +222,15 @@ impl HostArena {
         Ok(Self { fd, size_bytes })
     }
 
-    /// A grid of frames over the arena, in a mapping of its own: frame i is at `i * frame_bytes`.
-    /// Where there is more than one grid, a caller lends a frame only while no frame of another
-    /// grid over the same bytes is lent.
+    /// The frames of these sizes, in a mapping of their own. Where several stores share the arena,
+    /// each lends only frames in slabs of its own.
     ///
-    /// `InvalidConfig` as in [`Self::create`], or if the arena is smaller.
-    pub fn frames(&self, frame_bytes: u64, num_frames: u32) -> Result<Frames> {
-        let size_bytes = checked_size(frame_bytes, num_frames)?;
-        if size_bytes as u64 > self.size_bytes {
-            return Err(Error::new(ErrorKind::InvalidConfig, "the arena holds fewer frames")
-                .with_context("num_frames", num_frames)
-                .with_context("arena_bytes", self.size_bytes));
-        }
-        let mapping =
-            Arc::new(Mapping::new(&self.fd, size_bytes / num_frames as usize, num_frames)?);
-        Ok(Frames { mapping, lent: vec![0; num_frames.div_ceil(64) as usize] })
+    /// `InvalidConfig` if a slab does not hold a frame of each size.
+    pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
+        let grid = |size: &u64| FrameGrid::new(self.size_bytes, slab_bytes, *size);
+        let grids = sizes.all().iter().map(grid).collect::<Result<Vec<_>>>()?;
+        let mapping = Arc::new(Mapping::new(&self.fd, self.size_bytes)?);
+        Ok(Frames { mapping, grids, lent: Vec::new() })
     }
 
     /// Bytes of all of it.
@@ -318,10 +302,9 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly
-    /// `num_frames`.
-    pub fn open(path: &str, frame_bytes: u64, num_frames: u32) -> Result<Self> {
-        let size_bytes = checked_size(frame_bytes, num_frames)?;
+    /// Maps the arena at `path` (see [`HostArena::path`]), which must have `size_bytes`.
+    pub fn open(path: &str, size_bytes: u64) -> Result<Self> {
+        checked_size(size_bytes)?;
         let fail = |message: &str, error: std::io::Error| {
             Error::io(message, error).with_context("path", path)
         };
@@ -333,7 +316,7 @@ impl Arena {
         let metadata =
             file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
-        if !seals.contains(SealFlags::SHRINK) || len / frame_bytes != u64::from(num_frames) {
+        if !seals.contains(SealFlags::SHRINK) || len != size_bytes {
             return Err(Error::new(
                 ErrorKind::InvalidConfig,
                 "the arena is not the one planned for",
@@ -342,15 +325,14 @@ impl Arena {
             .with_context("file_bytes", len)
             .with_context("expected_bytes", size_bytes));
         }
-        let mapping = Mapping::new(&file, size_bytes / num_frames as usize, num_frames)?;
+        let mapping = Mapping::new(&file, size_bytes)?;
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// A frame of this process alone, for the private copies from which parts are sealed and
-    /// checked.
-    pub fn private(frame_bytes: u64) -> Result<Self> {
-        let memory = HostArena::of_bytes(checked_size(frame_bytes, 1)? as u64)?;
-        Self::open(&memory.path(), frame_bytes, 1)
+    /// Memory of this process alone, for the private copies from which parts are sealed and checked.
+    pub fn private(size_bytes: u64) -> Result<Self> {
+        let memory = HostArena::of_bytes(size_bytes)?;
+        Self::open(&memory.path(), size_bytes)
     }
 
     /// Which memory it is: no two arenas that live on this machine have the same number.
@@ -358,31 +340,24 @@ impl Arena {
         self.id
     }
 
-    /// Address of the first frame in this process.
+    /// Address of the first byte in this process.
     pub fn address(&self) -> usize {
         self.mapping.start.as_ptr().addr()
     }
 
-    /// Bytes of all frames.
+    /// Bytes of all of it.
     pub fn size_bytes(&self) -> usize {
-        self.mapping.size_bytes()
+        self.mapping.size_bytes
     }
 
-    /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer;
-    /// returns the tag.
+    /// Tags the payload of the part of `part_bytes` at `offset` and writes its trailer; returns the
+    /// tag.
     ///
     /// The frame must be reserved for the caller, whose writes to it are done. `InvalidConfig` if
     /// anything lies outside.
-    pub fn seal(
-        &self,
-        frame: FrameId,
-        offset: usize,
-        part_bytes: usize,
-        spec: &PartSpec<'_>,
-    ) -> Result<u64> {
-        let end = self.trailer_at(frame, offset, part_bytes)?;
-        let (trailer, tag) =
-            spec.seal(self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?)?;
+    pub fn seal(&self, offset: u64, part_bytes: usize, spec: &PartSpec<'_>) -> Result<u64> {
+        let end = self.trailer_at(offset, part_bytes)?;
+        let (trailer, tag) = spec.seal(self.payload(offset, spec.payload_bytes(part_bytes)?)?)?;
         let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the 128 bytes from `end` lie in the mapping (trailer_at), no slice covers them
         // (payloads end before trailers, payload_bytes), other threads here are kept out by
@@ -395,13 +370,12 @@ impl Arena {
     /// pinned for the caller.
     pub fn check(
         &self,
-        frame: FrameId,
-        offset: usize,
+        offset: u64,
         part_bytes: usize,
         spec: &PartSpec<'_>,
     ) -> Result<Option<Damage>> {
-        let end = self.trailer_at(frame, offset, part_bytes)?;
-        let payload = self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?;
+        let end = self.trailer_at(offset, part_bytes)?;
+        let payload = self.payload(offset, spec.payload_bytes(part_bytes)?)?;
         let mut trailer = [0; TRAILER_BYTES];
         {
             let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -412,8 +386,8 @@ impl Arena {
         Ok(spec.check(payload, &trailer))
     }
 
-    fn trailer_at(&self, frame: FrameId, offset: usize, part_bytes: usize) -> Result<NonNull<u8>> {
-        self.mapping.at(frame, offset, part_bytes)?;
+    fn trailer_at(&self, offset: u64, part_bytes: usize) -> Result<NonNull<u8>> {
+        self.mapping.at(offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
             return Err(Error::new(
                 ErrorKind::InvalidConfig,
@@ -421,11 +395,11 @@ impl Arena {
             )
             .with_context("part_bytes", part_bytes));
         }
-        self.mapping.at(frame, offset + part_bytes - TRAILER_BYTES, TRAILER_BYTES)
+        self.mapping.at(offset + (part_bytes - TRAILER_BYTES) as u64, TRAILER_BYTES)
     }
 
-    fn payload(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<&[u8]> {
-        let start = self.mapping.at(frame, offset, bytes)?;
+    fn payload(&self, offset: u64, bytes: usize) -> Result<&[u8]> {
+        let start = self.mapping.at(offset, bytes)?;
         // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile:
         // the frame is reserved for or pinned by the caller, whose own copies are done, as seal and
         // check demand.

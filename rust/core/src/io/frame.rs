@@ -1,5 +1,7 @@
-//! What a frame is to all who only name one: a size class and a number. It must not know where
-//! memory is mapped.
+//! What a frame is to all who only name one: a size class and a number; and where the frames of a
+//! size lie. It must not know where memory is mapped.
+
+use std::ops::Range;
 
 use crate::{Error, ErrorKind, Result};
 
@@ -97,6 +99,11 @@ impl FrameSizes {
         self.0.iter().copied().min().unwrap_or(0)
     }
 
+    /// The average size.
+    pub fn average(&self) -> u64 {
+        (self.0.iter().sum::<u64>() / (self.0.len() as u64).max(1)).max(1)
+    }
+
     /// All classes.
     pub fn classes(&self) -> impl Iterator<Item = SizeClass> + use<> {
         (0..u8::try_from(self.0.len()).unwrap_or(u8::MAX)).map(SizeClass)
@@ -105,5 +112,107 @@ impl FrameSizes {
     /// The class of frames of so many bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
+    }
+}
+
+/// Where the frames of one size lie in an arena: whole in slabs, one behind the other. The last
+/// slab includes the bytes behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameGrid {
+    /// Bytes of a frame.
+    pub frame_bytes: u64,
+    arena_bytes: u64,
+    slab_bytes: u64,
+    per_slab: u32,
+    num_slabs: u32,
+}
+
+impl FrameGrid {
+    /// Frames of `frame_bytes`. `InvalidConfig` if a slab does not hold one, or if there are more
+    /// than [`MAX_FRAMES`].
+    pub fn new(arena_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> Result<Self> {
+        let num = |bytes: u64, of: u64| u32::try_from(bytes / of.max(1)).unwrap_or(0);
+        let (per_slab, num_slabs) = (num(slab_bytes, frame_bytes), num(arena_bytes, slab_bytes));
+        let are_pages =
+            [slab_bytes, frame_bytes].iter().all(|size| size.is_multiple_of(FRAME_ALIGN));
+        if per_slab == 0 || num_slabs == 0 || !are_pages || arena_bytes / frame_bytes > MAX_FRAMES {
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                "frames do not fit the arena's slabs",
+            )
+            .with_context("frame_bytes", frame_bytes)
+            .with_context("slab_bytes", slab_bytes)
+            .with_context("arena_bytes", arena_bytes));
+        }
+        Ok(Self { frame_bytes, arena_bytes, slab_bytes, per_slab, num_slabs })
+    }
+
+    /// Number of frames.
+    pub fn num_frames(&self) -> u32 {
+        self.frames_of(self.num_slabs - 1).end
+    }
+
+    /// The slab of a frame.
+    pub fn slab_of(&self, number: u32) -> u32 {
+        (number / self.per_slab).min(self.num_slabs - 1)
+    }
+
+    /// The frames of a slab.
+    pub fn frames_of(&self, slab: u32) -> Range<u32> {
+        let start = u64::from(slab) * self.slab_bytes;
+        let is_last = slab + 1 >= self.num_slabs;
+        let bytes = if is_last { self.arena_bytes - start } else { self.slab_bytes };
+        let first = slab * self.per_slab;
+        first..first + u32::try_from(bytes / self.frame_bytes).unwrap_or(0)
+    }
+
+    /// Offset of a frame's first byte in the arena.
+    pub fn start(&self, number: u32) -> u64 {
+        let slab = self.slab_of(number);
+        u64::from(slab) * self.slab_bytes
+            + u64::from(number - slab * self.per_slab) * self.frame_bytes
+    }
+
+    /// Returns true if the frame ends within the first `bytes` of the arena.
+    pub fn is_within(&self, number: u32, bytes: u64) -> bool {
+        self.start(number) + self.frame_bytes <= bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn frames_are_apart_and_each_lies_in_its_slab(
+            arena_pages in 1_u64..400, slab_pages in 1_u64..50, frame_pages in 1_u64..50,
+        ) {
+            let [arena, slab, frame] =
+                [arena_pages, slab_pages, frame_pages].map(|pages| pages * FRAME_ALIGN);
+            let grid = FrameGrid::new(arena, slab, frame);
+            prop_assert_eq!(grid.is_ok(), frame <= slab && slab <= arena);
+            let Ok(grid) = grid else { return Ok(()) };
+            let num_slabs = u32::try_from(arena / slab).unwrap();
+            let mut end = 0;
+            for number in 0..grid.num_frames() {
+                let (start, own) = (grid.start(number), u64::from(grid.slab_of(number)));
+                let slab_end = if own + 1 == u64::from(num_slabs) { arena } else { (own + 1) * slab };
+                prop_assert!(start >= end && own * slab <= start && start + frame <= slab_end);
+                prop_assert!(grid.frames_of(grid.slab_of(number)).contains(&number));
+                end = start + frame;
+            }
+            let in_slabs: usize = (0..num_slabs).map(|slab| grid.frames_of(slab).len()).sum();
+            prop_assert_eq!(in_slabs, grid.num_frames() as usize);
+            prop_assert!(arena - end < frame, "no frame more would fit");
+        }
+
+        #[test]
+        fn a_frame_number_keeps_class_and_number(class in 0_u8..16, number in 0_u32..1 << 28) {
+            let frame = FrameId::new(SizeClass(class), number);
+            prop_assert_eq!((frame.class(), frame.number()), (SizeClass(class), number));
+        }
     }
 }

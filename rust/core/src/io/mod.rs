@@ -14,7 +14,7 @@ pub mod part;
 pub mod placement;
 
 pub use arena::{Arena, Frame, Frames, HostArena};
-pub use frame::{FrameId, FrameSizes, MAX_FRAMES, MAX_SIZES, SizeClass};
+pub use frame::{FRAME_ALIGN, FrameGrid, FrameId, FrameSizes, MAX_FRAMES, MAX_SIZES, SizeClass};
 pub use memory::available_bytes;
 pub use numa::prefer_numa_node;
 pub use part::{Damage, PartSpec, TRAILER_BYTES};

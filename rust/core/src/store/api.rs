@@ -96,18 +96,19 @@ impl Store {
     /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the
     /// number of each.
     ///
-    /// With a `limit`, saves take frames below it only from now on. Reserves nothing if a prefix is
+    /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves nothing if a prefix is
     /// shorter than its units.
     pub fn reserve_many(
         &self,
-        limit: Option<u32>,
+        limit_bytes: Option<u64>,
         asked: &[ToSave<'_>],
     ) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_state(|state| {
-            if let Some(limit) = limit {
-                state.host.limit(limit);
+            if let Some(limit_bytes) = limit_bytes {
+                state.host.limit(limit_bytes);
             }
-            asked.iter().try_for_each(ToSave::check)?;
+            let num_classes = state.host.num_classes();
+            asked.iter().try_for_each(|each| each.check_in(num_classes))?;
             state.warm(asked);
             let mut reserved = Vec::with_capacity(asked.iter().map(|each| each.units.len()).sum());
             let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
@@ -169,8 +170,8 @@ impl Store {
 
     /// Restricts saves to frames below `num_frames`, because workers cannot copy to the others yet.
     /// Disk reads use any.
-    pub fn limit_frames(&self, num_frames: u32) {
-        self.inner.with_state(|state| state.host.limit(num_frames));
+    pub fn limit_memory(&self, limit_bytes: u64) {
+        self.inner.with_state(|state| state.host.limit(limit_bytes));
     }
 
     /// Returns the log lines for the operator since the last call, oldest first.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::evict::Eviction;
-use crate::io::FrameSizes;
+use crate::io::{FrameGrid, FrameSizes, MAX_FRAMES};
 use crate::store::tenants::limits::TenantLimits;
 use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
@@ -18,7 +18,7 @@ const MAX_DISK_THREADS: u32 = 64;
 pub struct StoreConfig {
     /// Sizes of frames, by size class.
     pub frame_sizes: FrameSizes,
-    /// Bytes of host memory for frames (`host_size`); rounded down to whole frames.
+    /// Bytes of host memory for frames (`host_size`); rounded down.
     pub host_bytes: u64,
     /// Policy of each tier.
     pub eviction: Eviction,
@@ -43,13 +43,20 @@ pub struct ArenaInfo {
     pub path: String,
     /// Identity as in [`crate::io::Arena::id`], because paths are reused.
     pub id: u64,
-    /// Bytes of one frame.
-    pub frame_bytes: u64,
-    /// Frames in host memory.
-    pub num_frames: u32,
+    /// Bytes of all of it.
+    pub size_bytes: u64,
+    /// Bytes of a slab: see [`crate::io::FrameGrid`].
+    pub slab_bytes: u64,
     /// Pipe that every process that maps a server's arena must hold open; None for an embedded
     /// store.
     pub lifeline: Option<LifelineInfo>,
+}
+
+impl ArenaInfo {
+    /// Where frames of `frame_bytes` lie; `InvalidConfig` if a slab does not hold one.
+    pub fn grid(&self, frame_bytes: u64) -> Result<FrameGrid> {
+        FrameGrid::new(self.size_bytes, self.slab_bytes, frame_bytes)
+    }
 }
 
 /// A pipe whose end-of-file shows a server that no process can write to an engine's frames any
@@ -97,15 +104,11 @@ impl StoreConfig {
     /// Checks the settings. `InvalidConfig` names the wrong setting and the fix; `host_size` names
     /// the memory setting.
     pub fn check(&self, host_size: &str) -> Result<()> {
-        self.frames_in(host_size).map(drop)
+        self.num_frames(host_size).map(drop)
     }
 
-    /// Returns the number of frames that fit. `InvalidConfig` names the wrong setting and the fix.
-    pub(crate) fn num_frames(&self) -> Result<u32> {
-        self.frames_in("host_size")
-    }
-
-    fn frames_in(&self, host_size: &str) -> Result<u32> {
+    /// Returns the number of frames of average size that fit. Errors as [`Self::check`].
+    pub(crate) fn num_frames(&self, host_size: &str) -> Result<u32> {
         let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
         self.frame_sizes.check()?;
         let (frame_bytes, host_bytes) = (self.frame_sizes.largest(), self.host_bytes);
@@ -123,12 +126,13 @@ impl StoreConfig {
                 size_text(available)
             ));
         }
-        match u32::try_from(host_bytes / frame_bytes) {
-            Ok(num_frames) if num_frames < u32::MAX => Ok(num_frames),
-            _ => fail(format!(
-                "{host_size} = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower it",
+        let smallest = self.frame_sizes.smallest();
+        if host_bytes / smallest > MAX_FRAMES {
+            return fail(format!(
+                "{host_size} = {} makes more than {MAX_FRAMES} chunks of {smallest} bytes; lower it",
                 size_text(host_bytes)
-            )),
+            ));
         }
+        Ok(u32::try_from(host_bytes / self.frame_sizes.average()).unwrap_or(u32::MAX))
     }
 }

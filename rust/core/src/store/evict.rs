@@ -178,13 +178,14 @@ impl State {
 
     /// Evicts a chunk from host memory if it is an unused leaf; returns whether it did.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
-        let entry = &self.index[id];
+        let entry = self.index[id];
         let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
         if entry.detached || entry.removing || !entry.host.is_visible() || is_used {
             return false;
         }
         self.evicted.num_chunks += 1;
-        self.evicted.num_host += 1;
+        let frame = entry.host.frame();
+        self.evicted.host_bytes += frame.map_or(0, |frame| self.host.frame_bytes(frame.class()));
         self.evict(id);
         true
     }

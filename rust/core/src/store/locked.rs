@@ -77,6 +77,9 @@ impl Locked {
         if state.is_removing() {
             state.remove_slice();
         }
+        if state.host.is_hungry() {
+            state.give_way();
+        }
         let has_jobs = state.disk.has_jobs();
         drop(state);
         if has_jobs {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::io::FRAME_ALIGN;
 use crate::pool::Pool;
 use crate::store::config::{ArenaInfo, StoreConfig};
 use crate::store::disk::opener::{Opener, Opening};
@@ -72,7 +73,7 @@ impl Store {
     /// Returns the function that opens the disk tier, if one is configured.
     pub(crate) fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
-        config.num_frames()?; // an invalid store must not create a directory
+        config.num_frames("host_size")?; // an invalid store must not create a directory
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
         Ok(Some(Box::new(move || {
             let (disk, found) = DiskTier::open_beside(&tier, &root)?;
@@ -86,24 +87,22 @@ impl Store {
         opener: Option<Opener>,
         clock: Clock,
     ) -> Result<Self> {
-        let num_frames = config.num_frames()?;
+        let num_frames = config.num_frames("host_size")?;
         let host = match share {
-            None => HostTier::create(config.frame_sizes.largest(), num_frames)?,
-            Some((pool, percent)) => {
-                HostTier::join(pool, percent, config.frame_sizes.largest(), num_frames)?
-            }
+            None => HostTier::create(config.host_bytes, &config.frame_sizes)?,
+            Some((pool, percent)) => HostTier::join(pool, percent, &config.frame_sizes)?,
         };
         let arena = ArenaInfo {
             path: host.arena().path(),
             id: host.arena().id()?,
-            frame_bytes: config.frame_sizes.largest(),
-            num_frames,
+            size_bytes: host.arena().size_bytes(),
+            slab_bytes: host.member().pool.slab_bytes(),
             lifeline: None,
         };
         let settings = config.disk.as_ref().filter(|_| opener.is_some());
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
         let num_slots =
-            usize::try_from(cap_bytes / config.frame_sizes.largest()).unwrap_or(usize::MAX);
+            usize::try_from(cap_bytes / config.frame_sizes.average()).unwrap_or(usize::MAX);
         let policy = |capacity| config.eviction.policy(capacity);
         let mut state = State::new(host, policy(num_frames as usize), policy(num_slots));
         state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
@@ -111,8 +110,9 @@ impl Store {
         state.disk.num_threads = num_threads as usize;
         state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
         state.set_time(clock());
-        let bases = Bases { host: 0, disk: cap_bytes / config.frame_sizes.largest() };
-        state.tenants.limits = Table::new(&config.limits, config.frame_sizes.largest(), bases);
+        let bases = Bases { host: 0, disk: cap_bytes / FRAME_ALIGN };
+        let frame_pages = config.frame_sizes.largest() / FRAME_ALIGN;
+        state.tenants.limits = Table::new(&config.limits, frame_pages, bases);
         state.update_bases();
         let (mut disk, opener) = (None, opener.map(Arc::new));
         let opening = opener.as_ref().map(Opening::begin).transpose()?;

@@ -103,7 +103,7 @@ impl State {
                 match cause {
                     Cause::Discard => self.stats.discards += 1,
                     Cause::Clear => self.stats.cleared += 1,
-                    Cause::Evict => self.evicted.count(&self.index[id]),
+                    Cause::Evict => self.evicted.count(&self.index[id], &self.host),
                     Cause::Age => self.stats.expired += 1,
                 }
                 self.detach(id);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::evict::ChunkId;
 use crate::index::{Entry, HostEvent};
-use crate::io::FrameId;
+use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
 use crate::store::state::State;
@@ -42,6 +42,8 @@ pub struct ToSave<'a> {
     pub prefix: Prefix<'a>,
     /// Units of the prefix, one chunk each.
     pub units: Range<u32>,
+    /// The size class of the frames.
+    pub class: SizeClass,
     /// Each chunk's parent is the root, as in sliding-window and Mamba groups. A chunk without a
     /// frame does not end the save. A key after the range's is that of the chunk which ends the
     /// same prefix in a full-attention group.
@@ -50,7 +52,7 @@ pub struct ToSave<'a> {
 
 impl<'a> From<(Prefix<'a>, Range<u32>)> for ToSave<'a> {
     fn from((prefix, units): (Prefix<'a>, Range<u32>)) -> Self {
-        Self { prefix, units, is_attached: false }
+        Self { prefix, units, class: SizeClass::default(), is_attached: false }
     }
 }
 
@@ -64,6 +66,15 @@ impl ToSave<'_> {
         let error = Error::new(ErrorKind::InvalidConfig, "no such units in this prefix")
             .with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
+    }
+
+    /// As [`Self::check`]; also `InvalidConfig` if there is no such size class.
+    pub(crate) fn check_in(&self, num_classes: usize) -> Result<()> {
+        if self.class.index() < num_classes {
+            return self.check();
+        }
+        let error = Error::new(ErrorKind::InvalidConfig, "no such size of frames");
+        Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
     /// Returns the number of units to save.
@@ -88,7 +99,7 @@ impl State {
         asked: &ToSave<'_>,
         reserved: &mut Vec<(ChunkId, Reservation)>,
     ) -> Got {
-        let ToSave { prefix, ref units, is_attached } = *asked;
+        let ToSave { prefix, ref units, class, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
         let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
         let mut above = None; // the previous chunk, if it is in host memory
@@ -106,7 +117,7 @@ impl State {
                 above = Some(id).filter(|_| !is_attached);
                 continue;
             }
-            match self.reserve_one(new, parent, own) {
+            match self.reserve_one(new, class, parent, own) {
                 Ok((id, frame)) => {
                     above = Some(id).filter(|_| !is_attached);
                     if let Some(end) = with.and_then(|key| self.index.get(key)) {
@@ -171,6 +182,7 @@ impl State {
     fn reserve_one(
         &mut self,
         new: Entry,
+        class: SizeClass,
         parent: Option<ChunkId>,
         own: Option<ChunkId>,
     ) -> std::result::Result<(ChunkId, FrameId), Refused> {
@@ -181,9 +193,9 @@ impl State {
         if !fits {
             return Err(Refused::NoPlace);
         }
-        let room = self.room_for(&new, parent);
+        let room = self.room_for(&new, parent, class);
         let refused = if room == Room::Any { Refused::NoPlace } else { Refused::Quota };
-        let frame = self.take_frame_under(parent, room, FrameFor::Save).ok_or(refused)?;
+        let frame = self.take_frame_under(parent, room, (class, FrameFor::Save)).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
         let own = own.and_then(|_| self.index.get(&new.key)); // the eviction may have removed it

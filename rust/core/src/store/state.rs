@@ -14,7 +14,7 @@ use crate::store::host::drains::Drains;
 use crate::store::host::waiters::Waiters;
 use crate::store::stats::{Evicted, Stats};
 use crate::store::tenants::table::TenantTable;
-use crate::tier::host::{Grid, HostTier};
+use crate::tier::host::HostTier;
 use crate::units::micros;
 
 /// Chunks removed by one call: some 0.2 ms.
@@ -143,7 +143,8 @@ impl State {
         };
         Stats {
             frames_total,
-            frames_share: host.grid().map_or(frames_total, Grid::share),
+            host_share_bytes: host.share_bytes(),
+            host_used_bytes: host.used_bytes(),
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,

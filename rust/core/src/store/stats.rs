@@ -3,6 +3,8 @@
 use std::ops::{AddAssign, Sub};
 
 use crate::index::Entry;
+use crate::io::FRAME_ALIGN;
+use crate::tier::host::HostTier;
 
 /// Defines a struct of numbers that can be listed by name.
 macro_rules! numbers {
@@ -80,10 +82,12 @@ struct Stats {
     disk_read_errors,
     /// Chunks on disk whose bytes, or whose place in their prefix, do not match their key.
     disk_verify_failures,
-    /// Frames in host memory.
+    /// Bytes of host memory that it may keep while other stores need memory; all, without a pool.
+    host_share_bytes,
+    /// Bytes of frames that are not free.
+    host_used_bytes,
+    /// Frames in its part of host memory.
     frames_total,
-    /// Frames it may keep while other stores need memory; all, without a pool.
-    frames_share,
     /// Frames being filled, or filled and waiting for their parent.
     frames_reserved,
     /// Frames of visible chunks, including removed chunks that are pinned.
@@ -100,6 +104,8 @@ struct Stats {
     write_leases,
     /// Chunks on disk.
     disk_used,
+    /// Bytes of their slots.
+    disk_used_bytes,
     /// Visible chunks that are queued for writing or being written.
     disk_pending,
     /// Slots in the disk's files, as last read by a disk thread.
@@ -122,10 +128,10 @@ struct Stats {
 pub struct Evicted {
     /// Chunks removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Frames they had in host memory.
-    pub num_host: u64,
-    /// Slots they had on disk.
-    pub num_disk: u64,
+    /// Bytes they had in host memory.
+    pub host_bytes: u64,
+    /// Bytes they had on disk.
+    pub disk_bytes: u64,
     /// Chunks in use. Removed chunks keep their frames until that ends; in host memory only, they
     /// stay.
     pub num_in_use: u64,
@@ -135,18 +141,20 @@ pub struct Evicted {
 
 impl Evicted {
     /// Counts a chunk that is about to be removed.
-    pub(crate) fn count(&mut self, entry: &Entry) {
+    pub(crate) fn count(&mut self, entry: &Entry, host: &HostTier) {
+        let host_bytes = entry.host.frame().map_or(0, |frame| host.frame_bytes(frame.class()));
+        let has_slot = entry.disk.slot().is_some();
         self.num_chunks += 1;
-        self.num_host += u64::from(entry.host.frame().is_some());
-        self.num_disk += u64::from(entry.disk.slot().is_some());
+        self.host_bytes += host_bytes;
+        self.disk_bytes += u64::from(has_slot) * u64::from(entry.disk_pages) * FRAME_ALIGN;
     }
 }
 
 impl AddAssign for Evicted {
     fn add_assign(&mut self, other: Self) {
         self.num_chunks += other.num_chunks;
-        self.num_host += other.num_host;
-        self.num_disk += other.num_disk;
+        self.host_bytes += other.host_bytes;
+        self.disk_bytes += other.disk_bytes;
         self.num_in_use += other.num_in_use;
         self.is_cut_short |= other.is_cut_short;
     }
@@ -157,8 +165,8 @@ impl Sub for Evicted {
     fn sub(self, before: Self) -> Self {
         Self {
             num_chunks: self.num_chunks - before.num_chunks,
-            num_host: self.num_host - before.num_host,
-            num_disk: self.num_disk - before.num_disk,
+            host_bytes: self.host_bytes - before.host_bytes,
+            disk_bytes: self.disk_bytes - before.disk_bytes,
             num_in_use: self.num_in_use - before.num_in_use,
             is_cut_short: self.is_cut_short,
         }

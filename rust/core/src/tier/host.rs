@@ -1,18 +1,21 @@
 //! The host tier: which frames of the arena are free, and the one right to each frame's bytes.
 //!
-//! It must not know what a frame holds nor why it was taken; the store does.
+//! Frames have the sizes of the namespace. A slab of the arena holds frames of one size at a time:
+//! `grid` has the frames of one size, and this file says which slab is whose. It must not know what
+//! a frame holds nor why it was taken; the store does.
 
 mod grid;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
-pub(crate) use grid::Grid;
-
+use self::grid::Grid;
 use crate::Result;
 use crate::evict::ChunkId;
-use crate::io::{Frame, FrameId, Frames, HostArena};
+use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
+
+/// Slabs without a used frame that a store keeps for the next one; more are given up.
+const MAX_EMPTY: u32 = 1;
 
 /// What a frame is taken for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,157 +26,215 @@ pub(crate) enum FrameFor {
     Read,
 }
 
-/// The arena with its free frames. Frames are lent to the threads that fill or copy them, one
-/// borrower at a time.
-#[derive(Debug)]
-pub(crate) struct HostTier {
-    memory: Memory,
-    frames: Frames,
-    /// The lowest are handed out first: their memory is already touched, and workers can copy to
-    /// those below `limit`.
-    free: BTreeSet<FrameId>,
-    num_taken: u64,
-    limit: u32,
-    /// The frame that was looked at last for its chunk.
-    hand: u32,
+/// Whose a slab is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Foreign,
+    /// It holds this tier's frames of a size.
+    Own(SizeClass),
+    /// The same, but no frame of it is handed out any more.
+    Draining(SizeClass),
 }
 
-/// Whose the memory is.
+#[derive(Debug, Clone, Copy)]
+struct Slab {
+    owner: Owner,
+    /// Frames taken that lie in it.
+    num_used: u32,
+}
+
+/// Which slabs others need, of this store or in the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// Slabs before this one.
+    pub(crate) end: u32,
+    /// The class that needs one, if it is one of this store's.
+    class: Option<SizeClass>,
+}
+
+/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at a
+/// time.
 #[derive(Debug)]
-enum Memory {
-    /// All frames are this tier's; and the chunk that has each.
-    Own(HostArena, Vec<u32>),
-    /// Those in its slabs are.
-    Shared(Box<Grid>),
+pub(crate) struct HostTier {
+    member: Member,
+    frames: Frames,
+    /// By size class.
+    grids: Vec<Grid>,
+    slabs: Vec<Slab>,
+    /// Own slabs without a used frame, and how many of them are kept.
+    num_empty: u32,
+    max_empty: u32,
+    /// Workers can copy to the first bytes of the arena only.
+    limit_bytes: u64,
+    /// A class that found no frame although other classes have some.
+    hungry: Option<SizeClass>,
 }
 
 impl HostTier {
-    /// New memory; see [`HostArena::create`].
-    pub(crate) fn create(frame_bytes: u64, num_frames: u32) -> Result<Self> {
-        let (arena, frames) = HostArena::create(frame_bytes, num_frames)?;
-        let free = (0..num_frames).map(FrameId).collect();
-        let holders = vec![grid::FREE; num_frames as usize];
-        Ok(Self::new(Memory::Own(arena, holders), frames, free))
+    /// New memory for one store alone. `InvalidConfig` for sizes that do not fit; `Io` if the system
+    /// refuses memory.
+    pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
+        let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
+        tier.max_empty = u32::MAX;
+        if tier.grids.len() == 1 {
+            while tier.add_slab(SizeClass::default(), FrameFor::Read) {}
+        }
+        Ok(tier)
     }
 
-    /// A grid over the memory of a pool, without a frame yet; see [`HostArena::frames`] and
-    /// [`Pool::check`].
-    pub(crate) fn join(
-        pool: &Arc<Pool>,
-        percent: Option<u32>,
-        frame_bytes: u64,
-        num_frames: u32,
-    ) -> Result<Self> {
-        pool.check(frame_bytes)?;
-        let frames = pool.arena().frames(frame_bytes, num_frames)?;
-        let grid = Grid::new(Member::join(pool, percent), frame_bytes, num_frames);
-        Ok(Self::new(Memory::Shared(Box::new(grid)), frames, BTreeSet::new()))
-    }
-
-    fn new(memory: Memory, frames: Frames, free: BTreeSet<FrameId>) -> Self {
-        Self { memory, limit: frames.num(), frames, free, num_taken: 0, hand: 0 }
+    /// The frames of a store that shares a pool, without any yet; see [`Pool::check`].
+    pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
+        pool.check(sizes)?;
+        let frames = pool.arena().frames(pool.slab_bytes(), sizes)?;
+        let grids =
+            sizes.classes().zip(frames.grids()).map(|(class, grid)| Grid::new(class, *grid));
+        Ok(Self {
+            member: Member::join(pool, percent),
+            grids: grids.collect(),
+            frames,
+            slabs: vec![Slab { owner: Owner::Foreign, num_used: 0 }; pool.num_slabs() as usize],
+            num_empty: 0,
+            max_empty: MAX_EMPTY,
+            limit_bytes: u64::MAX,
+            hungry: None,
+        })
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
-        match &self.memory {
-            Memory::Own(arena, _) => arena,
-            Memory::Shared(grid) => grid.member().pool.arena(),
-        }
+        self.member.pool.arena()
     }
 
-    /// The slabs, where memory is shared.
-    pub(crate) fn grid(&self) -> Option<&Grid> {
-        match &self.memory {
-            Memory::Own(..) => None,
-            Memory::Shared(grid) => Some(grid),
-        }
+    /// The store's part in its pool.
+    pub(crate) fn member(&self) -> &Member {
+        &self.member
+    }
+
+    fn grid(&self, class: SizeClass) -> &Grid {
+        &self.grids[class.index()]
+    }
+
+    pub(crate) fn num_classes(&self) -> usize {
+        self.grids.len()
+    }
+
+    /// Bytes of a frame.
+    pub(crate) fn frame_bytes(&self, class: SizeClass) -> u64 {
+        self.grid(class).frame_bytes()
+    }
+
+    /// Pages of a frame.
+    pub(crate) fn pages(&self, class: SizeClass) -> u32 {
+        u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
     /// All frames that are this tier's, and the free ones.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
-        let num_free = self.free.len() as u64;
-        (self.num_taken + num_free, num_free)
+        let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
+        (self.grids.iter().map(Grid::num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet.
-    pub(crate) fn limit(&mut self, limit: u32) {
-        self.limit = limit;
+    /// Bytes of the frames that are taken.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.grids.iter().map(|grid| grid.num_taken() * grid.frame_bytes()).sum()
     }
 
-    /// The lowest free frame, if it will do.
-    pub(crate) fn take(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let frame = if self.has_free(what_for) { self.free.pop_first() } else { None }?;
-        self.num_taken += 1;
-        if let Memory::Shared(grid) = &mut self.memory {
-            grid.take(frame);
+    /// Bytes that it may keep while other stores need memory.
+    pub(crate) fn share_bytes(&self) -> u64 {
+        let (share, pool) = (self.member.share(), &self.member.pool);
+        if share >= pool.num_slabs() {
+            pool.size_bytes()
+        } else {
+            u64::from(share) * pool.slab_bytes()
         }
-        Some(frame)
+    }
+
+    /// Only frames in the first `limit_bytes` are for saves from now on: workers cannot copy to the
+    /// others yet.
+    pub(crate) fn limit(&mut self, limit_bytes: u64) {
+        self.limit_bytes = limit_bytes;
+    }
+
+    /// The lowest free frame, if it will do. Its memory is likely to be touched already.
+    pub(crate) fn take(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
+        if !self.has_free(class, what_for) {
+            return None;
+        }
+        let number = self.grids[class.index()].take()?;
+        let slab = &mut self.slabs[self.grids[class.index()].slab_of(number)];
+        self.num_empty -= u32::from(slab.num_used == 0);
+        slab.num_used += 1;
+        Some(FrameId::new(class, number))
     }
 
     /// Whether [`Self::take`] would give one.
-    pub(crate) fn has_free(&self, what_for: FrameFor) -> bool {
-        self.free.first().is_some_and(|frame| self.is_fit(*frame, what_for))
+    pub(crate) fn has_free(&self, class: SizeClass, what_for: FrameFor) -> bool {
+        let free = self.grid(class).first_free();
+        free.is_some_and(|number| self.is_reachable(FrameId::new(class, number), what_for))
     }
 
-    /// Takes a frame after adding free slabs to this tier.
-    pub(crate) fn grow(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let Memory::Shared(grid) = &mut self.memory else { return None };
-        grid.collect(&mut self.free);
-        let limit = if what_for == FrameFor::Save { self.limit } else { u32::MAX };
+    /// Takes a frame after adding free slabs to this class.
+    pub(crate) fn grow(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
+        self.collect();
         loop {
-            let frame = self.take(what_for);
-            let Memory::Shared(grid) = &mut self.memory else { return None };
-            if frame.is_some() || !grid.grow(limit, &mut self.free) {
+            let frame = self.take(class, what_for);
+            if frame.is_some() || !self.add_slab(class, what_for) {
                 return frame;
             }
         }
     }
 
-    /// Whether the frame will do: workers can copy to those below the limit only, and from any.
-    pub(crate) fn is_fit(&self, frame: FrameId, what_for: FrameFor) -> bool {
-        what_for == FrameFor::Read || frame.0 < self.limit
+    /// Whether to evict a chunk for the sake of its frame: not where workers cannot copy to it, nor
+    /// one of another class while a slab is being emptied for this one.
+    pub(crate) fn is_fit(&self, frame: FrameId, class: SizeClass, what_for: FrameFor) -> bool {
+        let is_class = frame.class() == class || self.hungry != Some(class);
+        is_class && self.is_reachable(frame, what_for)
+    }
+
+    fn is_reachable(&self, frame: FrameId, what_for: FrameFor) -> bool {
+        let grid = self.grid(frame.class());
+        what_for == FrameFor::Read || grid.is_within(frame.number(), self.limit_bytes)
+    }
+
+    /// No chunk could be evicted for a frame of this class: another class has to give a slab.
+    pub(crate) fn set_hungry(&mut self, class: SizeClass) {
+        if self.grids.len() > 1 {
+            self.hungry = Some(class);
+        }
     }
 
     /// The chunk has the frame, which was taken for it.
     pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
-        match &mut self.memory {
-            Memory::Own(_, holders) => holders[frame.0 as usize] = grid::held_by(to),
-            Memory::Shared(grid) => grid.hand(frame, to),
-        }
+        self.grids[frame.class().index()].hand(frame.number(), to);
     }
 
     /// The chunk that has the next frame of those that are for saves, round after round.
-    pub(crate) fn next_below_limit(&mut self) -> Option<ChunkId> {
-        let end = self.frames.num().min(self.limit).max(1);
-        self.hand = (self.hand + 1) % end;
-        let holder = match &self.memory {
-            Memory::Own(_, holders) => holders[self.hand as usize],
-            Memory::Shared(grid) => grid.holder(FrameId(self.hand)),
-        };
-        grid::chunk_of(holder).filter(|_| self.hand < self.limit)
+    pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
+        self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
 
     /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
-        debug_assert!(!self.frames.is_lent(frame), "invariant I4: frame {} is lent", frame.0);
-        self.num_taken -= 1;
-        match &mut self.memory {
-            Memory::Own(_, holders) => {
-                holders[frame.0 as usize] = grid::FREE;
-                let is_new = self.free.insert(frame);
-                debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
+        debug_assert!(!self.frames.is_lent(frame), "invariant I4: {frame:?} is lent");
+        let (class, number) = (frame.class(), frame.number());
+        let grid = &mut self.grids[class.index()];
+        let at = grid.slab_of(number);
+        let slab = &mut self.slabs[at];
+        let is_own = slab.owner == Owner::Own(class);
+        grid.give(number, is_own);
+        slab.num_used -= 1;
+        if slab.num_used == 0 {
+            self.num_empty += u32::from(is_own);
+            if !is_own || self.num_empty > self.max_empty {
+                self.lose(at);
             }
-            Memory::Shared(grid) => grid.give(frame, &mut self.free),
         }
     }
 
     /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared
     /// memory its bytes may be another store's.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
-        if self.grid().is_some_and(|grid| !grid.is_taken(frame)) {
-            return None;
-        }
-        self.frames.lend(frame)
+        let grid = self.grids.get(frame.class().index())?;
+        if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
     }
 
     /// Takes a lent frame back.
@@ -181,28 +242,142 @@ impl HostTier {
         self.frames.give_back(frame);
     }
 
-    // -- slabs that others should have
-    // ------------------------------------------------------------------------
+    // -- slabs ----------------------------------------------------------------------------------
 
-    /// Uses the slabs that came since it was hungry.
+    /// Uses the slabs that came since a class was hungry.
     pub(crate) fn collect(&mut self) {
-        if let Memory::Shared(grid) = &mut self.memory {
-            grid.collect(&mut self.free);
+        let arrived = self.member.collect();
+        let class = self.hungry.or_else(|| self.fullest());
+        for slab in arrived {
+            if let Some(class) = class {
+                self.own(slab.0 as usize, class);
+            }
         }
     }
 
-    /// Begins to empty a slab before the `end`th: the one of `coldest`, unless another has far
-    /// fewer frames in use; first of those that saves cannot use. It is given up with the last of
-    /// them. None if there is none.
-    pub(crate) fn drain(&mut self, end: u32, coldest: Option<FrameId>) -> Option<SlabId> {
-        let Memory::Shared(grid) = &mut self.memory else { return None };
-        grid.drain(end, self.limit, coldest, &mut self.free)
+    /// The class with the fewest free frames.
+    fn fullest(&self) -> Option<SizeClass> {
+        self.grids.iter().min_by_key(|grid| grid.num_free()).map(Grid::class)
+    }
+
+    /// Takes one more slab, if there is one with a frame that will do: a free one, or an empty one of
+    /// another class.
+    fn add_slab(&mut self, class: SizeClass, what_for: FrameFor) -> bool {
+        let end = if what_for == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
+        let is_spare = |slab: &Slab| {
+            slab.num_used == 0 && matches!(slab.owner, Owner::Own(other) if other != class)
+        };
+        let spare = || self.slabs.iter().take(end as usize).position(is_spare);
+        let at = if self.num_empty > 0 { spare() } else { None };
+        if let Some(at) = at {
+            self.disown(at);
+        }
+        let at = at.or_else(|| self.member.take(end).map(|slab| slab.0 as usize));
+        at.map(|at| self.own(at, class)).is_some()
+    }
+
+    /// Slabs before this one hold frames that workers can copy to.
+    fn end_of_limit(&self) -> u32 {
+        let end = self.limit_bytes.div_ceil(self.member.pool.slab_bytes());
+        u32::try_from(end).unwrap_or(u32::MAX)
+    }
+
+    /// The slab holds frames of `class` from now on.
+    fn own(&mut self, at: usize, class: SizeClass) {
+        let Slab { owner, num_used } = &mut self.slabs[at];
+        *owner = Owner::Own(class);
+        self.num_empty += u32::from(*num_used == 0);
+        self.grids[class.index()].add_slab(at);
+        self.hungry = self.hungry.filter(|hungry| *hungry != class);
+    }
+
+    /// No frame of the slab is free any more.
+    fn disown(&mut self, at: usize) {
+        let Slab { owner, num_used } = &mut self.slabs[at];
+        let (Owner::Own(class) | Owner::Draining(class)) = *owner else { return };
+        self.num_empty -= u32::from(*num_used == 0 && *owner == Owner::Own(class));
+        *owner = Owner::Foreign;
+        self.grids[class.index()].remove_slab(at);
+    }
+
+    /// Gives up a slab in which no frame is used: to a class of its own that needs one, or to the
+    /// pool.
+    fn lose(&mut self, at: usize) {
+        debug_assert!(
+            self.slabs[at].num_used == 0 && self.slabs[at].owner != Owner::Foreign,
+            "invariant I4: slab {at} is used"
+        );
+        self.disown(at);
+        match self.hungry {
+            Some(class) if self.member.asked().is_none() => self.own(at, class),
+            _ => self.member.give(SlabId(u32::try_from(at).unwrap_or(u32::MAX))),
+        }
+    }
+
+    /// Whether another store, or a class of this one, should have one of its slabs.
+    pub(crate) fn wanted(&self) -> Option<Wanted> {
+        let asked = self.member.asked().map(|end| Wanted { end, class: None });
+        let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
+        asked.or_else(|| self.hungry.map(own))
+    }
+
+    /// Whether a class of its own needs a slab.
+    pub(crate) fn is_hungry(&self) -> bool {
+        self.hungry.is_some()
+    }
+
+    /// Begins to empty a slab that is wanted: the one of `coldest`, unless another has far fewer
+    /// frames in use; for other stores first one that saves cannot use. It is given up with the last
+    /// of them. None if there is none.
+    pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
+        let end = self.slabs.len().min(wanted.end as usize);
+        let is_own = |at: &usize| {
+            *at < end && matches!(self.slabs[*at].owner, Owner::Own(of) if Some(of) != wanted.class)
+        };
+        let fewest =
+            |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
+        // Saves cannot use what lies behind the limit.
+        let behind = self.end_of_limit() as usize;
+        let (from, fewest) = match fewest(behind) {
+            Some(at) => (behind, at),
+            None => (0, fewest(0)?),
+        };
+        let coldest = coldest.map(|frame| self.grid(frame.class()).slab_of(frame.number()));
+        let is_better = |at: &usize| {
+            let num_used = self.slabs[*at].num_used;
+            *at >= from && is_own(at) && num_used < 2 * self.slabs[fewest].num_used
+        };
+        let at = coldest.filter(is_better).unwrap_or(fewest);
+        let id = SlabId(u32::try_from(at).ok()?);
+        let Owner::Own(class) = self.slabs[at].owner else { return None };
+        self.num_empty -= u32::from(self.slabs[at].num_used == 0);
+        self.slabs[at].owner = Owner::Draining(class);
+        self.grids[class.index()].remove_slab(at);
+        if self.slabs[at].num_used == 0 {
+            self.lose(at);
+        }
+        Some(id)
     }
 
     /// The slab is used again, if it is still being emptied.
     pub(crate) fn keep(&mut self, slab: SlabId) {
-        if let Memory::Shared(grid) = &mut self.memory {
-            grid.keep(slab, &mut self.free);
+        let at = slab.0 as usize;
+        if let Owner::Draining(class) = self.slabs[at].owner {
+            self.own(at, class);
+        }
+    }
+
+    /// Whether the slab is still to be given up.
+    pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
+        matches!(self.slabs[slab.0 as usize].owner, Owner::Draining(_))
+    }
+
+    /// The first chunk that has a frame in a slab that is being emptied, from the `from`th frame on;
+    /// and the number of its frame.
+    pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
+        match self.slabs[slab.0 as usize].owner {
+            Owner::Foreign => None,
+            Owner::Own(class) | Owner::Draining(class) => self.grid(class).next_holder(slab, from),
         }
     }
 }

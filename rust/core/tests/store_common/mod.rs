@@ -84,18 +84,20 @@ fn spec(key: ChunkKey) -> PartSpec<'static> {
 }
 
 pub(crate) fn arena_of(store: &Store) -> Arena {
-    let ArenaInfo { path, frame_bytes, num_frames, .. } = store.arena();
-    Arena::open(path, *frame_bytes, *num_frames).unwrap()
+    let ArenaInfo { path, size_bytes, .. } = store.arena();
+    Arena::open(path, *size_bytes).unwrap()
 }
 
 /// What a worker does with a reserved frame: from now on the frame says that it is `key`'s.
 pub(crate) fn fill(arena: &Arena, reservation: &Reservation) {
-    arena.seal(reservation.frame, 0, FRAME, &spec(reservation.key)).unwrap();
+    arena
+        .seal(u64::from(reservation.frame.number()) * FRAME as u64, FRAME, &spec(reservation.key))
+        .unwrap();
 }
 
 /// What a worker does before it uses a frame.
 pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Damage> {
-    arena.check(frame, 0, FRAME, &spec(key)).unwrap()
+    arena.check(u64::from(frame.number()) * FRAME as u64, FRAME, &spec(key)).unwrap()
 }
 
 /// Saves units at once; returns how many became visible.

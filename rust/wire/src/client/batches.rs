@@ -18,7 +18,7 @@ pub(crate) fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 /// Returns the range to send; None if it has more keys than a server accepts.
 pub(crate) fn sent_range<'a>(asked: &ToSave<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
-    let ToSave { prefix, units, is_attached } = asked.clone();
+    let ToSave { prefix, units, class, is_attached } = asked.clone();
     // Of the keys before the range only the parent of the first chunk is needed.
     let first = units.start.saturating_sub(1);
     let end = units.end as usize;
@@ -30,6 +30,7 @@ pub(crate) fn sent_range<'a>(asked: &ToSave<'a>) -> Result<Option<SentRange<'a>>
         first,
         keys,
         units,
+        class,
         is_attached,
     }))
 }

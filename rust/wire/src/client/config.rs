@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvloft_core::io::FrameSizes;
+
 /// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
 /// an answer is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
@@ -17,7 +19,7 @@ pub struct ClientConfig {
     /// As in `StoreConfig`.
     pub namespace: [u8; 32],
     /// As in `StoreConfig`.
-    pub frame_bytes: u64,
+    pub frame_sizes: FrameSizes,
     /// As in `DiskSettings`.
     pub description: String,
 }

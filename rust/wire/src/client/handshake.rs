@@ -30,7 +30,7 @@ impl NewConnection {
         let hello = Hello {
             version: VERSION,
             namespace: config.namespace,
-            frame_bytes: config.frame_bytes,
+            frame_sizes: config.frame_sizes.clone(),
             description: config.description.clone(),
         };
         let refused = |error: Error| match error.kind() {
@@ -40,13 +40,15 @@ impl NewConnection {
         };
         let (answer, fds) =
             connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
-        let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
+        let (Answer::Welcome { size_bytes, slab_bytes }, Ok(fds)) =
+            (answer, <[OwnedFd; 2]>::try_from(fds))
+        else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response"));
         };
         let [(path, id), (lifeline_path, lifeline_id)] =
             [path_and_inode(&fds[0])?, path_and_inode(&fds[1])?];
         let lifeline = Some(LifelineInfo { path: lifeline_path, id: lifeline_id });
-        let arena = ArenaInfo { path, id, frame_bytes: config.frame_bytes, num_frames, lifeline };
+        let arena = ArenaInfo { path, id, size_bytes, slab_bytes, lifeline };
         Ok(Self { connection, arena, fds })
     }
 }

@@ -188,10 +188,10 @@ impl Session for Client {
         of_store.chain(own.map(|(name, value)| (Cow::Borrowed(name), value))).collect()
     }
 
-    fn limit_frames(&self, num_frames: u32) {
+    fn limit_memory(&self, limit_bytes: u64) {
         let mut state = self.state();
-        state.frame_limit = Some(num_frames);
-        state.send(&Request::LimitFrames(num_frames));
+        state.limit_bytes = Some(limit_bytes);
+        state.send(&Request::LimitMemory(limit_bytes));
     }
 
     fn take_events(&self) -> Vec<String> {

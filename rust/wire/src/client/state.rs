@@ -30,7 +30,7 @@ pub(crate) struct ClientState {
     /// Leases of this connection, each with its progress once that is final.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
-    pub(crate) frame_limit: Option<u32>,
+    pub(crate) limit_bytes: Option<u64>,
     /// Last keys of the prefixes that the last reservation dropped chunks of.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
@@ -122,9 +122,9 @@ impl ClientState {
         self.leases.clear();
         let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
         self.arena = Some((arena, fds)); // the lifeline is new even if the memory is the same
-        self.frame_limit = self.frame_limit.filter(|_| is_same_memory);
-        if let Some(limit) = self.frame_limit {
-            self.send(&Request::LimitFrames(limit));
+        self.limit_bytes = self.limit_bytes.filter(|_| is_same_memory);
+        if let Some(limit) = self.limit_bytes {
+            self.send(&Request::LimitMemory(limit));
         }
         if self.is_clear_pending {
             self.send_clear(deadline);

@@ -82,8 +82,8 @@ pub struct NamespaceStatus {
     pub namespace: [u8; 32],
     /// One line about the namespace.
     pub description: String,
-    /// Bytes of each frame.
-    pub frame_bytes: u64,
+    /// Bytes of its frames, by size class.
+    pub frame_sizes: Vec<u64>,
     /// Slabs of the arena that hold its frames.
     #[serde(rename = "slabs")]
     pub num_slabs: u32,
@@ -101,16 +101,14 @@ pub struct TenantStatus {
     /// Tag of the tenant's salt; None for requests without a salt.
     #[serde(with = "hex_tag")]
     pub tag: Option<SaltTag>,
-    /// Chunks in host memory.
-    #[serde(rename = "host")]
-    pub num_host: u32,
-    /// Chunks on disk.
-    #[serde(rename = "disk")]
-    pub num_disk: u32,
-    /// Quota in host memory, in chunks.
-    pub max_host: Option<u32>,
-    /// Quota on disk, in chunks.
-    pub max_disk: Option<u32>,
+    /// Bytes in host memory.
+    pub host_bytes: u64,
+    /// Bytes on disk.
+    pub disk_bytes: u64,
+    /// Quota in host memory, in bytes.
+    pub max_host_bytes: Option<u64>,
+    /// Quota on disk, in bytes.
+    pub max_disk_bytes: Option<u64>,
     /// Seconds until a chunk expires.
     pub ttl_s: Option<u32>,
 }
@@ -158,8 +156,8 @@ impl Status {
 
 impl From<Tenant> for TenantStatus {
     fn from(tenant: Tenant) -> Self {
-        let Tenant { tag, num_host, num_disk, max_host, max_disk, ttl_s } = tenant;
-        Self { tag, num_host, num_disk, max_host, max_disk, ttl_s }
+        let Tenant { tag, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s } = tenant;
+        Self { tag, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s }
     }
 }
 

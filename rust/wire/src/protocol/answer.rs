@@ -9,9 +9,13 @@ use crate::protocol::codec::{Reader, Writer, read_message, write_message};
 /// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Accepts an engine: number of frames. The arena's and the lifeline's descriptors come with
-    /// it.
-    Welcome(u32),
+    /// Accepts an engine. The arena's and the lifeline's descriptors come with it.
+    Welcome {
+        /// Bytes of the arena.
+        size_bytes: u64,
+        /// Bytes of a slab.
+        slab_bytes: u64,
+    },
     /// Reason of a refusal, in one sentence. The server closes the connection.
     Refused(String),
     /// Result of a lookup, one for each prefix.
@@ -66,7 +70,10 @@ impl Answer {
     /// Appends the answer with its length to `to`.
     pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
         write_message(to, number, self.kind(), |to| match self {
-            Self::Welcome(num_frames) => to.u32(*num_frames),
+            Self::Welcome { size_bytes, slab_bytes } => {
+                to.u64(*size_bytes);
+                to.u64(*slab_bytes);
+            }
             Self::Refused(text) => to.text(text),
             Self::Found(found) => {
                 to.count(found.len());
@@ -116,7 +123,7 @@ impl Answer {
     pub fn decode(bytes: &[u8]) -> Option<(u32, Self)> {
         read_message(bytes, |kind, from| {
             Some(match kind {
-                1 => Self::Welcome(from.u32()?),
+                1 => Self::Welcome { size_bytes: from.u64()?, slab_bytes: from.u64()? },
                 2 => Self::Refused(from.text()?),
                 3 => Self::Found(from.list(8, read_lookup)?),
                 4 => Self::Progress(Progress {
@@ -140,7 +147,7 @@ impl Answer {
 
     fn kind(&self) -> u8 {
         match self {
-            Self::Welcome(_) => 1,
+            Self::Welcome { .. } => 1,
             Self::Refused(_) => 2,
             Self::Found(_) => 3,
             Self::Progress(_) => 4,

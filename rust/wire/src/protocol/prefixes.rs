@@ -1,5 +1,6 @@
 //! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
 
+use kvloft_core::io::SizeClass;
 use std::iter::zip;
 use std::ops::Range;
 
@@ -68,6 +69,8 @@ pub struct SentRange<'a> {
     /// Which units.
     pub units: Range<u32>,
     /// As in `ToSave`.
+    pub class: SizeClass,
+    /// As in `ToSave`.
     pub is_attached: bool,
 }
 
@@ -119,9 +122,9 @@ fn read_list<'a, T>(
 pub(crate) fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
     to.count(ranges.len());
     let mut before = None;
-    for SentRange { root, first, keys, units, is_attached } in ranges {
+    for SentRange { root, first, keys, units, class, is_attached } in ranges {
         write_root(to, *root, &mut before);
-        to.u8(u8::from(*is_attached));
+        to.u8(class.0 << 1 | u8::from(*is_attached));
         for number in [*first, units.start, units.end] {
             to.u32(number);
         }
@@ -132,8 +135,9 @@ pub(crate) fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
 pub(crate) fn read_ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
     let mut before = None;
     read_list(from, |from| {
-        let (root, is_attached, first) = (read_root(from, &mut before)?, from.flag()?, from.u32()?);
+        let (root, bits, first) = (read_root(from, &mut before)?, from.u8()?, from.u32()?);
+        let (class, is_attached) = (SizeClass(bits >> 1), bits & 1 == 1);
         let units = from.u32()?..from.u32()?;
-        Some(SentRange { root, first, units, keys: Keys::Bytes(from.keys()?), is_attached })
+        Some(SentRange { root, first, units, keys: Keys::Bytes(from.keys()?), class, is_attached })
     })
 }

@@ -1,5 +1,7 @@
 //! Requests of engines, and their encoding. Must not depend on answers.
 
+use kvloft_core::io::FrameSizes;
+
 use crate::protocol::changes::{SentChanges, read_sent_changes};
 use crate::protocol::codec::{Reader, read_message, write_message};
 use crate::protocol::prefix_cache::{SentAnchors, read_anchors};
@@ -8,7 +10,7 @@ use crate::protocol::prefixes::{
 };
 
 /// Version of the protocol. A server refuses clients of any other version.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 
 /// First request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,8 +19,8 @@ pub struct Hello {
     pub version: u32,
     /// Digest of everything except content that decides KV bytes.
     pub namespace: [u8; 32],
-    /// Bytes of each frame.
-    pub frame_bytes: u64,
+    /// As in `StoreConfig`.
+    pub frame_sizes: FrameSizes,
     /// One line about the namespace.
     pub description: String,
 }
@@ -54,8 +56,8 @@ pub enum Request<'a> {
     /// See `Session::stats`. Carries the calls without an answer in time, and the chunks not saved
     /// because of them, since the last such request.
     Stats([u64; 2]),
-    /// One-way. See `Session::limit_frames`.
-    LimitFrames(u32),
+    /// One-way. See `Session::limit_memory`.
+    LimitMemory(u64),
     /// Returns whether every chunk that goes to disk is there.
     IsSettled,
     /// One-way. The engine shuts down.
@@ -75,12 +77,12 @@ fn read_hello(from: &mut Reader<'_>) -> Option<Hello> {
         return Some(Hello {
             version,
             namespace: [0; 32],
-            frame_bytes: 0,
+            frame_sizes: 0.into(),
             description: String::new(),
         });
     }
-    let (namespace, frame_bytes) = (from.key()?, from.u64()?);
-    Some(Hello { version, namespace, frame_bytes, description: from.text()? })
+    let (namespace, frame_sizes) = (from.key()?, from.list(8, Reader::u64)?.into());
+    Some(Hello { version, namespace, frame_sizes, description: from.text()? })
 }
 
 impl<'a> Request<'a> {
@@ -90,7 +92,8 @@ impl<'a> Request<'a> {
             Self::Hello(hello) => {
                 to.u32(hello.version);
                 to.key(&hello.namespace);
-                to.u64(hello.frame_bytes);
+                to.count(hello.frame_sizes.all().len());
+                hello.frame_sizes.all().iter().for_each(|size| to.u64(*size));
                 to.text(&hello.description);
             }
             Self::Lookup(prefixes) | Self::LookupForSave(prefixes) => prefixes.write(to),
@@ -104,7 +107,7 @@ impl<'a> Request<'a> {
             Self::Discard(keys) => keys.write(to),
             Self::Anchors(anchors) => anchors.write(to),
             Self::Changes(sent) => sent.write(to),
-            Self::LimitFrames(number) => to.u32(*number),
+            Self::LimitMemory(bytes) => to.u64(*bytes),
             Self::Admin(version, json) => {
                 to.u32(*version);
                 to.bytes(json);
@@ -130,7 +133,7 @@ impl<'a> Request<'a> {
                 10 => Self::Discard(Keys::Bytes(from.keys()?)),
                 11 => Self::Clear,
                 12 => Self::Stats([from.u64()?, from.u64()?]),
-                13 => Self::LimitFrames(from.u32()?),
+                13 => Self::LimitMemory(from.u64()?),
                 14 => Self::IsSettled,
                 15 => Self::Bye,
                 16 => Self::Admin(from.u32()?, from.bytes()?),
@@ -156,7 +159,7 @@ impl<'a> Request<'a> {
             Self::Discard(_) => 10,
             Self::Clear => 11,
             Self::Stats(_) => 12,
-            Self::LimitFrames(_) => 13,
+            Self::LimitMemory(_) => 13,
             Self::IsSettled => 14,
             Self::Bye => 15,
             Self::Admin(..) => 16,
@@ -168,6 +171,6 @@ impl<'a> Request<'a> {
 
     /// Returns whether the request gets no answer.
     pub fn is_one_way(&self) -> bool {
-        matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitFrames(_) | Self::Bye)
+        matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitMemory(_) | Self::Bye)
     }
 }

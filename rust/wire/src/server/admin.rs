@@ -247,8 +247,8 @@ fn evict_in(namespace: &Namespace, what: Evict, deadline: Instant, all: &mut Evi
     };
     let evicted = store.evict(what, deadline);
     all.num_chunks += evicted.num_chunks;
-    all.host_bytes += evicted.num_host * namespace.hello.frame_bytes;
-    all.disk_bytes += evicted.num_disk * namespace.hello.frame_bytes;
+    all.host_bytes += evicted.host_bytes;
+    all.disk_bytes += evicted.disk_bytes;
     all.num_in_use += evicted.num_in_use;
     all.is_cut_short |= evicted.is_cut_short;
 }

@@ -189,7 +189,8 @@ impl ServedConnection {
         let Some(arena) = membership.local.arena() else { return Err(Disconnect::Closed) };
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
-        Answer::Welcome(arena.num_frames).encode(number, &mut out);
+        let (size_bytes, slab_bytes) = (arena.size_bytes, arena.slab_bytes);
+        Answer::Welcome { size_bytes, slab_bytes }.encode(number, &mut out);
         let (lifeline, engine_end) = Lifeline::new()?;
         self.lifeline = Some(lifeline);
         let membership = Arc::new(membership);

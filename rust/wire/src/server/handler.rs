@@ -142,8 +142,8 @@ impl EngineHandler {
                         .collect(),
                 )
             }
-            Request::LimitFrames(num_frames) => {
-                local.limit_frames(*num_frames);
+            Request::LimitMemory(limit_bytes) => {
+                local.limit_memory(*limit_bytes);
                 return Ok(None);
             }
             Request::Changes(asked) => {
@@ -225,7 +225,8 @@ impl EngineHandler {
             end += one.keys.iter().len();
             let start = end - one.keys.iter().len() - one.first as usize;
             let prefix = Prefix::new(one.root, &self.scratch[start..end]);
-            ToSave { prefix, units: one.units.clone(), is_attached: one.is_attached }
+            let (class, is_attached) = (one.class, one.is_attached);
+            ToSave { prefix, units: one.units.clone(), class, is_attached }
         };
         Ok(sent.iter().map(range).collect())
     }

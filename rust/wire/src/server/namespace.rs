@@ -71,8 +71,7 @@ impl Namespace {
     }
 
     pub(crate) fn is_for(&self, hello: &Hello) -> bool {
-        let of = |hello: &Hello| (hello.namespace, hello.frame_bytes);
-        of(&self.hello) == of(hello)
+        self.hello.namespace == hello.namespace && self.hello.frame_sizes == hello.frame_sizes
     }
 
     pub(crate) fn has_engines(&self) -> bool {
@@ -150,7 +149,7 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
         disk.description.clone_from(&hello.description);
     }
     StoreConfig {
-        frame_sizes: hello.frame_bytes.into(),
+        frame_sizes: hello.frame_sizes.clone(),
         host_bytes: config.host_bytes,
         eviction: config.eviction,
         available_bytes: config.available_bytes,

@@ -93,7 +93,7 @@ impl OpenNamespaces {
             }
             gone.extend(self.namespaces.remove(&hello.namespace));
         }
-        let fits = self.pool.as_ref().map_or(Ok(()), |pool| pool.check(hello.frame_bytes));
+        let fits = self.pool.as_ref().map_or(Ok(()), |pool| pool.check(&hello.frame_sizes));
         if let Err(error) = fits {
             if self.namespaces.values().any(|namespace| namespace.idle_since().is_none()) {
                 return Err(error);
@@ -136,12 +136,12 @@ impl Namespaces {
                 let pool = Pool::create_over(
                     Arc::clone(&self.disk),
                     config.host_bytes,
-                    hello.frame_bytes,
+                    hello.frame_sizes.largest(),
                     wake,
                 )?;
                 if !config.numa.is_empty() {
                     // Before an engine writes to the memory.
-                    log(place_memory(&pool, hello.frame_bytes, &config.numa));
+                    log(place_memory(&pool, hello.frame_sizes.largest(), &config.numa));
                 }
                 Arc::clone(open.pool.insert(pool))
             };
@@ -254,9 +254,10 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
-        "engines of namespace {name} on this kvloft server have chunks of {} bytes, and this engine's have {}; give them \
+        "engines of namespace {name} on this kvloft server have chunks of {:?} bytes, and this engine's have {:?}; give them \
          the same settings, or start another server for it",
-        other.hello.frame_bytes, hello.frame_bytes
+        other.hello.frame_sizes.all(),
+        hello.frame_sizes.all()
     );
     Error::new(ErrorKind::Busy, message)
 }

@@ -177,10 +177,13 @@ impl Peer {
         let namespace = &self.membership.as_ref()?.namespace;
         let (num_saved, id) = (self.counters.num_saved(), namespace.id());
         let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
-        let size = size_text(num_saved * namespace.hello.frame_bytes);
         let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
+        let size = match namespace.hello.frame_sizes.all() {
+            [frame_bytes] => format!(" ({})", size_text(num_saved * frame_bytes)),
+            _ => String::new(),
+        };
         Some(format!(
-            "process {pid} disconnected from namespace {id} after {seconds} s; it saved {num_saved} {chunks} ({size})"
+            "process {pid} disconnected from namespace {id} after {seconds} s; it saved {num_saved} {chunks}{size}"
         ))
     }
 }

@@ -64,7 +64,7 @@ impl ServerState {
         NamespaceStatus {
             namespace: namespace.hello.namespace,
             description: namespace.hello.description.clone(),
-            frame_bytes: namespace.hello.frame_bytes,
+            frame_sizes: namespace.hello.frame_sizes.all().to_vec(),
             num_slabs: namespace.store().map_or(0, |store| store.num_slabs().0),
             stats: stats.unwrap_or_default(),
             tenants,

@@ -43,7 +43,7 @@ pub(crate) fn remote_config(dir: &Path) -> ClientConfig {
         socket: socket(dir),
         deadline: LONG,
         namespace: [7; 32],
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         description: "a test".to_owned(),
     }
 }

@@ -6,8 +6,7 @@ use super::*;
 /// What the system says of pages of another mapping than the one that was placed; None where it
 /// says nothing.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
-    let num_frames = u32::try_from(arena.size_bytes / FRAME_ALIGN).unwrap();
-    let other = Arena::open(&arena.path(), FRAME_ALIGN, num_frames).unwrap();
+    let other = Arena::open(&arena.path(), arena.size_bytes).unwrap();
     let policy = |page: usize| {
         let (mut mode, mut mask) = (-1_i32, 0_u64);
         let at = other.address() + page * 4096;
@@ -31,7 +30,7 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
 /// no reason to skip.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
-    let page = Arena::open(&arena.path(), FRAME_ALIGN, 1).unwrap();
+    let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
     let (preferred, mask) = (1, 1_u64);
     // SAFETY: one whole page of a mapping that outlives the call; the system writes 64 bits of the
     // mask.
@@ -75,7 +74,7 @@ fn pages_that_were_placed_stay_where_they_are() {
         return;
     }
     let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
-    let worker = Arena::open(&arena.path(), FRAME_ALIGN, 4).unwrap();
+    let worker = Arena::open(&arena.path(), 4 * FRAME_ALIGN).unwrap();
     let prefer =
         |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
     assert!(!prefer(0, 63) && !prefer(0, 64), "there are no such nodes");
@@ -87,7 +86,7 @@ fn pages_that_were_placed_stay_where_they_are() {
 }
 
 #[test]
-fn a_frame_is_lent_to_one_at_a_time_and_no_other_grid_gives_it_back() {
+fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     let (arena, mut frames) = HostArena::create(FRAME_ALIGN, 130).unwrap();
     let mut held: Vec<_> = (0..130).filter_map(|id| frames.lend(FrameId(id))).collect();
     assert_eq!(held.len(), 130);
@@ -101,11 +100,26 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_grid_gives_it_back() {
     assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
     drop(again);
     assert!(frames.lend(FrameId(64)).is_none(), "who drops it does not say that it is done");
-    let mut others = arena.frames(FRAME_ALIGN, 130).unwrap();
+    let mut others = arena.frames(FRAME_ALIGN, &FRAME_ALIGN.into()).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
     let _debug =
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
     assert!(frames.lend(FrameId(3)).is_none());
+}
+
+#[test]
+fn no_bytes_are_lent_twice_whatever_the_size() {
+    let arena = HostArena::of_bytes(8 * FRAME_ALIGN).unwrap();
+    let sizes = vec![FRAME_ALIGN, 2 * FRAME_ALIGN].into();
+    let mut frames = arena.frames(4 * FRAME_ALIGN, &sizes).unwrap();
+    let [small, large] =
+        [0, 1].map(|class| move |number| FrameId::new(super::super::SizeClass(class), number));
+    let pair = frames.lend(large(1)).unwrap();
+    assert!(frames.lend(small(2)).is_none() && frames.lend(small(3)).is_none());
+    assert!(frames.lend(small(1)).is_some() && frames.lend(small(4)).is_some());
+    frames.give_back(pair);
+    assert!(frames.lend(small(3)).is_some() && frames.lend(large(1)).is_none());
+    assert!(frames.lend(large(4)).is_none() && frames.lend(FrameId(2 << 28)).is_none());
 }
 
 #[test]
@@ -116,5 +130,5 @@ fn a_node_that_is_not_there_is_an_error_and_what_lies_behind_the_end_is_left_out
     assert!(error.kind() == ErrorKind::Io && error.to_string().contains("NUMA nodes"), "{error}");
     let _as_it_may_be = arena.place(&place(1));
     assert!(arena.place(&[]).is_ok());
-    assert!(Arena::open(&arena.path(), FRAME_ALIGN, 4).is_ok());
+    assert!(Arena::open(&arena.path(), 4 * FRAME_ALIGN).is_ok());
 }

@@ -186,9 +186,11 @@ impl State {
             let entry = self.index[id];
             let has_parent =
                 entry.parent.is_none_or(|parent| self.index[parent].host.may_have_children());
-            let room = self.room_of(entry.tenant);
+            let class = entry.disk.slot().map(SlotId::class).unwrap_or_default();
+            let room = self.room_of(entry.tenant, class);
             if let (DiskState::Stored(slot), true) = (entry.disk, has_parent)
-                && let Some(place) = self.take_frame_under(entry.parent, room, FrameFor::Read)
+                && let Some(place) =
+                    self.take_frame_under(entry.parent, room, (class, FrameFor::Read))
             {
                 self.change_host(id, HostEvent::Read(place));
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");

@@ -24,7 +24,7 @@ impl State {
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let tenant = self.index[id].tenant;
         if !self.tenants.limits.has_quotas
-            || self.tenants.num_slots(tenant) <= self.tenants.ceiling(tenant).disk
+            || self.tenants.disk_pages(tenant) <= self.tenants.ceiling(tenant).disk
         {
             return SlotFor::Fits;
         }

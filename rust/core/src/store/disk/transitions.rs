@@ -9,8 +9,10 @@
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
+use crate::io::FrameId;
 use crate::store::disk::work::Attached;
 use crate::store::state::State;
+use crate::tier::disk::SlotId;
 
 impl State {
     /// Applies an event to a chunk. This is the only code that changes `Entry::disk`. It also
@@ -38,13 +40,17 @@ impl State {
         if before.takes_slot() != after.takes_slot() {
             self.count_slot(id, after.takes_slot());
         }
+        let slot = before.slot().or(after.slot());
+        let slot_bytes = slot.map_or(0, |slot| self.host.frame_bytes(slot.class()));
         match (before.slot(), after.slot()) {
             (None, Some(_)) => {
                 self.stats.disk_used += 1;
+                self.stats.disk_used_bytes += slot_bytes;
                 self.enter_disk_policy(id);
             }
             (Some(_), None) => {
                 self.stats.disk_used -= 1;
+                self.stats.disk_used_bytes -= slot_bytes;
                 self.disk.num_detached_slots -= u64::from(is_detached);
             }
             _ => {}
@@ -73,8 +79,11 @@ impl State {
     }
 
     fn count_slot(&mut self, id: ChunkId, is_more: bool) {
-        let Entry { tenant, parent, .. } = self.index[id];
-        self.tenants.count_slot(tenant, is_more);
+        let Entry { tenant, parent, disk, host, disk_pages, .. } = self.index[id];
+        let class = disk.slot().map(SlotId::class).or(host.frame().map(FrameId::class));
+        let pages = if is_more { class.map_or(0, |class| self.host.pages(class)) } else { 0 };
+        self.index[id].disk_pages = pages;
+        self.tenants.count_disk(tenant, pages.max(disk_pages), is_more);
         if let Some(parent) = parent {
             let children = &mut self.index[parent].disk_children;
             *children = if is_more { *children + 1 } else { *children - 1 };

@@ -1,25 +1,26 @@
-//! Finds a frame for a chunk: a free one, or that of a chunk that is evicted for it.
+//! Finds a frame for a chunk: a free one, or one that is free after chunks were evicted for it.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
-use crate::io::FrameId;
+use crate::io::{FrameId, SizeClass};
 use crate::store::state::State;
 use crate::store::tenants::quota::{Room, group};
 use crate::tier::host::FrameFor;
 
-/// Most chunks skipped for one frame because their frames do not fit its purpose.
-const MAX_SPARED: usize = 64;
+/// Most chunks for one frame that are evicted, and most that are skipped because their frames do not
+/// fit its purpose.
+const MAX_VICTIMS: usize = 64;
 
 impl State {
-    /// Takes a frame from `room` for a child of `parent`, which is not evicted meanwhile.
+    /// Takes a frame of `class` from `room` for a child of `parent`, which is not evicted meanwhile.
     pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
         room: Room,
-        what_for: FrameFor,
+        (class, what_for): (SizeClass, FrameFor),
     ) -> Option<FrameId> {
         if room == Room::Any
-            && let Some(frame) = self.host.take(what_for)
+            && let Some(frame) = self.host.take(class, what_for)
         {
             return Some(frame); // nothing is evicted for it
         }
@@ -27,8 +28,8 @@ impl State {
             self.hold(parent);
         }
         let frame = match room {
-            Room::Any => self.take_frame(what_for),
-            Room::Own(tenant) => self.take_own_frame(tenant, what_for),
+            Room::Any => self.take_frame(class, what_for),
+            Room::Own(tenant) => self.take_own_frame(tenant, class, what_for),
             Room::None => None,
         };
         if let Some(parent) = parent {
@@ -37,13 +38,17 @@ impl State {
         frame
     }
 
-    /// Takes a free frame, evicting a chunk if needed; None if every frame that fits is in use. The
+    /// Takes a free frame, evicting chunks if needed; None if every frame that fits is in use. The
     /// caller holds chunks that must stay.
-    fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
-        let mut spared = Vec::new();
+    ///
+    /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of this
+    /// class, a slab of another class is emptied for it, a slice per call.
+    fn take_frame(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
+        let mut frame = self.host.take(class, what_for).or_else(|| self.host.grow(class, what_for));
+        let (mut spared, mut num_evicted) = (Vec::new(), 0);
         while frame.is_none()
-            && spared.len() < MAX_SPARED
+            && spared.len() < MAX_VICTIMS
+            && num_evicted < MAX_VICTIMS
             && let Some(victim) = self.host_victim(None)
         {
             debug_assert_eq!(
@@ -51,60 +56,72 @@ impl State {
                 Some(true),
                 "a policy returns evictable chunks only"
             );
-            let its_frame = self.index[victim].host.frame();
-            if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
-                self.host_policy.set_evictable(victim, false); // its frame does not fit, so evicting it would not help
+            if self.is_frame_fit(victim, class, what_for) {
+                self.evict(victim);
+                num_evicted += 1;
+                frame = self.host.grow(class, what_for);
+            } else {
+                self.host_policy.set_evictable(victim, false); // evicting it would not help
                 spared.push(victim);
-                continue;
             }
-            self.evict(victim);
-            frame = self.host.take(what_for);
         }
-        if spared.len() == MAX_SPARED {
-            frame = frame.or_else(|| self.take_frame_below_limit());
+        if spared.len() == MAX_VICTIMS {
+            frame = frame.or_else(|| self.take_frame_below_limit(class));
         }
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
+        if frame.is_none() {
+            self.host.set_hungry(class);
+        }
         frame
+    }
+
+    fn is_frame_fit(&self, id: ChunkId, class: SizeClass, what_for: FrameFor) -> bool {
+        let frame = self.index[id].host.frame();
+        frame.is_none_or(|frame| self.host.is_fit(frame, class, what_for))
     }
 
     /// Takes a frame for saves from any chunk that may be evicted; the policy would propose many
     /// others first.
-    fn take_frame_below_limit(&mut self) -> Option<FrameId> {
-        for _ in 0..MAX_SPARED {
-            if let Some(id) = self.host.next_below_limit()
+    fn take_frame_below_limit(&mut self, class: SizeClass) -> Option<FrameId> {
+        for _ in 0..MAX_VICTIMS {
+            if let Some(id) = self.host.next_below_limit(class)
                 && self.index[id].host_evictable == Some(true)
             {
                 self.evict(id);
-                return self.host.take(FrameFor::Save);
+                return self.host.take(class, FrameFor::Save);
             }
         }
         None
     }
 
-    /// Takes a frame for a tenant at its quota, evicting one of its chunks.
-    pub(crate) fn take_own_frame(
+    /// Takes a frame for a tenant at its quota, evicting some of its chunks.
+    fn take_own_frame(
         &mut self,
         tenant: TenantId,
+        class: SizeClass,
         what_for: FrameFor,
     ) -> Option<FrameId> {
-        if self.tenants.num_frames(tenant) > self.tenants.ceiling(tenant).host {
+        let quota = self.tenants.ceiling(tenant).host;
+        if self.tenants.host_pages(tenant) > quota {
             return None; // its quota was lowered: `trim` comes first
         }
-        let has_free = self.host.has_free(what_for);
-        let (mut frame, mut spared) = (None, Vec::new());
+        let pages = self.host.pages(class);
+        let (mut frame, mut spared, mut num_evicted) = (None, Vec::new(), 0);
         while frame.is_none()
-            && spared.len() < MAX_SPARED
+            && spared.len() < MAX_VICTIMS
+            && num_evicted < MAX_VICTIMS
             && let Some(victim) = self.host_victim(Some(group(tenant)))
         {
-            let its_frame = self.index[victim].host.frame();
-            if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for))
-            {
+            if self.host.has_free(class, what_for) || self.is_frame_fit(victim, class, what_for) {
                 self.evict_for_quota(victim);
-                frame = self.host.take(what_for);
+                num_evicted += 1;
+                if self.tenants.host_pages(tenant) + pages <= quota {
+                    frame = self.host.take(class, what_for);
+                }
             } else {
-                self.host_policy.set_evictable(victim, false); // its frame does not fit, so evicting it would not help
+                self.host_policy.set_evictable(victim, false); // evicting it would not help
                 spared.push(victim);
             }
         }

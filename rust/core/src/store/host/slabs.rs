@@ -1,4 +1,4 @@
-//! Releases slabs to other stores of the same pool.
+//! Releases slabs to other stores of the same pool, and to other size classes of the same store.
 //!
 //! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are
 //! pinned, reserved, read or written stay until that ends, and the slab with them. Meanwhile it
@@ -16,6 +16,7 @@ use crate::store::disk::opener::Opener;
 use crate::store::host::drains::{Drain, Drains, Next, Step};
 use crate::store::open::Store;
 use crate::store::state::State;
+use crate::tier::host::Wanted;
 
 /// Chunks visited by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -59,14 +60,13 @@ impl Store {
     /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
     /// stores need them.
     pub fn set_active(&self, is_active: bool) {
-        self.inner
-            .with_state(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
+        self.inner.with_state(|state| state.host.member().set_active(is_active));
     }
 
     /// Returns the number of slabs it has, and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
-        let of = |state: &mut State| state.host.grid().map(|grid| grid.member().num_slabs());
-        self.inner.with_state(of).flatten().unwrap_or_default()
+        let state = self.inner.lock();
+        state.map(|state| state.host.member().num_slabs()).unwrap_or_default()
     }
 
     /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
@@ -79,15 +79,16 @@ impl Store {
 impl State {
     pub(crate) fn give_way(&mut self) -> Way {
         self.host.collect();
-        let asked = self.host.grid().and_then(|grid| grid.member().asked());
+        let wanted = self.host.wanted();
         let mut drains = std::mem::take(&mut self.drains);
-        for drain in drains.all.extract_if(.., |drain| asked.is_none_or(|end| drain.slab.0 >= end))
+        for drain in
+            drains.all.extract_if(.., |drain| wanted.is_none_or(|slab| drain.slab.0 >= slab.end))
         {
             self.host.keep(drain.slab);
         }
-        let Some(end) = asked else { return Way::Unasked };
+        let Some(wanted) = wanted else { return Way::Unasked };
         drains.all.retain(|drain| self.is_draining(drain.slab));
-        let way = self.work_at(&mut drains, end);
+        let way = self.work_at(&mut drains, wanted);
         if way == Way::Stuck {
             drains.stuck.clear();
             drains.all.iter_mut().for_each(|drain| drain.is_done = false);
@@ -96,12 +97,12 @@ impl State {
         way
     }
 
-    fn work_at(&mut self, drains: &mut Drains, end: u32) -> Way {
+    fn work_at(&mut self, drains: &mut Drains, wanted: Wanted) -> Way {
         let mut budget = SLICE;
         for nth in 0..MAX_DRAINS {
             if nth == drains.all.len() {
                 let coldest = self.host_victim(None).and_then(|id| self.index[id].host.frame());
-                let Some(slab) = self.host.drain(end, coldest) else { break };
+                let Some(slab) = self.host.drain(wanted, coldest) else { break };
                 drains.all.push(Drain { slab, next: 0, path: Vec::new(), is_done: false });
             }
             if drains.all[nth].is_done {
@@ -120,7 +121,7 @@ impl State {
     }
 
     fn is_draining(&self, slab: SlabId) -> bool {
-        self.host.grid().is_some_and(|grid| grid.is_draining(slab))
+        self.host.is_draining(slab)
     }
 
     /// Evicts the unused chunks of a slab and the chunks below them.
@@ -137,10 +138,8 @@ impl State {
             *budget -= 1;
             if !drain.path.is_empty() {
                 self.step(&mut drain.path, stuck);
-            } else if let Some((frame, id)) =
-                self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
-            {
-                drain.next = frame.0 + 1;
+            } else if let Some((frame, id)) = self.host.next_holder(drain.slab, drain.next) {
+                drain.next = frame + 1;
                 self.go_to(id, &mut drain.path, stuck);
             } else {
                 drain.next = 0;

@@ -40,7 +40,8 @@ impl State {
             (None, Some(frame)) => self.take_frame_for(id, frame),
             (Some(frame), None) => {
                 self.host.give(frame);
-                self.tenants.count_frame(self.index[id].tenant, false);
+                let pages = self.host.pages(frame.class());
+                self.tenants.count_host(self.index[id].tenant, pages, false);
             }
             _ => {}
         }
@@ -82,7 +83,7 @@ impl State {
         entry.host_evictable = Some(false);
         let (parent, key, tenant) = (entry.parent, entry.key, entry.tenant);
         self.host.hand(frame, id);
-        self.tenants.count_frame(tenant, true);
+        self.tenants.count_host(tenant, self.host.pages(frame.class()), true);
         self.host_policy.insert(id, parent, &key);
         self.group_in_host(id);
     }

@@ -1,19 +1,20 @@
 //! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as
-//! configured and in frames.
+//! configured and in pages of 4096 bytes.
 //!
 //! A *class* is a row of the table: requests without a salt, with a salt, and each salt with
 //! individual limits.
 
 use rustc_hash::FxHashMap;
 
+use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
 
 /// Upper limit for a part of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
-    /// Bytes, rounded down to whole frames.
+    /// Bytes.
     Bytes(u64),
-    /// Millionths of the tier; at least one frame, unless it is 0.
+    /// Millionths of the tier; at least one frame of each size, unless it is 0.
     Share(u32),
 }
 
@@ -65,7 +66,7 @@ pub(crate) struct Class(u32);
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class in frames and seconds; [`Ceiling::NONE`] for no limit.
+/// The limits of a class in pages and seconds; [`Ceiling::NONE`] for no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
     pub(crate) host: u32,
@@ -77,7 +78,7 @@ impl Ceiling {
     pub(crate) const NONE: u32 = u32::MAX;
 }
 
-/// Sizes of the tiers that percentages refer to, in frames.
+/// Sizes of the tiers that percentages refer to, in pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
@@ -90,14 +91,15 @@ pub(crate) struct Table {
     limits: Vec<Limits>,
     ceilings: Vec<Ceiling>,
     by_salt: FxHashMap<SaltTag, Class>,
-    frame_bytes: u64,
+    /// Of the largest frame.
+    frame_pages: u64,
     bases: Bases,
     pub(crate) has_quotas: bool,
 }
 
 impl Table {
     /// Returns the table for `of`; empty if no limit is set.
-    pub(crate) fn new(of: &TenantLimits, frame_bytes: u64, bases: Bases) -> Self {
+    pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();
         }
@@ -106,7 +108,7 @@ impl Table {
             limits: of.all().copied().collect(),
             ceilings: Vec::new(),
             by_salt: of.by_salt.iter().map(|(tag, _)| *tag).zip(classes).collect(),
-            frame_bytes,
+            frame_pages,
             bases,
             has_quotas: of.all().any(|limits| limits.host.is_some() || limits.disk.is_some()),
         };
@@ -129,7 +131,7 @@ impl Table {
     fn count(&mut self) {
         let of = |quota: Option<Quota>, base: u64| match quota {
             None => Ceiling::NONE,
-            Some(quota) => u32::try_from(self.frames(quota, base)).unwrap_or(Ceiling::NONE - 1),
+            Some(quota) => u32::try_from(self.pages(quota, base)).unwrap_or(Ceiling::NONE - 1),
         };
         let ceiling = |limits: &Limits| Ceiling {
             host: of(limits.host, self.bases.host),
@@ -139,11 +141,13 @@ impl Table {
         self.ceilings = self.limits.iter().map(ceiling).collect();
     }
 
-    fn frames(&self, quota: Quota, base: u64) -> u64 {
+    fn pages(&self, quota: Quota, base: u64) -> u64 {
         match quota {
-            Quota::Bytes(bytes) => bytes / self.frame_bytes.max(1),
+            Quota::Bytes(bytes) => bytes / FRAME_ALIGN,
             Quota::Share(0) => 0,
-            Quota::Share(millionths) => (base.saturating_mul(millionths.into()) / 1_000_000).max(1),
+            Quota::Share(millionths) => {
+                (base.saturating_mul(millionths.into()) / 1_000_000).max(self.frame_pages)
+            }
         }
     }
 

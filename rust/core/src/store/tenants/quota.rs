@@ -5,10 +5,10 @@
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
+use crate::io::{FRAME_ALIGN, SizeClass};
 use crate::key::SaltTag;
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling};
-use crate::tier::host::Grid;
 
 /// Where the frame or slot for a chunk may come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,27 +27,35 @@ pub(crate) fn group(tenant: TenantId) -> GroupId {
 }
 
 impl State {
-    /// Returns where a frame for a new chunk may come from.
-    pub(crate) fn room_for(&self, new: &Entry, parent: Option<ChunkId>) -> Room {
+    /// Returns where a frame of `class` for a new chunk may come from.
+    pub(crate) fn room_for(&self, new: &Entry, parent: Option<ChunkId>, class: SizeClass) -> Room {
         if !self.tenants.limits.has_quotas {
             return Room::Any;
         }
         let tag = SaltTag::of_root(&new.parent_key);
         match parent.map(|parent| self.index[parent].tenant).or_else(|| self.tenants.find_any(tag))
         {
-            Some(tenant) => self.room_of(tenant),
-            None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host == 0 => {
+            Some(tenant) => self.room_of(tenant, class),
+            None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host
+                < self.host.pages(class) =>
+            {
                 Room::None
             }
             None => Room::Any,
         }
     }
 
-    /// Returns where another frame for a tenant may come from.
-    pub(crate) fn room_of(&self, tenant: TenantId) -> Room {
-        let has_room = !self.tenants.limits.has_quotas
-            || self.tenants.num_frames(tenant) < self.tenants.ceiling(tenant).host;
-        if has_room { Room::Any } else { Room::Own(tenant) }
+    /// Returns where another frame of `class` for a tenant may come from.
+    pub(crate) fn room_of(&self, tenant: TenantId, class: SizeClass) -> Room {
+        if !self.tenants.limits.has_quotas {
+            return Room::Any;
+        }
+        let (pages, quota) = (self.host.pages(class), self.tenants.ceiling(tenant).host);
+        match self.tenants.host_pages(tenant).saturating_add(pages) {
+            wanted if wanted <= quota => Room::Any,
+            _ if pages > quota => Room::None,
+            _ => Room::Own(tenant),
+        }
     }
 
     /// Groups a chunk by tenant in the host policy, if the tenant has a quota there.
@@ -69,7 +77,7 @@ impl State {
     /// Updates the sizes that percentages refer to. A store without a share of the pool keeps its
     /// last one.
     pub(crate) fn update_bases(&mut self) {
-        let host = self.host.grid().map_or_else(|| self.host.num_frames().0, Grid::share);
+        let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases().host };
         let bases = Bases { host, ..self.tenants.limits.bases() };
         self.tenants.limits.set_bases(bases);

@@ -55,14 +55,14 @@ impl State {
             };
             let ceiling = self.tenants.ceiling(tenant);
             while budget > 0
-                && self.tenants.num_frames(tenant) > ceiling.host
+                && self.tenants.host_pages(tenant) > ceiling.host
                 && let Some(victim) = self.host_victim(Some(group(tenant)))
             {
                 self.evict_for_quota(victim);
                 budget -= 1;
             }
             while budget > 0
-                && self.tenants.num_slots(tenant) > ceiling.disk
+                && self.tenants.disk_pages(tenant) > ceiling.disk
                 && let Some(victim) = self.disk_policy.victim_of(group(tenant))
             {
                 self.drop_for_quota(victim);

@@ -22,10 +22,10 @@ pub(crate) struct TenantCounts {
     /// None if the id is vacant, or for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u32,
-    /// Frames of its chunks, including those being filled.
-    num_frames: u32,
-    /// Its chunks that are on disk, being written or being freed.
-    num_slots: u32,
+    /// Pages of its chunks' frames, including those being filled.
+    host_pages: u32,
+    /// Pages of its chunks that are on disk, being written or being freed.
+    disk_pages: u32,
     class: Class,
 }
 
@@ -80,7 +80,7 @@ impl TenantTable {
     /// Adds one entry to a tenant or takes one away; a tenant whose last entry is gone is removed.
     pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
         let tenant = &mut self.all[id.0 as usize];
-        step(&mut tenant.num_entries, is_more);
+        count(&mut tenant.num_entries, 1, is_more);
         if let (0, Some(tag)) = (tenant.num_entries, tenant.tag) {
             *tenant = TenantCounts::default();
             self.by_tag.remove(&tag);
@@ -88,22 +88,22 @@ impl TenantTable {
         }
     }
 
-    /// Adds one frame or takes one away, in any state of its chunk.
-    pub(crate) fn count_frame(&mut self, id: TenantId, is_more: bool) {
-        step(&mut self.all[id.0 as usize].num_frames, is_more);
+    /// Adds the pages of a frame or takes them away, in any state of its chunk.
+    pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
+        count(&mut self.all[id.0 as usize].host_pages, pages, is_more);
     }
 
-    /// Adds one slot on disk or takes one away, including those being written or freed.
-    pub(crate) fn count_slot(&mut self, id: TenantId, is_more: bool) {
-        step(&mut self.all[id.0 as usize].num_slots, is_more);
+    /// Adds the pages of a slot on disk or takes them away, including those being written or freed.
+    pub(crate) fn count_disk(&mut self, id: TenantId, pages: u32, is_more: bool) {
+        count(&mut self.all[id.0 as usize].disk_pages, pages, is_more);
     }
 
-    pub(crate) fn num_frames(&self, id: TenantId) -> u32 {
-        self.all[id.0 as usize].num_frames
+    pub(crate) fn host_pages(&self, id: TenantId) -> u32 {
+        self.all[id.0 as usize].host_pages
     }
 
-    pub(crate) fn num_slots(&self, id: TenantId) -> u32 {
-        self.all[id.0 as usize].num_slots
+    pub(crate) fn disk_pages(&self, id: TenantId) -> u32 {
+        self.all[id.0 as usize].disk_pages
     }
 
     /// Returns the limits of a tenant.
@@ -130,6 +130,7 @@ impl TenantTable {
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>,
+        pages_of: impl Fn(crate::io::SizeClass) -> u32,
     ) -> bool {
         let keep = |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts {
             tag,
@@ -140,8 +141,8 @@ impl TenantTable {
         for (id, entry) in entries {
             let tenant = &mut counted[id.0 as usize];
             tenant.num_entries += 1;
-            tenant.num_frames += u32::from(entry.host.frame().is_some());
-            tenant.num_slots += u32::from(entry.disk.takes_slot());
+            tenant.host_pages += entry.host.frame().map_or(0, |frame| pages_of(frame.class()));
+            tenant.disk_pages += entry.disk_pages;
         }
         let is_used = |tenant: &&TenantCounts| tenant.tag.is_some() && tenant.num_entries > 0;
         let num_used = counted.iter().filter(is_used).count();
@@ -149,6 +150,6 @@ impl TenantTable {
     }
 }
 
-fn step(number: &mut u32, is_more: bool) {
-    *number = if is_more { *number + 1 } else { *number - 1 };
+fn count(number: &mut u32, by: u32, is_more: bool) {
+    *number = if is_more { *number + by } else { *number - by };
 }

@@ -1,6 +1,7 @@
 //! Lists what each tenant has in a store, for status reports.
 
 use crate::index::TenantId;
+use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
 use crate::store::open::Store;
 use crate::store::state::State;
@@ -12,14 +13,14 @@ use crate::store::tenants::table::TENANTS_PER_SLICE;
 pub struct Tenant {
     /// None for requests without a salt.
     pub tag: Option<SaltTag>,
-    /// Its frames in host memory.
-    pub num_host: u32,
-    /// Its chunks on disk.
-    pub num_disk: u32,
-    /// Its quota in host memory, in frames.
-    pub max_host: Option<u32>,
-    /// Its quota on disk, in chunks.
-    pub max_disk: Option<u32>,
+    /// Bytes of its frames in host memory.
+    pub host_bytes: u64,
+    /// Bytes of its slots on disk.
+    pub disk_bytes: u64,
+    /// Its quota in host memory, in bytes.
+    pub max_host_bytes: Option<u64>,
+    /// Its quota on disk, in bytes.
+    pub max_disk_bytes: Option<u64>,
     /// Time to live of its chunks, in seconds.
     pub ttl_s: Option<u32>,
 }
@@ -27,14 +28,15 @@ pub struct Tenant {
 impl State {
     fn tenants(&self, next: &mut usize) -> (Vec<Tenant>, u64) {
         let is_set = |number: u32| Some(number).filter(|number| *number != Ceiling::NONE);
+        let bytes = |pages: u32| u64::from(pages) * FRAME_ALIGN;
         let tenant = |tenant: TenantId| {
             let ceiling = self.tenants.ceiling(tenant);
             Tenant {
                 tag: self.tenants.tag(tenant),
-                num_host: self.tenants.num_frames(tenant),
-                num_disk: self.tenants.num_slots(tenant),
-                max_host: is_set(ceiling.host),
-                max_disk: is_set(ceiling.disk),
+                host_bytes: bytes(self.tenants.host_pages(tenant)),
+                disk_bytes: bytes(self.tenants.disk_pages(tenant)),
+                max_host_bytes: is_set(ceiling.host).map(bytes),
+                max_disk_bytes: is_set(ceiling.disk).map(bytes),
                 ttl_s: is_set(ceiling.ttl_s),
             }
         };
@@ -48,7 +50,7 @@ impl State {
 }
 
 impl Store {
-    /// Returns the `limit` tenants with the most frames, then slots, and the number of salts that
+    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number of salts that
     /// have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
@@ -60,11 +62,15 @@ impl Store {
             }
             all.extend(some);
             all.sort_by_key(|tenant: &Tenant| {
-                std::cmp::Reverse((tenant.num_host, tenant.num_disk, tenant.tag.map(|tag| tag.0)))
+                std::cmp::Reverse((
+                    tenant.host_bytes,
+                    tenant.disk_bytes,
+                    tenant.tag.map(|tag| tag.0),
+                ))
             });
             all.truncate(limit);
         }
-        all.retain(|tenant| tenant.num_host > 0 || tenant.num_disk > 0);
+        all.retain(|tenant| tenant.host_bytes > 0 || tenant.disk_bytes > 0);
         (all, num)
     }
 }

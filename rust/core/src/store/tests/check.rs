@@ -43,7 +43,9 @@ pub(super) fn check(state: &State) -> Result<(), String> {
         }
     }
     ensure!(
-        state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry))),
+        state.tenants.check(state.index.iter().map(|(_, entry)| (entry.tenant, entry)), |class| {
+            state.host.pages(class)
+        }),
         "{:?}",
         state.tenants
     );

@@ -106,7 +106,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
 /// Threads see a late tier a moment before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
-    let host = HostTier::create(4096, 4).unwrap();
+    let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.attached = Attached::Opening;
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
@@ -134,7 +134,7 @@ fn found(number: u32) -> DiskEntry {
 /// meanwhile.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
-    let host = HostTier::create(4096, 4).unwrap();
+    let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.attached = Attached::Opening;
     for number in 0..200_000 {
@@ -152,7 +152,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
 
 #[test]
 fn too_many_discards_while_chunks_are_entered_free_the_others() {
-    let host = HostTier::create(4096, 4).unwrap();
+    let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     assert!(state.attach((0..600).map(found).collect()));
     assert!(state.recover_some(), "a slice is entered, and some is left");
@@ -184,7 +184,7 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
     let mut state = State::new(
-        HostTier::create(4096, 4).unwrap(),
+        HostTier::create(4 * 4096, &4096_u64.into()).unwrap(),
         Eviction::Lru.policy(4),
         Eviction::Lru.policy(4),
     );
@@ -207,7 +207,7 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     let mut state = State::new(
-        HostTier::create(4096, 4).unwrap(),
+        HostTier::create(4 * 4096, &4096_u64.into()).unwrap(),
         Eviction::Lru.policy(4),
         Eviction::Lru.policy(4),
     );

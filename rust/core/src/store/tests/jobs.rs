@@ -83,7 +83,7 @@ impl Run {
         eviction: Eviction,
         num_threads: usize,
     ) -> Self {
-        let host = HostTier::create(4096, num_frames).unwrap();
+        let host = HostTier::create(u64::from(num_frames) * 4096, &4096_u64.into()).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, policies.0, policies.1);
         assert!(state.attach(Vec::new()));

@@ -6,11 +6,18 @@
 use std::path::PathBuf;
 
 use crate::ChunkKey;
-use crate::io::FrameSizes;
+use crate::io::{FrameId, FrameSizes, SizeClass};
 
 /// One frame-sized place in `frames.dat`, with its record in `index.dat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
+
+impl SlotId {
+    /// Its size class.
+    pub fn class(self) -> SizeClass {
+        FrameId(self.0).class()
+    }
+}
 
 /// What a disk directory is opened with.
 #[derive(Debug, Clone)]

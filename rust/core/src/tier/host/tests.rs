@@ -1,52 +1,100 @@
-//! Frames that are held back, and when they are handed out.
+//! Frames that are held back, slabs that change their size class, and slabs that are given up.
 
 use super::*;
 
+const PAGE: u64 = 4096;
+const ONE: SizeClass = SizeClass(0);
+const TWO: SizeClass = SizeClass(1);
+
 fn taken(tier: &mut HostTier) -> Vec<u32> {
-    std::iter::from_fn(|| tier.take(FrameFor::Save)).map(|frame| frame.0).collect()
+    std::iter::from_fn(|| tier.take(ONE, FrameFor::Save)).map(|frame| frame.0).collect()
+}
+
+/// Frames of a class until there are no more.
+fn grown(tier: &mut HostTier, class: SizeClass) -> Vec<FrameId> {
+    std::iter::from_fn(|| tier.grow(class, FrameFor::Save)).collect()
 }
 
 #[test]
 fn frames_from_the_limit_on_are_held_back_until_it_rises() {
-    let mut tier = HostTier::create(4096, 8).unwrap();
+    let mut tier = HostTier::create(8 * PAGE, &PAGE.into()).unwrap();
     let high: Vec<_> =
-        (0..8).filter_map(|_| tier.take(FrameFor::Save)).filter(|frame| frame.0 > 4).collect();
-    tier.limit(3);
+        (0..8).filter_map(|_| tier.take(ONE, FrameFor::Save)).filter(|frame| frame.0 > 4).collect();
+    tier.limit(3 * PAGE + 100);
     (0..5).rev().map(FrameId).chain(high).for_each(|frame| tier.give(frame));
     assert_eq!(tier.num_frames().1, 8);
     assert_eq!(taken(&mut tier), [0, 1, 2]);
     assert_eq!(tier.num_frames().1, 5);
-    tier.limit(6);
-    assert_eq!(
-        {
-            let mut more = taken(&mut tier);
-            more.sort_unstable();
-            more
-        },
-        [3, 4, 5]
-    );
+    tier.limit(6 * PAGE);
+    let mut more = taken(&mut tier);
+    more.sort_unstable();
+    assert_eq!(more, [3, 4, 5]);
     tier.give(FrameId(1));
-    tier.limit(1);
+    tier.limit(PAGE);
     assert_eq!((taken(&mut tier), tier.num_frames().1), (vec![], 3));
-    tier.limit(u32::MAX);
+    tier.limit(u64::MAX);
     assert_eq!(taken(&mut tier).len(), 3);
 }
 
 #[test]
 fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
-    let pool = Pool::create(64 * 4096, 4096, || {}).unwrap();
-    let mut tier = HostTier::join(&pool, None, 4096, 64).unwrap();
-    let first = tier.take(FrameFor::Save).or_else(|| tier.grow(FrameFor::Save)).unwrap();
-    assert!(tier.grow(FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
+    let pool = Pool::create(64 * PAGE, PAGE, || {}).unwrap();
+    let mut tier = HostTier::join(&pool, None, &PAGE.into()).unwrap();
+    let wanted = Wanted { end: u32::MAX, class: None };
+    let first = tier.grow(ONE, FrameFor::Save).unwrap();
+    assert!(tier.grow(ONE, FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
     assert!(tier.lend(FrameId(3)).is_none(), "free frames may be another store's soon");
-    let slab = tier.drain(u32::MAX, Some(first)).unwrap();
+    let slab = tier.drain(wanted, Some(first)).unwrap();
     assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
     tier.keep(slab);
     assert_eq!(taken(&mut tier), [2, 3]);
-    let slab = tier.drain(u32::MAX, Some(first)).unwrap();
+    let slab = tier.drain(wanted, Some(first)).unwrap();
     tier.give(FrameId(0));
     assert_eq!(taken(&mut tier), [0; 0], "what comes back to it stays with it");
     (1..4).for_each(|frame| tier.give(FrameId(frame)));
-    assert!(!tier.grid().unwrap().is_draining(slab));
-    assert_eq!((tier.num_frames(), tier.grid().unwrap().member().num_slabs().0), ((0, 0), 0));
+    assert!(!tier.is_draining(slab));
+    assert_eq!((tier.num_frames(), tier.member().num_slabs().0), ((0, 0), 0));
+}
+
+#[test]
+fn frames_of_all_sizes_fill_the_arena() {
+    let sizes = vec![PAGE, 10 * PAGE].into();
+    let mut tier = HostTier::create(2000 * PAGE, &sizes).unwrap();
+    let (mut small, mut large) = (0, 0);
+    while tier.grow(TWO, FrameFor::Save).is_some() {
+        large += 1;
+        small += (0..5).filter(|_| tier.grow(ONE, FrameFor::Save).is_some()).count() as u64;
+    }
+    assert!(10 * large + small >= 1900, "{large} {small}");
+    assert_eq!(tier.used_bytes(), (10 * large + small) * PAGE);
+}
+
+#[test]
+fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
+    let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 4 * PAGE].into()).unwrap();
+    let small = grown(&mut tier, ONE);
+    assert_eq!((small.len(), grown(&mut tier, TWO)), (64, vec![]));
+    tier.set_hungry(TWO);
+    let slab = tier.drain(tier.wanted().unwrap(), None).unwrap();
+    let own = |frame: &&FrameId| tier.grid(ONE).slab_of(frame.number()) == slab.0 as usize;
+    let own: Vec<_> = small.iter().filter(own).copied().collect();
+    for frame in &own {
+        tier.give(*frame);
+    }
+    assert!(!tier.is_hungry(), "the slab is the other class's at once");
+    let large = grown(&mut tier, TWO);
+    assert_eq!(large.len() * 4, own.len());
+    for frame in &large {
+        tier.give(*frame);
+    }
+    assert_eq!(grown(&mut tier, ONE).len(), own.len(), "an empty slab needs no drain");
+}
+
+#[test]
+fn a_frame_of_another_class_does_not_fit_while_a_slab_is_emptied() {
+    let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 4 * PAGE].into()).unwrap();
+    let small = tier.grow(ONE, FrameFor::Save).unwrap();
+    assert!(tier.is_fit(small, TWO, FrameFor::Save));
+    tier.set_hungry(TWO);
+    assert!(!tier.is_fit(small, TWO, FrameFor::Save) && tier.is_fit(small, ONE, FrameFor::Save));
 }

@@ -16,7 +16,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 fn config(socket: std::path::PathBuf) -> ClientConfig {
     let (namespace, description) = ([7; 32], String::new());
-    ClientConfig { socket, deadline: LONG, namespace, frame_bytes: FRAME, description }
+    ClientConfig { socket, deadline: LONG, namespace, frame_sizes: FRAME.into(), description }
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn new_connection_keeps_the_frame_limit() {
     let server = ServerConfig::new(socket.clone(), 64 * FRAME);
     let _server = Server::open(server).expect("a server");
     let engine = Client::open(config(socket)).expect("a client");
-    engine.limit_frames(2);
+    engine.limit_memory(2 * FRAME);
     engine.state().connection.as_mut().expect("connected").close();
     let start = Instant::now();
     while !engine.renew() {

@@ -41,7 +41,7 @@ fn engine_of(socket: PathBuf, namespace: u8) -> Client {
         socket,
         deadline: LONG,
         namespace: [namespace; 32],
-        frame_bytes: FRAME,
+        frame_sizes: FRAME.into(),
         description: String::new(),
     };
     Client::open(config).expect("a client")
@@ -139,8 +139,12 @@ fn namespace_opened_after_close_releases_the_disk() {
     let (config, _) = config(dir.path());
     let ended = Server::open(config.clone()).expect("a server");
     ended.close(Duration::ZERO);
-    let hello =
-        Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, description: String::new() };
+    let hello = Hello {
+        version: 1,
+        namespace: [7; 32],
+        frame_sizes: FRAME.into(),
+        description: String::new(),
+    };
     assert!(ended.state.join(&hello).is_err());
     let next = Server::open(ServerConfig {
         socket: dir.path().join("next").join("kvloft.sock"),
