@@ -78,7 +78,7 @@ class Loads(Direction):
         started: list[Job] = []
         while self._has_room() and (following := self._next_piece()) is not None:
             job, piece = following
-            self._order_after_saves(self.lane.kernel_stream, piece.block_ids)
+            self._order_after_saves(self.lane.next_kernel_stream(job.kind), piece.block_ids)
             self._fly(job, piece)
             if piece is job.pieces[0]:
                 started.append(job)

@@ -241,8 +241,9 @@ class Direction(ABC):
     def _fly(self, job: Job, piece: Piece) -> None:
         """Send the piece, ordered after its job's mark."""
         if job.after is not None:
-            self.lane.kernel_stream.wait(job.after.event)
-            job.after = None
+            self.lane.next_kernel_stream(job.kind).wait(job.after.event)
+            if piece is job.pieces[-1]:
+                job.after = None
         is_registered = self._shared.are_registered(job.table.frames)
         job.is_all_registered = job.is_all_registered and is_registered
         sent = self.lane.submit(piece, kind=job.kind, is_registered=is_registered)
