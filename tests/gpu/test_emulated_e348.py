@@ -44,8 +44,8 @@ def test_any_content_comes_back(sample: str) -> None:
     on_gpu.check_round_trip(on_gpu.bf16("pages_of_6k"), sample, 2)
 
 
-test_parts_saved_raw_are_loaded_with_encoded_ones = (
-    on_gpu.test_parts_saved_raw_are_loaded_with_encoded_ones
+test_parts_saved_raw_and_with_any_width_are_loaded_together = (
+    on_gpu.test_parts_saved_raw_and_with_any_width_are_loaded_together
 )
 test_an_encoded_part_is_a_miss_where_parts_are_raw = (
     on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
