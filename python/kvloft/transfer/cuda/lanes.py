@@ -32,8 +32,8 @@ from kvloft.transfer.cuda.kernels import (
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.frames import FrameMemory
 
-MAX_PIECES: Final = 128
-"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 40
+MAX_PIECES: Final = 256
+"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 20
 MiB.
 """
 
@@ -94,6 +94,13 @@ class Tuning:
         return replace(
             self, slot_bytes=max(least, round(self.slot_bytes / chunk_bytes) * chunk_bytes)
         )
+
+    def halved(self, chunk_bytes: int) -> Tuning:
+        """Return a tuning with twice as many slots of half the size, if one chunk fits."""
+        num_chunks = self.slot_bytes // 2 // chunk_bytes
+        if not num_chunks:
+            return self
+        return replace(self, num_slots=2 * self.num_slots, slot_bytes=num_chunks * chunk_bytes)
 
 
 @dataclass(slots=True)

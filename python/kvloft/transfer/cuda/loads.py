@@ -111,7 +111,7 @@ class Loads(Direction):
         """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load,
         number of chunks) in order.
         """
-        queue, per_job = self.waiting, self._shared.chunks_per_job
+        queue, per_job = self.waiting, self._shared.chunks_per_load
         room, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []

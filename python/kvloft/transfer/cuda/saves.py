@@ -52,7 +52,7 @@ class Saves(Direction):
         if not chunks or self._shared.broken is not None:
             self._drop(chunks)
             return
-        done, per_job = 0, self._shared.chunks_per_job
+        done, per_job = 0, self._shared.chunks_per_save
         with self._shared.guarded():
             mark = self._shared.mark()
             is_long = len(chunks) > per_job

@@ -41,20 +41,22 @@ class PageKind(NamedTuple):
     """Pages with one layout: limits of their pieces, and the trailers of their frames. KV cache
     groups can share a kind.
 
-    ``unregistered_limits``: the limits of loads from frames that are not registered yet.
+    ``unregistered``: the limits of loads from frames that are not registered yet.
     """
 
-    limits: PieceLimits
-    unregistered_limits: PieceLimits
+    saves: PieceLimits
+    loads: PieceLimits
+    unregistered: PieceLimits
     trailers: Trailers
 
-    def with_slots(self, slot_bytes: int) -> PageKind:
-        """Return this kind with staging slots of ``slot_bytes``."""
-        limits, unregistered = (
-            replace(limits, slot_bytes=slot_bytes)
-            for limits in (self.limits, self.unregistered_limits)
+    def with_slots(self, save_bytes: int, load_bytes: int) -> PageKind:
+        """Return this kind with staging slots of these sizes."""
+        return PageKind(
+            replace(self.saves, slot_bytes=save_bytes),
+            replace(self.loads, slot_bytes=load_bytes),
+            replace(self.unregistered, slot_bytes=load_bytes),
+            self.trailers,
         )
-        return PageKind(limits, unregistered, self.trailers)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +99,14 @@ class Shared:
             self.fail(str(error))
 
     @property
-    def chunks_per_job(self) -> int:
-        return max(1, min(kind.limits.chunks_per_piece for kind in self.kinds))
+    def chunks_per_save(self) -> int:
+        """Return the number of chunks of a job that saves."""
+        return max(1, min(kind.saves.chunks_per_piece for kind in self.kinds))
+
+    @property
+    def chunks_per_load(self) -> int:
+        """Return the number of chunks of a job that loads."""
+        return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
         """Return all chunks of ``plans``, as one batch for each kind of pages."""
@@ -125,7 +133,7 @@ class Shared:
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
-        blocks_per_chunk = self.kinds[kind].limits.blocks_per_chunk
+        blocks_per_chunk = self.kinds[kind].loads.blocks_per_chunk
         try:
             chunks.check(
                 num_frames=self.memory.num_frames,
@@ -145,11 +153,9 @@ class Shared:
     ) -> Job:
         """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
-        limits = (
-            pages.unregistered_limits
-            if owners and not self.are_registered(table.frames)
-            else pages.limits
-        )
+        limits = pages.saves
+        if owners:
+            limits = pages.loads if self.are_registered(table.frames) else pages.unregistered
         pieces = tuple(
             split(
                 table,
