@@ -33,7 +33,7 @@ static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 // Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile
 // begins.
 struct Segment {
-  // Offset of byte 0 of the chunk's payload from PieceParams' base, even if the segment starts later.
+  // Offset of the chunk's payload from PieceParams' base, even if the segment starts later.
   u64 base;
   u32 first_tile;   // number of its first tile in the piece
   u32 chunk_tile;   // number of its first tile in the chunk
@@ -44,8 +44,8 @@ static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
 // Address of an encoded part in host memory, for the kernels of e348.cu; one per segment.
 struct Part {
-  u64 address;  // of its first byte, in registered memory; loads: 0 if the kernel must not access it
-  u32 width;    // bytes that the copy engine moves; records that end after them are accessed in place
+  u64 address;  // of its first byte, in registered memory; 0: not accessible (loads only)
+  u32 width;    // bytes that the copy engine moves; later records are accessed in place
   u32 is_raw;   // its payload is not encoded (loads only)
 };
 static_assert(sizeof(Part) == 16, "mirrored in kernels.py");
@@ -58,7 +58,8 @@ struct PieceParams {
   u64 block_bytes;    // payload of one block
   u64 base;           // address of a slot or of the frames, to which segments' bases are added
   // For e348.cu: [kMaxSegments] sizes of records in 16 bytes, zero between launches; [num_segments]
-  // the final sizes, may be host memory (null for other kernels); bytes of a part before its trailer.
+  // the final sizes, maybe in host memory (null for other kernels); bytes of a part before its
+  // trailer.
   u32* num_used;
   u64* used_out;
   u64 part_room;
