@@ -16,7 +16,7 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // bytes that one thread moves at a time: 16 if the alignment allows it, else one word
+struct Item {  // what one thread moves at a time: 16 bytes if the alignment allows it, else a word
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];
@@ -25,7 +25,8 @@ struct Item {  // bytes that one thread moves at a time: 16 if the alignment all
 // Streaming accesses, because neither side is read again soon. `num_bytes` < kBytes only if a page
 // ends inside a word.
 template <int kVecBytes>
-__device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from, const u32 num_bytes) {
+__device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from,
+                                                     const u32 num_bytes) {
   Item<kVecBytes> item{};
   if constexpr (kVecBytes == 16) {
     const ulonglong2 both = __ldcs(reinterpret_cast<const ulonglong2*>(from));
@@ -47,7 +48,8 @@ __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from
 }
 
 template <int kVecBytes>
-__device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecBytes>& item, const u32 num_bytes) {
+__device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecBytes>& item,
+                                           const u32 num_bytes) {
   if constexpr (kVecBytes == 16) {
     __stcs(reinterpret_cast<ulonglong2*>(to), make_ulonglong2(item.words[0], item.words[1]));
   } else if constexpr (kVecBytes == 8) {
@@ -66,13 +68,15 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
 // Moves one tile with one warp; returns this lane's part of the sum. Writes nothing if `to` is
 // null.
 template <int kVecBytes>
-__device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
+__device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to,
+                                         const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
-  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight per lane: a whole tile at 16 bytes
+  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight; a whole tile at 16 bytes
   const u32 lane = threadIdx.x % kWarpSize;
   u64 sum = 0;
   position += lane * It::kWords * kTagB;
-  for (u32 begin = lane * It::kBytes; begin < num_bytes; begin += kUnroll * kWarpSize * It::kBytes) {
+  for (u32 begin = lane * It::kBytes; begin < num_bytes;
+       begin += kUnroll * kWarpSize * It::kBytes) {
     It items[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
@@ -97,9 +101,11 @@ template <int kVecBytes, Verb kVerb>
 __device__ __forceinline__ void run_piece(const PieceParams& p) {
   for_each_tile(p, [&p](const TileAt& at) -> u64 {
     const Tile& t = at.tile;
-    u8* const payload = reinterpret_cast<u8*>(p.base + p.segments[at.segment].base + at.block * p.block_bytes + t.payload_offset);
+    u8* const payload = reinterpret_cast<u8*>(p.base + p.segments[at.segment].base +
+                                              at.block * p.block_bytes + t.payload_offset);
     if constexpr (kVerb == Verb::kGather) {
-      return at.page != nullptr ? move_tile<kVecBytes>(at.page, payload, t.num_bytes, at.position) : 0;
+      return at.page != nullptr ? move_tile<kVecBytes>(at.page, payload, t.num_bytes, at.position)
+                                : 0;
     } else {
       return move_tile<kVecBytes>(payload, at.page, t.num_bytes, at.position);
     }
@@ -110,11 +116,13 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 
 // One vector width per compilation (KVLOFT_VEC_BYTES), so that an engine compiles only the kernels
 // that it uses. 64 registers per thread, so that two CTAs fit on an SM.
-static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 || KVLOFT_VEC_BYTES == 1, "no such width");
-#define KVLOFT_KERNEL(NAME, VERB)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                                  \
-      NAME(const __grid_constant__ kvloft::PieceParams params) {                                                        \
-    kvloft::run_piece<KVLOFT_VEC_BYTES, kvloft::Verb::VERB>(params);                                                    \
+static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 ||
+                  KVLOFT_VEC_BYTES == 1,
+              "no such width");
+#define KVLOFT_KERNEL(NAME, VERB)                                      \
+  extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2) \
+      NAME(const __grid_constant__ kvloft::PieceParams params) {       \
+    kvloft::run_piece<KVLOFT_VEC_BYTES, kvloft::Verb::VERB>(params);   \
   }
 
 KVLOFT_KERNEL(gather_chunks, kGather)

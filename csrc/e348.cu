@@ -13,91 +13,19 @@
 // differs. Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per
 // tile. Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight
 // times PCIe's rate.
-#include "piece.cuh"
+#include "e348_format.cuh"
 
 namespace kvloft {
 
-constexpr int kRows = kTileBytes / 512;  // rows of 512 bytes, 16 per lane
-constexpr int kPairs = kRows / 2;        // pairs of rows: 16 words per lane, whose low code bits are one u32
-constexpr int kLaneStride = 17;          // u32 per lane in shared memory, without bank conflicts
-constexpr u32 kMaxNibbles = 1728;        // above, the tile is raw; as many as fit for 16 warps in 48 KiB
-constexpr u32 kMaxBytes = 255;
-constexpr u32 kRawEntry = 0xfff;
-constexpr u32 kLowBits = 0x55555555u;  // the lower bit of each pair of bits
-
-struct WarpMemory {
-  u32 exponents[kWarpSize * kLaneStride];
-  u32 nibbles[kMaxNibbles / 8];
-};
-
-// A table entry. `offset` is from the table's end, in 16 bytes; `top` is the largest exponent of
-// the window of 3-bit codes.
-struct Entry {
-  u32 offset, top, num_nibbles, num_bytes;
-  bool is_raw;
-
-  __device__ __forceinline__ u64 packed() const {
-    const u64 high = is_raw ? kRawEntry : num_nibbles << 12 | num_bytes << 24;
-    return high << 32 | top << 24 | offset;
-  }
-  __device__ __forceinline__ static Entry of(const u64 packed) {
-    const u32 low = static_cast<u32>(packed);
-    const u32 high = static_cast<u32>(packed >> 32);
-    return {low & 0xffffffu, low >> 24, high >> 12 & 0xfffu, high >> 24, (high & 0xfffu) == kRawEntry};
-  }
-};
-
-// Offsets of the parts of a record, from the size of its tile.
-struct RecordLayout {
-  u32 num_pairs, low_codes, high_codes, nibbles;
-
-  __device__ __forceinline__ explicit RecordLayout(const u32 tile_bytes)
-      : num_pairs((tile_bytes + 1023) / 1024),
-        low_codes(num_pairs * 512),
-        high_codes(num_pairs * 640),
-        nibbles(num_pairs * 640 + (num_pairs + 1) / 2 * 128) {}
-
-  __device__ __forceinline__ u32 bytes_at(const u32 num_nibbles) const { return nibbles + (num_nibbles + 7) / 8 * 4; }
-  __device__ __forceinline__ u32 size(const Entry& entry) const {
-    return (bytes_at(entry.num_nibbles) + entry.num_bytes + 15) & ~15u;
-  }
-};
-
-// Addresses of a chunk's table and records.
-struct ChunkAt {
-  u8* slot;
-  u8* host;
-  u32 width;
-  u32 table_bytes;
-
-  __device__ __forceinline__ ChunkAt(const PieceParams& p, const u32 segment)
-      : slot(reinterpret_cast<u8*>(p.base + p.segments[segment].base)),
-        host(reinterpret_cast<u8*>(p.parts[segment].address)),
-        width(p.parts[segment].width) {
-    const u32 next = segment + 1 < p.num_segments ? p.segments[segment + 1].first_tile : p.num_tiles;
-    table_bytes = ((next - p.segments[segment].first_tile) * 8 + 15) & ~15u;
-  }
-};
-
-// Returns the number of a tile's rows in which this lane has words.
-__device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
-  return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
-}
-
-// Returns a mask of the code bits of words of pair `pair` in the tile: 2 bits per word, 8 words per
-// row.
-__device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
-  const int in_pair = num_rows - 2 * pair;
-  return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
-}
-
 __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
-  return term(static_cast<u64>(words.y) << 32 | words.x, position) + term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
+  return term(static_cast<u64>(words.y) << 32 | words.x, position) +
+         term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
 // Copies a page's bytes unchanged and returns their terms of the tag. Copies nothing if `to` is
 // null.
-__device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to, const int num_rows, const u64 position) {
+__device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to,
+                                        const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
   u64 sum = 0;
 #pragma unroll
@@ -111,33 +39,6 @@ __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restr
   return sum;
 }
 
-// Rotates two words left by one bit each: the high byte is then the exponent, the low byte mantissa
-// and sign.
-__device__ __forceinline__ u32 rotated(const u32 words) { return (words << 1 & 0xfffefffeu) | (words >> 15 & 0x00010001u); }
-__device__ __forceinline__ u32 rotated_back(const u32 words) { return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u); }
-
-// Returns the nibble of an exponent outside of the window.
-__device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
-  const u32 below = (top - exponent) & 255u;
-  if (exponent == 0) return 14;           // zeros and denormals
-  if (below >= 251) return 255 - below;   // top + 1 .. top + 5
-  return below < 16 ? below - 2 : 15;     // top - 7 .. top - 15; 15: a byte follows
-}
-__device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
-  return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
-}
-
-// Calls visit(exponent, bit) for each bit of `escapes`, in order. The bit is 2 * word + the pair's
-// number modulo 2.
-template <typename Visit>
-__device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
-  while (escapes != 0) {
-    const u32 bit = __ffs(escapes) - 1;
-    escapes &= escapes - 1;
-    visit(half[(bit & 1) * 16 + bit / 2], bit);
-  }
-}
-
 // A lane's share of a tile that is being encoded.
 struct LaneCodes {
   uint4 low_bytes[kPairs];
@@ -147,7 +48,8 @@ struct LaneCodes {
 
   // Splits words into low bytes, and exponents in shared memory. Returns the tag's terms; `stats`
   // packs the sum and the number of nonzero exponents.
-  __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position, u32* mine, u32& stats) {
+  __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position,
+                                      u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
     u64 sum = 0;
     u32 total = 0, nonzero = 0;
@@ -158,7 +60,8 @@ struct LaneCodes {
         words = __ldcs(reinterpret_cast<const uint4*>(page + row * 512 + lane_byte));
         sum += terms(words, position + row * 64 * kTagB);
       }
-      const u32 r0 = rotated(words.x), r1 = rotated(words.y), r2 = rotated(words.z), r3 = rotated(words.w);
+      const u32 r0 = rotated(words.x), r1 = rotated(words.y), r2 = rotated(words.z),
+                r3 = rotated(words.w);
       const u32 low = __byte_perm(r0, r1, 0x6420), high = __byte_perm(r2, r3, 0x6420);
       if (row % 2 == 0) {
         low_bytes[row / 2].x = low, low_bytes[row / 2].y = high;
@@ -174,7 +77,8 @@ struct LaneCodes {
         mine[2 * row + i] = four;
       }
     }
-    stats = total | __dp4a(nonzero, 0x01010101u, 0u) << 20;  // at most 2048 * 255 and 2048, also over a warp
+    stats = total | __dp4a(nonzero, 0x01010101u, 0u)
+                        << 20;  // at most 2048 * 255 and 2048, also over a warp
     return sum;
   }
 
@@ -206,7 +110,8 @@ struct LaneCodes {
 
   // Writes the nibbles of this lane's escapes to shared memory, from number `at` on; returns the
   // number of bytes that follow.
-  __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top, u32 at) {
+  __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top,
+                                                u32 at) {
     u32 num_bytes = 0;
 #pragma unroll
     for (int half = 0; half < kPairs / 2; ++half) {
@@ -223,30 +128,37 @@ struct LaneCodes {
     return num_bytes;
   }
 
-  __device__ __forceinline__ void write(u8* record, const RecordLayout& layout, const Entry& entry, const WarpMemory& memory, u8* row, const u32 byte_at) {
+  __device__ __forceinline__ void write(u8* record, const RecordLayout& layout, const Entry& entry,
+                                        const WarpMemory& memory, u8* row, const u32 byte_at) {
     const u32 lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (u32 pair = 0; pair < kPairs; ++pair) {
       if (pair < layout.num_pairs) {
         __stcs(reinterpret_cast<uint4*>(record + pair * 512 + lane * 16), low_bytes[pair]);
-        __stcs(reinterpret_cast<u32*>(record + layout.low_codes + pair * 128 + lane * 4), low_codes[pair]);
-        if (pair % 2 == 0) __stcs(reinterpret_cast<u32*>(record + layout.high_codes + pair * 64 + lane * 4), high_codes[pair / 2]);
+        __stcs(reinterpret_cast<u32*>(record + layout.low_codes + pair * 128 + lane * 4),
+               low_codes[pair]);
+        if (pair % 2 == 0)
+          __stcs(reinterpret_cast<u32*>(record + layout.high_codes + pair * 64 + lane * 4),
+                 high_codes[pair / 2]);
       }
     }
     u32* const nibbles = reinterpret_cast<u32*>(record + layout.nibbles);
-    for (u32 i = lane; i < (entry.num_nibbles + 7) / 8; i += kWarpSize) nibbles[i] = memory.nibbles[i];
+    for (u32 i = lane; i < (entry.num_nibbles + 7) / 8; i += kWarpSize)
+      nibbles[i] = memory.nibbles[i];
     if (entry.num_bytes == 0) return;
     u8* bytes = record + layout.bytes_at(entry.num_nibbles) + byte_at;
 #pragma unroll
     for (int half = 0; half < kPairs / 2; ++half) {
-      for_each_escape(escapes[half], row + 32 * half, [&](const u32 exponent, u32) { *bytes++ = static_cast<u8>(exponent); });
+      for_each_escape(escapes[half], row + 32 * half,
+                      [&](const u32 exponent, u32) { *bytes++ = static_cast<u8>(exponent); });
     }
   }
 };
 
 // Encodes one tile with one warp, to the slot, to the part in host memory, or, across the width, to
 // both.
-__device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
+__device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at,
+                                           WarpMemory& memory) {
   if (at.page == nullptr) return 0;
   const u32 lane = threadIdx.x % kWarpSize;
   const u32 tile_bytes = at.tile.num_bytes;
@@ -265,11 +177,13 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
     stats = __reduce_add_sync(kAllLanes, stats);
     const u32 nonzero = stats >> 20;
     entry.top = nonzero != 0 ? ((stats & 0xfffffu) / nonzero + 3) & 255u : 0;
-    const u32 nibble_at = sum_before(codes.encode(mine, entry.top, num_rows), lane, entry.num_nibbles);
+    const u32 nibble_at =
+        sum_before(codes.encode(mine, entry.top, num_rows), lane, entry.num_nibbles);
     __syncwarp();
     if (entry.num_nibbles <= kMaxNibbles) {
       const u32 num_bytes = codes.encode_nibbles(memory, row, entry.top, nibble_at);
-      if (__any_sync(kAllLanes, num_bytes != 0)) byte_at = sum_before(num_bytes, lane, entry.num_bytes);
+      if (__any_sync(kAllLanes, num_bytes != 0))
+        byte_at = sum_before(num_bytes, lane, entry.num_bytes);
       entry.is_raw = entry.num_bytes > kMaxBytes || layout.size(entry) >= tile_bytes;
       __syncwarp();
     }
@@ -293,15 +207,9 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Spreads the low 16 bits of x: bit pair i becomes bits 4 i and 4 i + 1 of the result.
-__device__ __forceinline__ u32 spread(u32 x) {
-  x = (x | x << 8) & 0x00ff00ffu;
-  x = (x | x << 4) & 0x0f0f0f0fu;
-  return (x | x << 2) & 0x33333333u;
-}
-
 // Decodes one tile with one warp; a tile without a page is decoded for its tag.
-__device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at, WarpMemory& memory) {
+__device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at,
+                                           WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
   const u32 tile_bytes = at.tile.num_bytes;
   const int num_rows = rows_of_lane(tile_bytes, lane);
@@ -309,13 +217,15 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
   const ChunkAt chunk(p, at.segment);
   const RecordLayout layout(tile_bytes);
   Entry entry{0, 0, 0, 0, true};
-  u32 begin = static_cast<u32>(at.block * p.block_bytes) + at.tile.payload_offset;  // in a raw part, which starts with the payload
+  u32 begin = static_cast<u32>(at.block * p.block_bytes) +
+              at.tile.payload_offset;  // in a raw part, which starts with the payload
   if (!p.parts[at.segment].is_raw) {
     entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
     begin = chunk.table_bytes + entry.offset * 16;
   }
   const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
-  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr)) return 0;  // damaged; the tag differs
+  if (end > p.part_room || (end > chunk.width && chunk.host == nullptr))
+    return 0;  // damaged; the tag differs
   const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
   if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
 
@@ -327,8 +237,11 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
     low_codes[pair] = 0;
     if (pair < layout.num_pairs) {
       low_bytes[pair] = __ldcs(reinterpret_cast<const uint4*>(record + pair * 512 + lane * 16));
-      low_codes[pair] = __ldcs(reinterpret_cast<const u32*>(record + layout.low_codes + pair * 128 + lane * 4));
-      if (pair % 2 == 0) high_codes[pair / 2] = __ldcs(reinterpret_cast<const u32*>(record + layout.high_codes + pair * 64 + lane * 4));
+      low_codes[pair] =
+          __ldcs(reinterpret_cast<const u32*>(record + layout.low_codes + pair * 128 + lane * 4));
+      if (pair % 2 == 0)
+        high_codes[pair / 2] =
+            __ldcs(reinterpret_cast<const u32*>(record + layout.high_codes + pair * 64 + lane * 4));
     }
   }
   const u32 top = entry.top;
@@ -346,7 +259,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
     num_escapes += __popc(all_ones);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const u32 codes = spread(low_codes[pair] >> (16 * half) & 0xffffu) | spread(high >> (16 * half) & 0xffffu) << 2;
+      const u32 codes = spread(low_codes[pair] >> (16 * half) & 0xffffu) |
+                        spread(high >> (16 * half) & 0xffffu) << 2;
       mine[4 * pair + 2 * half] = __byte_perm(window0, window1, codes);
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
@@ -373,7 +287,9 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
     u32 byte_at = sum_before(num_bytes, lane, total);
 #pragma unroll
     for (int half = 0; half < kPairs / 2; ++half) {
-      for_each_escape(escapes[half], row + 32 * half, [&](u8& exponent, u32) { exponent = bytes[min(byte_at++, entry.num_bytes)]; });
+      for_each_escape(escapes[half], row + 32 * half, [&](u8& exponent, u32) {
+        exponent = bytes[min(byte_at++, entry.num_bytes)];
+      });
     }
   }
   u64 sum = 0;
@@ -386,7 +302,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
         rotated_back(__byte_perm(low, e0, 0x5140)), rotated_back(__byte_perm(low, e0, 0x7362)),
         rotated_back(__byte_perm(high, e1, 0x5140)), rotated_back(__byte_perm(high, e1, 0x7362)));
     if (r < num_rows) {
-      if (at.page != nullptr) __stcs(reinterpret_cast<uint4*>(at.page + r * 512 + lane * 16), words);
+      if (at.page != nullptr)
+        __stcs(reinterpret_cast<uint4*>(at.page + r * 512 + lane * 16), words);
       sum += terms(words, position + r * 64 * kTagB);
     }
   }
@@ -396,12 +313,13 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
 }  // namespace kvloft
 
 // 64 registers per thread, so that two CTAs fit on an SM.
-#define KVLOFT_KERNEL(NAME, FUNCTION)                                                                          \
-  extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                                         \
-      NAME(const __grid_constant__ kvloft::PieceParams params) {                                               \
-    __shared__ kvloft::WarpMemory memory[kvloft::kCtaThreads / kvloft::kWarpSize];                             \
-    kvloft::WarpMemory& mine = memory[threadIdx.x / kvloft::kWarpSize];                                        \
-    kvloft::for_each_tile(params, [&](const kvloft::TileAt& at) { return kvloft::FUNCTION(params, at, mine); }); \
+#define KVLOFT_KERNEL(NAME, FUNCTION)                                                          \
+  extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                         \
+      NAME(const __grid_constant__ kvloft::PieceParams params) {                               \
+    __shared__ kvloft::WarpMemory memory[kvloft::kCtaThreads / kvloft::kWarpSize];             \
+    kvloft::WarpMemory& mine = memory[threadIdx.x / kvloft::kWarpSize];                        \
+    kvloft::for_each_tile(                                                                     \
+        params, [&](const kvloft::TileAt& at) { return kvloft::FUNCTION(params, at, mine); }); \
   }
 
 KVLOFT_KERNEL(encode_chunks, encode_tile)

@@ -33,7 +33,8 @@ static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 // Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile
 // begins.
 struct Segment {
-  u64 base;         // offset of byte 0 of the chunk's payload from PieceParams' base, even if the segment starts later
+  // Offset of the chunk's payload from PieceParams' base, even if the segment starts later.
+  u64 base;
   u32 first_tile;   // number of its first tile in the piece
   u32 chunk_tile;   // number of its first tile in the chunk
   int block_index;  // block_ids[block_index + i] is the paged block of the chunk's block i
@@ -43,8 +44,8 @@ static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
 // Address of an encoded part in host memory, for the kernels of e348.cu; one per segment.
 struct Part {
-  u64 address;  // of its first byte, in registered memory; 0: the kernel must not access it (loads only)
-  u32 width;    // bytes that the copy engine moves; records that end after them are accessed in place
+  u64 address;  // of its first byte, in registered memory; 0: not accessible (loads only)
+  u32 width;    // bytes that the copy engine moves; later records are accessed in place
   u32 is_raw;   // its payload is not encoded (loads only)
 };
 static_assert(sizeof(Part) == 16, "mirrored in kernels.py");
@@ -55,10 +56,13 @@ struct PieceParams {
   u32* num_done;      // number of CTAs that have added their sums; zero between launches
   u64* tags_out;      // [num_segments]: the final sums; may be host memory
   u64 block_bytes;    // payload of one block
-  u64 base;           // address of a staging slot or of the frames, to which segments' bases are added
-  u32* num_used;      // e348.cu only: [kMaxSegments] sizes of records in 16 bytes; zero between launches
-  u64* used_out;      // e348.cu only, else null: [num_segments] the final num_used; may be host memory
-  u64 part_room;      // e348.cu only: bytes of a part before its trailer
+  u64 base;           // address of a slot or of the frames, to which segments' bases are added
+  // For e348.cu: [kMaxSegments] sizes of records in 16 bytes, zero between launches; [num_segments]
+  // the final sizes, maybe in host memory (null for other kernels); bytes of a part before its
+  // trailer.
+  u32* num_used;
+  u64* used_out;
+  u64 part_room;
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
@@ -67,7 +71,8 @@ struct PieceParams {
   int block_ids[kMaxBlocks];  // < 0: read and tag the payload without writing pages
   Part parts[kMaxSegments];
 };
-static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
+static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks,
+              "mirrored in kernels.py");
 
 // Returns the segment of tile `tile` of the piece.
 __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {
@@ -75,7 +80,8 @@ __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile
   u32 high = p.num_segments;
   while (high - low > 1) {
     const u32 mid = (low + high) / 2;
-    if (p.segments[mid].first_tile <= tile) low = mid; else high = mid;
+    if (p.segments[mid].first_tile <= tile) low = mid;
+    else high = mid;
   }
   return low;
 }

@@ -44,7 +44,8 @@ __device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& t
 // Adds the lanes' sums of a segment to the segment's sum.
 __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
 #pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(kAllLanes, sum, distance);
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
+    sum += __shfl_down_sync(kAllLanes, sum, distance);
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
@@ -88,8 +89,11 @@ __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move m
     const u32 block = chunk_tile / p.tiles_per_block;
     const Tile t = p.tiles[chunk_tile - block * p.tiles_per_block];
     const int block_id = p.block_ids[s.block_index + static_cast<int>(block)];
-    u8* const page = block_id < 0 ? nullptr : reinterpret_cast<u8*>(t.base + static_cast<u64>(block_id) * t.block_stride);
-    const u64 position = tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
+    u8* const page =
+        block_id < 0 ? nullptr
+                     : reinterpret_cast<u8*>(t.base + static_cast<u64>(block_id) * t.block_stride);
+    const u64 position =
+        tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
     sum += move(TileAt{segment, chunk_tile, block, t, page, position});
   }
   if (begin < end) flush_sum(p, segment, sum);

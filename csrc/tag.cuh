@@ -35,6 +35,8 @@ __device__ __forceinline__ u64 mix(u64 x) {
 }
 
 // The position of word `word` of page `page` in the tag; the next word is at + kTagB.
-__device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) { return kTagC + page * kTagA + word * kTagB; }
+__device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) {
+  return kTagC + page * kTagA + word * kTagB;
+}
 
 }  // namespace kvloft

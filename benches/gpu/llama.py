@@ -58,8 +58,13 @@ def sharpen(model: Any) -> int:
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
             parameter.data[:q_and_k] *= SHARPNESS
+        if "q_b_proj" in name:  # of multi-head latent attention, whose keys come from a unit latent
+            parameter.data *= SHARPNESS**2
         if "lm_head" in name:
             parameter.data *= 4.0
+    for module in model.modules():
+        if hasattr(module, "W_UK_T"):  # made from weights when they were loaded
+            module.process_weights_after_loading(parameters[0][1].dtype)
     return count
 
 

@@ -125,6 +125,39 @@ def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
     return tiny_gdn(num_layers) | {"mtp_num_hidden_layers": 1}
 
 
+def tiny_mla(num_layers: int) -> dict[str, Any]:
+    """DeepSeek V3 made small: one latent of 576 numbers a token and layer, and few experts."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "mlp_bias": None,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's
@@ -138,6 +171,8 @@ class Shape:
 
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """The other prefill of gated delta nets, flashinfer's, is not on every machine."""
+NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+"""Graphs would keep the weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(
@@ -149,6 +184,9 @@ SHAPES = {
     "gemma3": Shape(34, gemma3),
     "gemma4": Shape(12, gemma4, {"attention_backend": "TRITON_ATTN"}),
     "qwen35": Shape(32, qwen35, TRITON_GDN),
+    "tiny-mla": Shape(
+        4, tiny_mla, {"attention_backend": "TRITON_MLA", "enforce_eager": True, **NO_GRAPHS}
+    ),
     "tiny-gdn": Shape(8, tiny_gdn, TRITON_GDN),
     "tiny-gdn-mtp": Shape(
         8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}

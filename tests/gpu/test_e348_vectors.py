@@ -17,6 +17,7 @@ from gpu_support import Paged, one_buffer, per_layer
 
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode, slot_stride
 from kvloft.transfer.cuda.kernels import BlockTiles
+from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.pieces import PieceLimits
 from kvloft.transfer.frames import FrameMemory, part_bytes_for
 
@@ -112,6 +113,22 @@ def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.Monkey
     raw = PieceLimits(BlockTiles.of(layout), 40 << 20, part_bytes, 1, 10)
     encoded = replace(raw, encoding=PartEncoding.of(layout, memory_of(part_bytes)))
     assert (raw.chunks_per_piece, encoded.chunks_per_piece) == (39, 56)
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "num_slots", "slot_bytes"),
+    [
+        (2 << 20, 4, 20 << 20),
+        (3 << 20, 4, 18 << 20),
+        (20 << 20, 4, 20 << 20),
+        (21 << 20, 2, 40 << 20),
+    ],
+)
+def test_saves_of_encoded_pages_have_twice_the_slots_if_a_chunk_fits_half_of_one(
+    chunk_bytes: int, num_slots: int, slot_bytes: int
+) -> None:
+    halved = Tuning(2, 40 << 20).halved(chunk_bytes)
+    assert (halved.num_slots, halved.slot_bytes) == (num_slots, slot_bytes)
 
 
 def test_parts_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,12 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import test_gpu_e348 as on_gpu
+from batches import batch_of
 from emulated_gpu import EmulatedKernels, Gpu, emulated
+from gpu_support import copies_of, make_mover
 
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import SavePlan
 from kvloft.transfer.cuda import mover
 from kvloft.transfer.cuda.compile import KernelError
 from kvloft.transfer.layout import PagedLayout
@@ -44,8 +48,8 @@ def test_any_content_comes_back(sample: str) -> None:
     on_gpu.check_round_trip(on_gpu.bf16("pages_of_6k"), sample, 2)
 
 
-test_parts_saved_raw_are_loaded_with_encoded_ones = (
-    on_gpu.test_parts_saved_raw_are_loaded_with_encoded_ones
+test_parts_saved_raw_and_with_any_width_are_loaded_together = (
+    on_gpu.test_parts_saved_raw_and_with_any_width_are_loaded_together
 )
 test_an_encoded_part_is_a_miss_where_parts_are_raw = (
     on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
@@ -58,6 +62,26 @@ test_frames_not_registered_yet_are_loaded_and_not_saved_to = (
     on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
 )
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rewrite_waits_for_the_kernels_of_every_slot(gpu: Gpu, seed: int) -> None:
+    """Kernels that encode have a stream per slot, so the last one says nothing about the others."""
+    gpu.random.seed(seed)
+    paged = on_gpu.bf16("pages_of_6k")
+    frames = on_gpu.encoded_frames(paged, 31, 1)
+    mover = make_mover(paged, frames, 1, encodes=True, ring=(2, 64 << 10))
+    assert mover.saves.num_slots == 4 and len(set(mover.saves.kernel_streams)) == 4
+    on_gpu.fill(paged, "gaussian")
+    before = paged.snapshot()
+    copies = copies_of(range(31), [[block] for block in range(31)])
+    mover.begin_step(())
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
+    mover.begin_step([BlockId(block) for block in range(31)])
+    gpu.compute.enqueue(paged.poison)
+    assert len(mover.drain().saved) == 31
+    on_gpu.check_load(paged, mover, copies, before, seed)
+    mover.close()
 
 
 def kernels_of(

@@ -3,6 +3,7 @@ permutations, poisoned destinations.
 """
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,29 +114,32 @@ def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int
         assert torch.equal(now, then)
 
 
+def check_partial_loads(paged: Paged, mover) -> None:
+    """Save four chunks of seven blocks, and load some blocks of each; all else stays poison."""
+    saved = paged.snapshot()
+    copies = copies_of([4, 1, 2, 5], [list(range(7 * i, 7 * i + 7)) for i in range(4)])
+    save(mover, copies)
+    paged.poison()
+    want = paged.snapshot()
+    part = []
+    for (first, count), copy, target in zip(
+        [(0, 7), (2, 5), (1, 3), (6, 1)], copies, [20, 14, 10, 0], strict=True
+    ):
+        ids = tuple(BlockId(target + i) for i in range(count))
+        part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
+        paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
+    assert not load(mover, part).bad_blocks
+    for now, then in zip(paged.buffers, want, strict=True):
+        assert torch.equal(now, then)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_partial_loads_write_only_what_they_want(route: str) -> None:
     paged = per_layer(3, 41, 4096 + 16)
     frames = Frames(6, part_bytes_for(paged.block_bytes * 7))
     mover = make_mover(paged, frames, 7, **ROUTES[route])
     paged.randomize()
-    saved = paged.snapshot()
-    chunks = [list(range(7 * i, 7 * i + 7)) for i in range(4)]
-    copies = copies_of([4, 1, 2, 5], chunks)
-    save(mover, copies)
-    paged.poison()
-    want = paged.snapshot()
-    part = []
-    for (first, count), copy, target in zip(
-        [(0, 7), (2, 5), (1, 3), (6, 1)], copies, [30, 20, 10, 0], strict=True
-    ):
-        ids = tuple(BlockId(target + i) for i in range(count))
-        part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
-        paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
-    done = load(mover, part)
-    assert not done.bad_blocks
-    for now, then in zip(paged.buffers, want, strict=True):
-        assert torch.equal(now, then)
+    check_partial_loads(paged, mover)
     mover.close()
 
 
@@ -247,25 +251,36 @@ class NothingPinned:
     def close(self) -> None: ...
 
 
+def check_unregistered(
+    paged: Paged, frames: Frames, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Any, tuple[ChunkCopy, ...]]:
+    """Frames that are not registered are loaded and not saved to; returns their mover and the
+    chunks in them.
+    """
+    before = paged.snapshot()
+    copies = copies_of(random.Random(4).sample(range(20), 15), [[block] for block in range(15)])
+    mover = make_mover(paged, frames, 1, **options)
+    save(mover, copies)
+    mover.close()
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.RegisteredRange", NothingPinned)
+    mover = make_mover(paged, frames, 1, **options)
+    check_load(paged, mover, copies, before, seed=5)
+    held = frames.raw.copy()
+    for buffer in paged.buffers:
+        buffer.bitwise_not_()
+    done = save(mover, copies)
+    assert sorted(done.failed) == sorted(copy.ticket for copy in copies) and not done.saved
+    assert np.array_equal(frames.raw, held)
+    return mover, copies
+
+
 def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = per_layer(3, 40, 4096)
-    frames = Frames(40, part_bytes_for(paged.block_bytes))
     paged.randomize()
-    before = paged.snapshot()
-    copies = copies_of(random.Random(4).sample(range(40), 30), [[block] for block in range(30)])
-    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
-    save(mover, copies)
-    mover.close()
-    monkeypatch.setattr("kvloft.transfer.cuda.mover.RegisteredRange", NothingPinned)
-    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
-    check_load(paged, mover, copies, before, seed=5)
-    held = frames.raw.copy()
-    done = save(mover, copies)
-    assert sorted(done.failed) == sorted(copy.ticket for copy in copies) and not done.saved
-    assert np.array_equal(frames.raw, held)
-    mover.close()
+    frames = Frames(20, part_bytes_for(paged.block_bytes))
+    check_unregistered(paged, frames, monkeypatch, ring=(2, 64 << 10))[0].close()
 
 
 def test_every_ticket_and_load_comes_back_once() -> None:

@@ -28,6 +28,7 @@ from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory
 
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
+NUM_SLOTS = 2
 LOADED = 64
 """Frames below are sealed, for loads."""
 
@@ -56,28 +57,40 @@ class Gathered:
     number: int
 
 
+class Stream:
+    """One of a lane's streams: what it waits for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(self, event: Any) -> None:
+        if isinstance(event, Gathered):
+            self.clock.log.append(("wait", self, event.number))
+        else:
+            self.clock.log.append(("after", self, event.at))
+
+
 class Lane:
     """Pieces are done when `finish` says so; a chunk's tag is its frame's number."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
-        self.kernel_stream: Any = SimpleNamespace(wait=self.kernel_waits)
+        self.streams = [Stream(clock) for _ in range(NUM_SLOTS)]
         self.pieces: list[Any] = []
         self.num_done = 0
         self.before_submit: Any = None
 
-    def kernel_waits(self, event: Any) -> None:
-        if isinstance(event, Gathered):
-            self.clock.log.append(("wait", self.kernel_stream, event.number))
-        else:
-            self.clock.log.append((self.name, "after", event.at))
+    num_slots = NUM_SLOTS
+
+    def next_kernel_stream(self, _kind: int = 0) -> Stream:
+        return self.streams[len(self.pieces) % NUM_SLOTS]
 
     def submit(self, piece: Any, *, kind: int, is_registered: bool = True) -> Any:
         number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
-        self.pieces.append((piece, tags))
-        self.clock.log.append((self.name, "piece", number))
         if self.before_submit is not None:
             self.before_submit(piece)
+        self.clock.log.append((self.name, self.next_kernel_stream(), number))
+        self.pieces.append((piece, tags))
         done = SimpleNamespace(
             is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number)
         )
@@ -135,7 +148,7 @@ class Queues(RuleBasedStateMachine):
             tiles=SimpleNamespace(device=None),
             encodes=False,
         )
-        tuning = Tuning(2, CHUNKS_A_SLOT * PART)
+        tuning = Tuning(NUM_SLOTS, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover([(layout, kernels)], [memory], blocks_per_chunk=[1], tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
@@ -162,28 +175,25 @@ class Queues(RuleBasedStateMachine):
         finally:
             self.patch.undo()
 
-    def gathers_awaited(self, stream: Any) -> int:
-        """Number of the last gather that ``stream`` waits for; those before it come before it."""
-        return max(
-            (entry[2] for entry in self.clock.log if entry[0] == "wait" and entry[1] is stream),
-            default=-1,
-        )
-
     def check_awaited(self, stream: Any, blocks: set[int]) -> None:
         """Every gather that was sent and may still read ``blocks`` comes before what ``stream``
-        does next.
+        does next. Gathers in one stream come in their order, and pieces take turns on the streams.
         """
         saves: Any = self.mover.saves
-        awaited = max(self.gathers_awaited(stream), saves.num_done - 1)
+        awaited = [saves.num_done - 1] * NUM_SLOTS
+        for entry in self.clock.log:
+            if entry[0] == "wait" and entry[1] is stream:
+                turn = entry[2] % NUM_SLOTS
+                awaited[turn] = max(awaited[turn], entry[2])
         late = [
             i
             for i, (piece, _) in enumerate(saves.pieces)
-            if i > awaited and blocks & set(piece.block_ids.tolist())
+            if i > awaited[i % NUM_SLOTS] and blocks & set(piece.block_ids.tolist())
         ]
         assert not late, "what a gather has yet to read may be overwritten"
 
     def load_is_sent(self, piece: Any) -> None:
-        self.check_awaited(self.mover.loads.kernel_stream, set(piece.block_ids.tolist()))
+        self.check_awaited(self.mover.loads.next_kernel_stream(0), set(piece.block_ids.tolist()))
 
     def take(self, done: Any) -> None:
         assert not done.bad_blocks
@@ -294,19 +304,19 @@ class Queues(RuleBasedStateMachine):
         after what ran before its step.
         """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
-        after = {"save": -1, "load": -1}
+        after: dict[Any, int] = {}
         loads = iter(self.loaded_after)
         for entry in self.clock.log:
-            if entry[1:2] == ("after",):
-                after[entry[0]] = sum(forward < entry[2] for forward in forwards)
-            elif entry[:2] == ("save", "piece"):
+            if entry[0] == "after":
+                after[entry[1]] = sum(forward < entry[2] for forward in forwards)
+            elif entry[0] == "save":
                 for frame in self.mover.saves.pieces[entry[2]][1]:  # type: ignore[attr-defined]
-                    assert after["save"] == sum(
+                    assert after[entry[1]] == sum(
                         forward < self.saved_after[int(frame)] for forward in forwards
                     )
-            elif entry[:2] == ("load", "piece"):
+            elif entry[0] == "load":
                 for _ in self.mover.loads.pieces[entry[2]][1]:  # type: ignore[attr-defined]
-                    assert after["load"] == next(loads)
+                    assert after[entry[1]] == next(loads)
         assert next(loads, None) is None, "a load was never sent"
 
 

@@ -198,7 +198,8 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     some.
     """
     start = rig.start_save if what == "save" else rig.start_load
-    streams = rig.mover.saves.copy_streams if what == "save" else (rig.mover.loads.kernel_stream,)
+    mover = rig.mover
+    streams = mover.saves.copy_streams if what == "save" else mover.loads.kernel_streams
     rig.mover.begin_step((), has_loads=what == "load")
 
     def rounds() -> None:

@@ -192,8 +192,8 @@ class Rig:
         if what in ("save", "both"):
             occupy(self._begin, FORWARD_CYCLES if what == "save" else GATE_CYCLES)
         else:
-            self._begin.record(loads.copy_streams[0] if what == "load" else saves.kernel_stream)
-        for stream in (saves.kernel_stream, *loads.copy_streams):
+            self._begin.record((loads if what == "load" else saves).copy_streams[0])
+        for stream in (*saves.kernel_streams, *loads.copy_streams):
             stream.wait(self._begin)
         queued = time.perf_counter()
         if what != "load":
@@ -204,7 +204,8 @@ class Rig:
         self.wait_sent()
         ends = []
         for names, lane in ((("save", "save_idle", "both"), saves), (("load", "both"), loads)):
-            for stream in (*lane.copy_streams, lane.kernel_stream) if what in names else ():
+            streams = (*lane.copy_streams, *lane.kernel_streams)
+            for stream in streams if what in names else ():
                 ends.append(driver.Event(timing=True))
                 ends[-1].record(stream)
         driver.synchronize()

@@ -112,8 +112,9 @@ class FrameWindow:
         """All of the arena."""
 
     def part(self, frame: int) -> torch.Tensor:
-        """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer. Raises
-        IndexError if there is no such frame.
+        """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer.
+
+        Raises IndexError if there is no such frame.
         """
         if not 0 <= frame < self.memory.num_frames:
             raise IndexError(f"no frame {frame}")

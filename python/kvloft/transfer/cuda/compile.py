@@ -20,15 +20,17 @@ HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
 
 
 class Family(NamedTuple):
-    """The two kernels of one source file: pages to parts of frames, and back."""
+    """The two kernels of one source file: pages to parts of frames, and back. ``sources`` ends with
+    that file, after its own headers.
+    """
 
-    source: str
+    sources: tuple[str, ...]
     gather: str
     scatter: str
 
 
-CHUNKS = Family("chunks.cu", "gather_chunks", "scatter_chunks")
-E348 = Family("e348.cu", "encode_chunks", "decode_chunks")
+CHUNKS = Family(("chunks.cu",), "gather_chunks", "scatter_chunks")
+E348 = Family(("e348_format.cuh", "e348.cu"), "encode_chunks", "decode_chunks")
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
 
@@ -44,7 +46,7 @@ def kernel_source(family: Family = CHUNKS) -> str:
     """
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
-        (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, family.source)
+        (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
     )
     return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
 

@@ -125,7 +125,7 @@ class Job:
     """Chunks of one kind that finish together: the chunks of one piece, or one chunk of many
     pieces.
 
-    No chunk is accessed before ``after``, which is None once the first piece is ordered after it.
+    No chunk is accessed before ``after``, which is None once the last piece is ordered after it.
     ``tags`` are the sums of the kernels so far, and ``used`` are the sizes of encoded records in
     units of 16 bytes. For loads, ``wanted_tags`` are the tags in the trailers, ``problems`` are
     chunks that failed their check, and ``owners`` are the loads with their numbers of chunks, in

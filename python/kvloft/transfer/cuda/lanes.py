@@ -1,4 +1,4 @@
-"""One direction of copies: its streams and staging slots, and the order of kernels and copies.
+"""One direction of copies: staging slots, their streams, and the order of kernels and copies.
 
 Kernel and copy engine work on different slots at the same time. Everything is queued on the GPU;
 only `stop` waits on the host. Must not depend on plans, keys or the meaning of tags.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +32,8 @@ from kvloft.transfer.cuda.kernels import (
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.frames import FrameMemory
 
-MAX_PIECES: Final = 128
-"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 40
+MAX_PIECES: Final = 256
+"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 20
 MiB.
 """
 
@@ -94,6 +95,13 @@ class Tuning:
             self, slot_bytes=max(least, round(self.slot_bytes / chunk_bytes) * chunk_bytes)
         )
 
+    def halved(self, chunk_bytes: int) -> Tuning:
+        """Return a tuning with twice as many slots of half the size, if one chunk fits."""
+        num_chunks = self.slot_bytes // 2 // chunk_bytes
+        if not num_chunks:
+            return self
+        return replace(self, num_slots=2 * self.num_slots, slot_bytes=num_chunks * chunk_bytes)
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -105,7 +113,10 @@ class _Slot:
     """
 
     address: int
-    stream: driver.Stream
+    copy_stream: driver.Stream
+    kernel_stream: driver.Stream
+    params: Sequence[_Params]
+    """Of each kind of pages."""
     freed: driver.Event | None = None
 
 
@@ -144,29 +155,33 @@ class Lane:
         """
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
-        # Encoding and decoding use all SMs. With half of them, a piece is too slow between kernels
-        # that fill the GPU (loads during 8192^3 matmuls on an H100: 36 GB/s with half of the SMs,
-        # 54 with all).
+        self._encodes = [kernels.encodes for kernels in kinds]
+        # Encoding and decoding use all SMs, with two CTAs each. With fewer CTAs, a piece is too
+        # slow between kernels that fill the GPU (docs/design/compression.md).
         self._num_ctas = [
-            2 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds
+            4 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds
         ]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
-        self.kernel_stream = driver.Stream.create()
-        self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.num_slots))
-        self.last_copy_stream = self.copy_streams[0]
-        """The stream of the last piece."""
         # Zeroed, so that an error in copies cannot expose data of another process.
         self._staging = torch.zeros(
             tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device
         )
         base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
-        self._slots = cycle(
-            [_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)]
+        self._slots = deque(
+            _Slot(
+                base + i * slot_bytes,
+                driver.Stream.create(),
+                driver.Stream.create(),
+                [
+                    _Params(each, memory.part_room)
+                    for each, memory in zip(kinds, frames, strict=True)
+                ],
+            )
+            for i in range(tuning.num_slots)
         )
-        self._params = [
-            _Params(kernels, memory.part_room)
-            for kernels, memory in zip(kinds, frames, strict=True)
-        ]
+        """The slot of the next piece is first."""
+        self.copy_streams = tuple(slot.copy_stream for slot in self._slots)
+        self.kernel_streams = tuple(slot.kernel_stream for slot in self._slots)
         self._tags_address = driver.host_alloc(MAX_PIECES * 2 * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * 2 * MAX_SEGMENTS)).from_address(self._tags_address)
         rows = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, 2, MAX_SEGMENTS)
@@ -178,37 +193,52 @@ class Lane:
         ]
         self._next_place = cycle(self._places)
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def last_copy_stream(self) -> driver.Stream:
+        """Return the stream that copies the last piece."""
+        return self._slots[-1].copy_stream
+
+    def next_kernel_stream(self, kind: int) -> driver.Stream:
+        """Return the stream of the next kernel, for pages of ``kind``.
+
+        Kernels that encode or decode have a stream per slot. When a kernel that fills the GPU ends,
+        those of all free slots start before the next one of the engine. Others are fast enough to
+        follow each other.
+        """
+        return self._slots[0].kernel_stream if self._encodes[kind] else self.kernel_streams[0]
+
     def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
         """Queue one piece of pages of ``kind``. Its `Sent` is reused after MAX_PIECES pieces.
 
-        Saves to frames that are not registered do nothing.
+        It follows the piece before it in its slot. Saves to frames that are not registered do
+        nothing.
         """
-        sent = next(self._next_place)
-        if self._to_host and not is_registered:
-            sent.read.record(self.kernel_stream)
-            sent.done.record(self.kernel_stream)
-            return sent
-        slot = next(self._slots)
-        self.last_copy_stream = slot.stream
-        launch, copy = (
-            partial(self._launch, piece, kind, sent, slot),
-            partial(self._copy, piece, self._frames[kind], slot, is_registered=is_registered),
-        )
-        steps = ((self.kernel_stream, launch), (slot.stream, copy))
+        sent, slot, kernels = next(self._next_place), self._slots[0], self.next_kernel_stream(kind)
+        launch = partial(self._launch, piece, kind, sent, slot, kernels)
+        copy = partial(self._copy, piece, self._frames[kind], slot, is_registered=is_registered)
+        steps = ((kernels, launch), (slot.copy_stream, copy))
         (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
+        has_work = is_registered or not self._to_host
+        self._slots.rotate(-1)
         if slot.freed is not None:
             first.wait(slot.freed)
         slot.freed = sent.done
-        begin()
+        if has_work:
+            begin()
         sent.read.record(first)
         second.wait(sent.read)
-        finish()
+        if has_work:
+            finish()
         sent.done.record(second)
         return sent
 
     def stop(self) -> None:
         """Wait until no work of this lane runs, including work that failed."""
-        for stream in (self.kernel_stream, *self.copy_streams):
+        for stream in (*self.kernel_streams, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
 
@@ -219,20 +249,22 @@ class Lane:
         for sent in self._places:
             sent.read.destroy()
             sent.done.destroy()
-        for stream in (self.kernel_stream, *self.copy_streams):
+        for stream in (*self.kernel_streams, *self.copy_streams):
             stream.destroy()
 
-    def _launch(self, piece: Piece, kind: int, sent: Sent, slot: _Slot) -> None:
+    def _launch(
+        self, piece: Piece, kind: int, sent: Sent, slot: _Slot, stream: driver.Stream
+    ) -> None:
         """Launch the kernel with at least one CTA, which writes sums of 0 if there are no pages."""
-        address = self._params[kind].filled(piece, slot.address, sent.tags_address)
+        address = slot.params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
-        self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
+        stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, frames: FrameMemory, slot: _Slot, *, is_registered: bool) -> None:
         """Copy the piece's runs between ``slot`` and the frames. The driver uses its buffers for
         frames not registered.
         """
-        stream, pitch, stride = slot.stream, frames.frame_bytes, piece.slot_stride
+        stream, pitch, stride = slot.copy_stream, frames.frame_bytes, piece.slot_stride
         host: list[int] = []
         device: list[int] = []
         num_bytes: list[int] = []
@@ -266,9 +298,7 @@ class Lane:
 
 
 class _Params:
-    """Parameters of one stream's launches, reused by each; a launch copies them before it
-    returns.
-    """
+    """Parameters of one slot's launches, reused by each; a launch copies them before it returns."""
 
     def __init__(self, kernels: Kernels, part_room: int) -> None:
         self._sums = torch.zeros(

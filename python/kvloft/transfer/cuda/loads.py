@@ -78,7 +78,7 @@ class Loads(Direction):
         started: list[Job] = []
         while self._has_room() and (following := self._next_piece()) is not None:
             job, piece = following
-            self._order_after_saves(self.lane.kernel_stream, piece.block_ids)
+            self._order_after_saves(self.lane.next_kernel_stream(job.kind), piece.block_ids)
             self._fly(job, piece)
             if piece is job.pieces[0]:
                 started.append(job)
@@ -111,7 +111,7 @@ class Loads(Direction):
         """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load,
         number of chunks) in order.
         """
-        queue, per_job = self.waiting, self._shared.chunks_per_job
+        queue, per_job = self.waiting, self._shared.chunks_per_load
         room, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []

@@ -81,27 +81,19 @@ class CudaMover:
                 kinds, blocks_per_chunk, frames, strict=True
             )
         ]
-        stride = max(kind.limits.slot_stride for kind in parts)
-        widest = max(
-            (
-                kind.unregistered_limits.slot_stride
-                for kind in parts
-                if kind.limits.encoding is not None
-            ),
-            default=0,
-        )
-        tuning = tuning.fitted(stride, widest)
-        parts = [kind.with_slots(tuning.slot_bytes) for kind in parts]
+        stride = max(kind.loads.slot_stride for kind in parts)
+        encoded = [kind.unregistered for kind in parts if kind.loads.encoding is not None]
+        tuning = tuning.fitted(stride, max((each.slot_stride for each in encoded), default=0))
+        save_tuning = tuning.halved(stride) if encoded else tuning
+        parts = [kind.with_slots(save_tuning.slot_bytes, tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
         self._shared = shared = Shared(
             parts, kind_of, num_blocks, bytes_ahead, self._compute, self._break
         )
-        self.saves, self.loads = (
-            Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False)
-        )
-        few_saved, few_loaded = (
-            ramp(shared.chunks_per_job, stride, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US)
-        )
+        self.saves = Lane(all_kernels, save_tuning, frames, to_host=True)
+        self.loads = Lane(all_kernels, tuning, frames, to_host=False)
+        few_saved = ramp(shared.chunks_per_save, stride, SAVE_PREPARE_US)
+        few_loaded = ramp(shared.chunks_per_load, stride, LOAD_PREPARE_US)
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
         self._loads = Loads(
             shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers
@@ -290,7 +282,7 @@ def _kind(
     trailers = Trailers(
         frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles
     )
-    return PageKind(limits, unregistered, trailers, frames)
+    return PageKind(limits, limits, unregistered, trailers, frames)
 
 
 def prepare(

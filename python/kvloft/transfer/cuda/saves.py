@@ -52,7 +52,7 @@ class Saves(Direction):
         if not chunks or self._shared.broken is not None:
             self._drop(chunks)
             return
-        done, per_job = 0, self._shared.chunks_per_job
+        done, per_job = 0, self._shared.chunks_per_save
         with self._shared.guarded():
             mark = self._shared.mark()
             is_long = len(chunks) > per_job
@@ -82,8 +82,10 @@ class Saves(Direction):
         first_flying = self._num_pieces - len(self.queued) - len(self.flying)
         while number >= first_flying + len(self.flying):
             self._fly(*self.queued.popleft())
-        if number >= first_flying:
-            stream.wait(self.flying[number - first_flying].sent.read)
+        if (last := number - first_flying) >= 0:
+            # Pieces take turns on the slots, and earlier ones of a slot come before its last one.
+            for nth in range(max(0, last + 1 - self.lane.num_slots), last + 1):
+                stream.wait(self.flying[nth].sent.read)
 
     def stop(self) -> None:
         super().stop()

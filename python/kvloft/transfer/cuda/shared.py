@@ -41,21 +41,24 @@ class PageKind(NamedTuple):
     """Pages with one layout, in frames of one size: limits of their pieces, and the trailers of
     their frames. KV cache groups can share a kind.
 
-    ``unregistered_limits``: the limits of loads from frames that are not registered yet.
+    ``unregistered``: the limits of loads from frames that are not registered yet.
     """
 
-    limits: PieceLimits
-    unregistered_limits: PieceLimits
+    saves: PieceLimits
+    loads: PieceLimits
+    unregistered: PieceLimits
     trailers: Trailers
     memory: FrameMemory
 
-    def with_slots(self, slot_bytes: int) -> PageKind:
-        """Return this kind with staging slots of ``slot_bytes``."""
-        limits, unregistered = (
-            replace(limits, slot_bytes=slot_bytes)
-            for limits in (self.limits, self.unregistered_limits)
+    def with_slots(self, save_bytes: int, load_bytes: int) -> PageKind:
+        """Return this kind with staging slots of these sizes."""
+        return PageKind(
+            replace(self.saves, slot_bytes=save_bytes),
+            replace(self.loads, slot_bytes=load_bytes),
+            replace(self.unregistered, slot_bytes=load_bytes),
+            self.trailers,
+            self.memory,
         )
-        return PageKind(limits, unregistered, self.trailers, self.memory)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +100,14 @@ class Shared:
             self.fail(str(error))
 
     @property
-    def chunks_per_job(self) -> int:
-        return max(1, min(kind.limits.chunks_per_piece for kind in self.kinds))
+    def chunks_per_save(self) -> int:
+        """Return the number of chunks of a job that saves."""
+        return max(1, min(kind.saves.chunks_per_piece for kind in self.kinds))
+
+    @property
+    def chunks_per_load(self) -> int:
+        """Return the number of chunks of a job that loads."""
+        return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
         """Return all chunks of ``plans``, as one batch for each kind of pages."""
@@ -125,7 +134,7 @@ class Shared:
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
-        limits, memory = self.kinds[kind].limits, self.kinds[kind].memory
+        limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         try:
             chunks.check(
                 num_frames=memory.num_frames,
@@ -145,11 +154,10 @@ class Shared:
     ) -> Job:
         """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
-        limits = (
-            pages.unregistered_limits
-            if owners and not self.are_registered(kind, table.frames)
-            else pages.limits
-        )
+        limits = pages.saves
+        if owners:
+            is_registered = self.are_registered(kind, table.frames)
+            limits = pages.loads if is_registered else pages.unregistered
         pieces = tuple(
             split(
                 table,
@@ -241,8 +249,9 @@ class Direction(ABC):
     def _fly(self, job: Job, piece: Piece) -> None:
         """Send the piece, ordered after its job's mark."""
         if job.after is not None:
-            self.lane.kernel_stream.wait(job.after.event)
-            job.after = None
+            self.lane.next_kernel_stream(job.kind).wait(job.after.event)
+            if piece is job.pieces[-1]:
+                job.after = None
         is_registered = self._shared.are_registered(job.kind, job.table.frames)
         job.is_all_registered = job.is_all_registered and is_registered
         sent = self.lane.submit(piece, kind=job.kind, is_registered=is_registered)
