@@ -1,0 +1,119 @@
+//! Chunks of several sizes in one arena: how much of it they fill, and how memory follows the sizes
+//! that are saved.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod store_common;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::SizeClass;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::pool::Pool;
+use kvloft_core::store::{Store, StoreConfig, ToSave};
+use store_common::{config, stat};
+
+const PAGE: u64 = 4096;
+const HOST: u64 = 4000 * PAGE;
+/// Units of a prompt.
+const LEN: u32 = 8;
+
+fn chain(prompt: u32, group: u8) -> KeyChain {
+    let mut chain = KeyChain::new(ChunkKey([group; 32]), 1).unwrap();
+    chain.append_tokens(&[prompt; LEN as usize]).unwrap();
+    chain
+}
+
+/// Saves a prompt with one chunk per unit in each group; `classes` are those of the groups. Returns
+/// how many chunks got no frame.
+fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
+    let groups = (1..).zip(classes);
+    let chains: Vec<_> = groups.map(|(group, class)| (chain(prompt, group), *class)).collect();
+    let asked: Vec<_> = chains
+        .iter()
+        .map(|(chain, class)| ToSave { class: SizeClass(*class), ..(chain.into(), 0..LEN).into() })
+        .collect();
+    let (leases, got) = store.reserve_many(None, &asked).unwrap();
+    store.commit(leases);
+    if prompt % 256 == 0 {
+        store.check().unwrap();
+    }
+    got.iter().map(|got| got.num_dropped).sum()
+}
+
+fn open(pages: &[u64], namespace: u8) -> StoreConfig {
+    let sizes: Vec<_> = pages.iter().map(|pages| pages * PAGE).collect();
+    let common = config(1, Eviction::Lru);
+    StoreConfig {
+        frame_sizes: sizes.into(),
+        host_bytes: HOST,
+        namespace: [namespace; 32],
+        ..common
+    }
+}
+
+/// Saves prompts until chunks are evicted; returns the part of `bytes` that is used.
+fn fill(store: &Store, classes: &[u8], bytes: u64) -> f64 {
+    for prompt in 0.. {
+        assert_eq!(save(store, prompt, classes), 0, "prompt {prompt}");
+        if stat(store, "host_evictions") > 0 {
+            break;
+        }
+    }
+    stat(store, "host_used_bytes") as f64 / bytes as f64
+}
+
+/// Five sliding-window groups and one with full attention; a group of a tenth of the others' size.
+const SHAPES: [(&[u64], &[u8]); 3] =
+    [(&[5, 5 * 6], &[1, 0, 0, 0, 0, 0]), (&[20, 2], &[0, 1]), (&[20, 13, 1], &[0, 1, 2])];
+
+#[test]
+fn chunks_of_several_sizes_fill_the_arena() {
+    for (pages, classes) in SHAPES {
+        let store = Store::open(&open(pages, 1)).unwrap();
+        let used = fill(&store, classes, HOST);
+        assert!(used >= 0.95, "{used} of the arena for {pages:?}");
+        for prompt in 100_000..100_400 {
+            assert_eq!(save(&store, prompt, classes), 0, "{pages:?}: prompt {prompt}");
+        }
+        let used = stat(&store, "host_used_bytes") as f64 / HOST as f64;
+        assert!(used >= 0.92, "{used} of the arena after evictions for {pages:?}");
+    }
+}
+
+#[test]
+fn two_models_fill_their_shares_of_one_arena() {
+    let host = 10 * HOST; // not written to, so it takes no memory
+    let pool = Pool::create(host, 20 * PAGE, || {}).unwrap();
+    let stores = [(&[20, 2][..], 1), (&[30, 5], 2)]
+        .map(|(pages, nth)| Store::open_in(&open(pages, nth), &pool, None).unwrap());
+    for prompt in 0..300 {
+        save(&stores[0], prompt, &[0, 1]);
+        save(&stores[1], prompt, &[0, 1, 1]);
+        stores.iter().for_each(|store| _ = store.give_way());
+    }
+    let used: u64 = stores.iter().map(|store| stat(store, "host_used_bytes")).sum();
+    assert!(used as f64 >= 0.95 * host as f64, "{used} of {host}");
+}
+
+/// The share of each size follows what is saved, within a bounded number of saves.
+#[test]
+fn memory_follows_the_size_that_is_saved() {
+    let store = Store::open(&open(&[20, 2], 1)).unwrap();
+    for (round, class) in [1_u8, 0, 1, 0].into_iter().enumerate() {
+        let prompts = (0..).map(|nth| 100_000 * (round as u32 + 1) + nth);
+        let mut num_dropped = 0;
+        for prompt in prompts.take(1500) {
+            num_dropped += save(&store, prompt, &[class]);
+        }
+        let pages = [20, 2][usize::from(class)];
+        let num_found = (0..1500_u32)
+            .map(|nth| chain(100_000 * (round as u32 + 1) + nth, 1))
+            .map(|chain| u64::from(store.lookup(&chain).host_units))
+            .sum::<u64>();
+        let held = num_found * pages * PAGE;
+        assert!(num_dropped <= 200, "{num_dropped} chunks of {pages} pages were dropped");
+        assert!(
+            held as f64 >= 0.85 * HOST as f64,
+            "{held} bytes of {pages} pages in round {round}"
+        );
+    }
+}
