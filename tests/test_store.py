@@ -18,6 +18,6 @@ def test_a_server_is_opened_for_several_groups_whose_frames_are_of_one_size() ->
         store = open_store(Config(server=path), SHAPE, bytes(32), "", disk_path=None)
         arena = arena_of(store, SHAPE)
         assert arena is not None
-        assert (arena.part_bytes, arena.size_bytes) == ((4096, 4096), 8 * 4096)
+        assert (arena.groups, arena.size_bytes) == (SHAPE.groups, 8 * 4096)
         store.close()
         server.close()

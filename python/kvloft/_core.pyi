@@ -118,6 +118,8 @@ class ChunkBatch:
         """
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """A batch for each KV cache group."""
+    def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
+        """A batch for each KV cache group and size class of frames."""
     def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
         """Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets
         (u64, or none), little endian.
@@ -174,7 +176,7 @@ class Session:
         host_bytes: int,
         namespace: bytes,
         num_ranks: int = 1,
-        groups: Sequence[tuple[int | None, str, int, int, int, int, int]] | None = None,
+        groups: Sequence[tuple[int | None, str, int, int, int, int, int, int | None]] | None = None,
         eviction: str = "adaptive",
         disk_path: str | None = None,
         disk_bytes: int = 0,
@@ -185,9 +187,9 @@ class Session:
         """``frame_bytes``: the size of frames, or one size for each size class.
 
         ``groups``: of each KV cache group its number in the keys (None: the prefix's own keys),
-        kind, tokens per block, blocks per unit, how many of those are kept, reach in tokens, and
-        size class (see `kvloft.seam.shape`). None: one group of full attention with one block per
-        unit.
+        kind, tokens per block, blocks per unit, how many of those are kept, reach in tokens, size
+        class, and that of frames for compressed chunks (see `kvloft.seam.shape`). None: one group
+        of full attention with one block per unit.
 
         ``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`.
         Salts are hashed at once."""
@@ -199,7 +201,7 @@ class Session:
         namespace: bytes,
         timeout_s: float,
         num_ranks: int = 1,
-        groups: Sequence[tuple[int | None, str, int, int, int, int, int]] | None = None,
+        groups: Sequence[tuple[int | None, str, int, int, int, int, int, int | None]] | None = None,
         description: str = "",
     ) -> Session:
         """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at
@@ -278,10 +280,16 @@ class Session:
 
         If the prefix continues, it and the state are kept longer.
         """
-    def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
+    def settle(
+        self, saved: Sequence[int], failed: Sequence[int] = ..., misfits: Sequence[int] = ...
+    ) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank
         failed it (and its parent is there), or its frame is given back. Returns (chunks that became
-        visible, chunks that some rank failed)."""
+        visible, chunks that some rank failed).
+
+        ``misfits``: those of ``failed`` that did not fit a frame for compressed chunks. They get a
+        larger frame the next time.
+        """
     def abort(self, tickets: Sequence[int] | None = None) -> None:
         """Give reserved frames back that no rank will report; None: all of them."""
     def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:

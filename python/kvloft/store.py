@@ -43,7 +43,9 @@ def open_store(
     )
 
 
-def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, int, int]]:
+def groups_of(
+    shape: CacheShape,
+) -> list[tuple[int | None, str, int, int, int, int, int, int | None]]:
     """Return the KV cache groups as a session takes them."""
     return [
         (
@@ -53,7 +55,7 @@ def groups_of(shape: CacheShape) -> list[tuple[int | None, str, int, int, int, i
             group.blocks_per_unit,
             group.kept_blocks,
             group.reach,
-            shape.size_class(nth),
+            *shape.size_classes(nth),
         )
         for nth, group in enumerate(shape.groups)
     ]
@@ -64,4 +66,4 @@ def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
     if not (path := store.arena_path):
         return None
     size_bytes, slab_bytes = store.arena_sizes
-    return ArenaSpec(path, size_bytes, slab_bytes, shape.part_bytes, store.arena_id, store.lifeline)
+    return ArenaSpec(path, size_bytes, slab_bytes, shape.groups, store.arena_id, store.lifeline)

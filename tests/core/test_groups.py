@@ -290,10 +290,10 @@ def test_units_before_a_window_count_as_from_the_tier_of_the_window() -> None:
 
 
 ODD = [
-    (None, "full", 0, 1, 1, 0, 0),
-    (2, "local", 4, 1, 1, 0, 0),
+    (None, "full", 0, 1, 1, 0, 0, None),
+    (2, "local", 4, 1, 1, 0, 0, None),
     (2, "round", 4, 1, 1, 0),
-    (2, "window", 4, 1, 2, 0, 0),
+    (2, "window", 4, 1, 2, 0, 0, None),
 ]
 
 

@@ -39,7 +39,10 @@ def test_what_groups_keep_has_keys_of_its_own(
     """
     ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
-    groups = [(group, "full", 8, 1, 1, 0, 0), ((group + 1) % 2**32, "window", 8, 1, 1, 1, 0)]
+    groups = [
+        (group, "full", 8, 1, 1, 0, 0, None),
+        ((group + 1) % 2**32, "window", 8, 1, 1, 1, 0, None),
+    ]
     store = _core.Session(
         frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32), groups=groups
     )

@@ -87,7 +87,11 @@ def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> Non
     assert [len(chunks or ()) for chunks in store.reserve(rows[:2])[0]] == [1, 1]
 
 
-STATES = [(None, "full", 1, 1, 1, 0, 0), (2, "state", 1, 1, 1, 0, 0), (3, "state", 1, 1, 1, 0, 0)]
+STATES = [
+    (None, "full", 1, 1, 1, 0, 0, None),
+    (2, "state", 1, 1, 1, 0, 0, None),
+    (3, "state", 1, 1, 1, 0, 0, None),
+]
 
 
 def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left_out() -> None:
@@ -107,7 +111,7 @@ def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left
 def test_windows_without_a_frame_count_as_dropped_where_no_group_keeps_everything(
     has_full: bool, dropped: int
 ) -> None:
-    groups = [(None, "full", 1, 1, 1, 0, 0)] * has_full + [(5, "window", 1, 1, 1, 3, 0)]
+    groups = [(None, "full", 1, 1, 1, 0, 0, None)] * has_full + [(5, "window", 1, 1, 1, 3, 0, None)]
     store, num_units = (
         session(8, groups=groups),
         8 if has_full else 12,

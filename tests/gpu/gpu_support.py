@@ -190,7 +190,7 @@ def make_mover(
         if isinstance(blocks_per_chunk, int)
         else blocks_per_chunk,
         tuning=Tuning(*ring, num_ctas),
-        kind_of=kind_of,
+        kind_of={(group, 0): kind for group, kind in enumerate(kind_of)},
         gathers_first=gathers_first,
     )
     mover.wait_registered()

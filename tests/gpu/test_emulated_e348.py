@@ -106,7 +106,8 @@ def kernels_of(
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     layouts = [on_gpu.bf16(name).layout() for name in names]
-    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    memory = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    window: Any = SimpleNamespace(raw=memory, raw_class=0, compact=None, compact_class=0)
     mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(
         [window] * len(names)
     )

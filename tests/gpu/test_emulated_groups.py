@@ -67,10 +67,11 @@ def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have
     make = mover.prepare(
         layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False
     )
-    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    memory = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    window: Any = SimpleNamespace(raw=memory, raw_class=0, compact=None, compact_class=0)
     make([window] * len(layouts))
     ((kinds, kind_of, blocks_per_chunk),) = made
-    assert list(kind_of) == [0, 1, 2, 3, 4, 5, 0]
+    assert list(kind_of.values()) == [0, 1, 2, 3, 4, 5, 0]
     assert list(blocks_per_chunk) == [1, 1, 3, 2, 1, 2], "a kind's chunks have as many blocks"
     assert [layout for layout, _ in kinds] == [
         nothing,

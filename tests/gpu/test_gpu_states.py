@@ -101,7 +101,7 @@ class Rig:
             [self.frames.memory] * len(self.layouts),
             blocks_per_chunk=[1] * len(self.layouts),
             tuning=Tuning(2, slot_bytes, 66),
-            kind_of=[KINDS.index(kind) for kind in GROUPS],
+            kind_of={(group, 0): KINDS.index(kind) for group, kind in enumerate(GROUPS)},
             gathers_first=True,
         )
         self.mover.wait_registered()

@@ -14,7 +14,7 @@ import torch
 
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import FrameWindow, GroupFrames
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -110,14 +110,14 @@ class SlowMover:
     def __init__(
         self,
         layouts: Sequence[PagedLayout],
-        windows: Sequence[FrameWindow],
+        frames_of: Sequence[GroupFrames],
         trouble: Trouble,
         ledger: Ledger,
         owns: Callable[[str, Sequence[int]], bool],
         *,
         is_early: bool = False,
     ) -> None:
-        self._inner, frames = CpuMover(layouts, windows), windows[0]
+        self._inner, frames = CpuMover(layouts, frames_of), frames_of[0].raw
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
         self._block_bytes = [layout.block_bytes for layout in layouts]
         self._frame_of = dict[bytes, int]()

@@ -92,7 +92,7 @@ class SteadyStore:
         if num_dropped:
             self._ledger.lose("a save was dropped")
         self.keys += [copy.key for copy in chunks]
-        if len(self.keys) > self.session.num_frames:
+        if len(self.keys) > self.session.arena_sizes[0] // max(self.session.frame_sizes):
             self._ledger.lose("host memory is full")
 
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -114,7 +114,7 @@ class UnkindStore(SteadyStore):
         self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool
     ) -> None:
         super().__init__(session, ledger, groups, has_disk=has_disk)
-        self._random = random.Random(self.session.num_frames)
+        self._random = random.Random(self.session.arena_sizes[0])
 
     def lookup(self, chain: Any) -> Any:
         self._evict()

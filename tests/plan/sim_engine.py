@@ -58,7 +58,9 @@ class SymbolicEngine:
                     num_ranks=setup.num_ranks,
                     lookahead=setup.lookahead,
                 ),
-                arena=ArenaSpec("", setup.num_frames * 4096, 4096, (4096,)),
+                arena=ArenaSpec(
+                    "", setup.num_frames * 4096, 4096, (GroupShape(setup.block_tokens),)
+                ),
                 wait_s=setup.wait_s,
                 shares_blocks=setup.local_cache,
                 save_prompts_only=setup.save_prompts_only,

@@ -178,7 +178,7 @@ def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
     again = engine.core.plan_step(view_of_running(8, 2))
     assert saved_blocks(again) == [(9,)], "the others are known to be there"
     saved(engine, again)
-    arena = ArenaSpec("", 7 * 4096, 4096, (4096,), id=2)
+    arena = ArenaSpec("", 7 * 4096, 4096, (), id=2)
     engine.core.absorb(StepReport(usable_bytes=(0, 3 * 4096)))
     engine.store.clear()
     engine.store.frame_limit = 7

@@ -29,7 +29,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import arena_of
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow, PrivatePart, map_frames, part_bytes_for
+from kvloft.transfer.frames import FrameWindow, GroupFrames, PrivatePart, map_frames, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout, without_pages
 
 KEY = ChunkKey(bytes(range(32)))
@@ -62,7 +62,7 @@ class Bench:
     def rank(self, rank: int, layout: PagedLayout | None = None) -> tuple[CpuMover, FrameWindow]:
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
         (frames,) = map_frames(self.spec, self.shape, shard=rank, payload_bytes=[payload])
-        return CpuMover([layout or self.layout], [frames]), frames
+        return CpuMover([layout or self.layout], [frames]), frames.raw
 
     def expected(self, blocks: tuple[int, ...]) -> bytes:
         return b"".join(block_bytes(self.caches, self.num_blocks, block) for block in blocks)
@@ -363,7 +363,7 @@ def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
     """A pipeline stage that needs less than another has the same part of each frame."""
     small = replace(bench.shape, groups=(replace(bench.shape.groups[0], part_bytes=4096),))
     (smaller,) = map_frames(bench.spec, small, shard=0, payload_bytes=[16])
-    assert smaller.memory.part_bytes == bench.shape.groups[0].part_bytes
+    assert smaller.raw.memory.part_bytes == bench.shape.groups[0].part_bytes
 
 
 def test_a_stage_without_a_layer_of_a_group_seals_its_part_and_finds_it_again(bench: Bench) -> None:
@@ -389,7 +389,7 @@ def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
     """
     benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
     one, other = benches
-    mover = CpuMover([one.layout, other.layout], [one.frames, one.frames])
+    mover = CpuMover([one.layout, other.layout], [GroupFrames(one.frames, 0)] * 2)
     one.fill(1)
     other.fill(2)
     three, two = (1, 2, 3), (4, 2, 6)

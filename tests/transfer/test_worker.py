@@ -165,7 +165,7 @@ def test_frames_must_hold_a_chunk_of_every_group(
     worker.register([CACHES, CACHES], 7, "test")
     plan = plan_of(store)
     assert plan.arena is not None
-    arena = replace(plan.arena, part_bytes=(PART_BYTES, PART_BYTES))
+    arena = replace(plan.arena, groups=(SHAPE.groups[0],) * 2)
     worker.begin(plan._replace(arena=arena, loads=(), saves=()))
     assert ("cannot move pages" in caplog.text) is (kept > 1)
 

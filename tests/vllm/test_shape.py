@@ -33,6 +33,10 @@ from kvloft.vllm.shape import (
 )
 
 
+def parts_of(shape: CacheShape) -> tuple[int, ...]:
+    return tuple(group.part_bytes for group in shape.groups)
+
+
 def shape_of(block_tokens: int, blocks_per_unit: int, frame_bytes: int) -> CacheShape:
     return CacheShape((GroupShape(block_tokens, blocks_per_unit, part_bytes=frame_bytes),))
 
@@ -84,14 +88,14 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
     shape = cache_shape(engine, ranks)
-    assert shape.part_bytes == (part_bytes_for(max(map(len, layers)) * spec.page_size_bytes),)
+    assert parts_of(shape) == (part_bytes_for(max(map(len, layers)) * spec.page_size_bytes),)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], (
         "two ranks of a stage share the one KV head"
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
     alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]
     assert len(set(alike)) == 1, "all choose chunks alike, whatever their layers"
-    assert max(each.part_bytes for each in own) == shape.part_bytes
+    assert max(parts_of(each) for each in own) == parts_of(shape)
 
 
 def test_a_stage_may_have_no_layer_of_a_group() -> None:
@@ -101,7 +105,7 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
     shape = cache_shape(pipeline(2, 1), ranks)
     assert [group.kind for group in shape.groups] == ["window", "full"]
     sizes = [2 * window.page_size_bytes, 3 * full.page_size_bytes]
-    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))
+    assert parts_of(shape) == tuple(map(part_bytes_for, sizes))
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
@@ -112,7 +116,7 @@ def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
         "b": FullAttentionSpec(head_size=128, **kv),
     }
     ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
-    assert cache_shape(pipeline(1, 1), ranks).part_bytes == (
+    assert parts_of(cache_shape(pipeline(1, 1), ranks)) == (
         part_bytes_for(sum(spec.page_size_bytes for spec in specs.values())),
     )
 
@@ -156,9 +160,9 @@ def test_encoded_parts_have_room_for_a_table() -> None:
     assert (shape.encoding, without.encoding) == (E348, RAW)
     payload = 32 * BF16.page_size_bytes
     assert (
-        shape.part_bytes
+        parts_of(shape)
         == (part_bytes_for(payload, 32 * (BF16.page_size_bytes // 4096 + 1)),)
-        > without.part_bytes
+        > parts_of(without)
     )
 
 
@@ -171,7 +175,7 @@ def test_encoded_parts_of_each_group_have_room_for_its_table() -> None:
     assert not shape.is_divisible and shape.encoding == E348
     page = BF16.page_size_bytes
     tiles = page // 4096 + 1
-    assert shape.part_bytes == tuple(part_bytes_for(num * page, num * tiles) for num in (2, 3))
+    assert parts_of(shape) == tuple(part_bytes_for(num * page, num * tiles) for num in (2, 3))
 
 
 def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
@@ -303,11 +307,9 @@ def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, 
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
-    assert shape.groups == (
-        GroupShape(16, kind="window", reach=32, part_bytes=shape.part_bytes[0]),
-    )
+    assert shape.groups == (GroupShape(16, kind="window", reach=32, part_bytes=parts_of(shape)[0]),)
     assert (shape.is_divisible, shape.is_dense, shape.main) == (False, False, 0)
-    assert shape.part_bytes == (
+    assert parts_of(shape) == (
         part_bytes_for(sum(spec.page_size_bytes for spec in specs.values())),
     )
 
@@ -326,8 +328,8 @@ def test_each_group_has_frames_of_its_own_size() -> None:
     shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)])
     assert (shape.main, shape.groups[1].kind, shape.num_shards) == (1, "full", 2)
     sizes = [window.page_size_bytes, 2 * full.page_size_bytes]
-    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))
-    assert [shape.size_class(group) for group in (0, 1)] == [0, 1]
+    assert parts_of(shape) == tuple(map(part_bytes_for, sizes))
+    assert [shape.size_classes(group) for group in (0, 1)] == [(0, None), (1, None)]
 
 
 @pytest.mark.parametrize(
@@ -358,4 +360,4 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     assert tuple(group.blocks_per_unit for group in shape.groups) == counts
     assert tuple(group.kept_blocks for group in shape.groups) == kept
     sizes = (kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes)
-    assert shape.part_bytes == tuple(map(part_bytes_for, sizes))
+    assert parts_of(shape) == tuple(map(part_bytes_for, sizes))

@@ -185,7 +185,8 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(
         block_bytes=4096,
         digest=b"",
     )
-    window: Any = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    memory = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
+    window: Any = SimpleNamespace(raw=memory, raw_class=0, compact=None, compact_class=0)
     choose_mover([layout], [1], settings)([window])
     assert given == [zeroes]
 

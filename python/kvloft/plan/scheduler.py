@@ -187,7 +187,8 @@ class SchedulerCore:
             self._usable_bytes[rank] = num_bytes
             self._store.limit_memory(min(self._usable_bytes.values()))
         if report.saved or report.failed:
-            num_saved, num_failed = self._store.settle(report.saved, report.failed)
+            misfits = (report.misfits,) if report.misfits else ()
+            num_saved, num_failed = self._store.settle(report.saved, report.failed, *misfits)
             if num_saved:
                 self.counters["saved_chunks"] += num_saved
             if num_failed:

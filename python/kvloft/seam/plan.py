@@ -75,6 +75,7 @@ class StepReport:
     """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per
     rank.
 
+    ``misfits`` are those of ``failed`` whose chunk did not fit a frame for compressed chunks.
     ``usable_bytes`` is (rank, n) if n changed: the rank can copy to the first n bytes of the arena.
     """
 
@@ -82,3 +83,4 @@ class StepReport:
     failed: tuple[Ticket, ...] = ()
     loads: tuple[LoadResult, ...] = ()
     usable_bytes: tuple[int, int] | None = None
+    misfits: tuple[Ticket, ...] = ()

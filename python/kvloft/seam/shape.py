@@ -6,6 +6,7 @@ vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,6 +32,8 @@ class GroupShape:
     reach: int = 0
     part_bytes: int = 4096
     """Bytes of a shard's part of a frame."""
+    compact_bytes: int = 0
+    """The same for frames of compressed chunks; 0 if there are none."""
 
     @property
     def unit_tokens(self) -> int:
@@ -49,6 +52,14 @@ class GroupShape:
                 return min(self.blocks_per_unit, max(1, -(-self.reach // self.block_tokens)))
             case "state":
                 return 1
+
+
+def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
+    """Return the bytes of a shard's part of a frame, by size class. Groups of one size share a
+    class.
+    """
+    every = {group.part_bytes for group in groups} | {group.compact_bytes for group in groups}
+    return sorted(every - {0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +126,17 @@ class CacheShape:
     @property
     def frame_sizes(self) -> tuple[int, ...]:
         """Return the bytes of frames, by size class. Groups of one size share a class."""
-        return tuple(sorted({self.frame_bytes(group) for group in range(len(self.groups))}))
+        return tuple(size * self.num_shards for size in part_sizes(self.groups))
 
     def frame_bytes(self, group: int) -> int:
         """Return the bytes of a frame of a group's chunks."""
         return self.groups[group].part_bytes * self.num_shards
 
-    @property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of a shard's part of a frame, of each group."""
-        return tuple(group.part_bytes for group in self.groups)
-
-    def size_class(self, group: int) -> int:
-        """Return the size class of a group's frames."""
-        return self.frame_sizes.index(self.frame_bytes(group))
+    def size_classes(self, group: int) -> tuple[int, int | None]:
+        """Return the size class of a group's frames, and that of frames for compressed chunks."""
+        sizes, shape = part_sizes(self.groups), self.groups[group]
+        compact = sizes.index(shape.compact_bytes) if shape.compact_bytes else None
+        return sizes.index(shape.part_bytes), compact
 
     @property
     def unit_bytes(self) -> int:
@@ -155,8 +163,8 @@ class ArenaSpec:
     slab_bytes: int
     """Frames of one size lie whole in slabs, one behind the other. The last slab includes the bytes
     behind it."""
-    part_bytes: tuple[int, ...]
-    """Bytes of a shard's part of a frame, of each KV cache group."""
+    groups: tuple[GroupShape, ...]
+    """The KV cache groups as the scheduler side sees them: it knows the sizes of all ranks."""
     id: int = 0
     """Identifies the memory, because paths are reused; 0: unknown."""
     lifeline: tuple[str, int] | None = None

@@ -14,7 +14,7 @@ import torch
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
-from kvloft.transfer.frames import FrameWindow, PrivatePart
+from kvloft.transfer.frames import GroupFrames, PrivatePart
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -24,8 +24,9 @@ class CpuMover:
 
     usable_bytes = None
 
-    def __init__(self, layouts: Sequence[PagedLayout], windows: Sequence[FrameWindow]) -> None:
-        """``layouts`` and ``windows``: one per KV cache group."""
+    def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
+        """``layouts`` and ``frames``: one per KV cache group. This mover compresses nothing."""
+        windows = [group.raw for group in frames]
         parts = {id(window): PrivatePart(window) for window in windows}
         self._parts = [parts[id(window)] for window in windows]
         self._groups = [(layout, _planes_of(layout)) for layout in layouts]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
-from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.shape import ArenaSpec, CacheShape, part_sizes
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
@@ -30,6 +30,20 @@ TABLE_ENTRY_BYTES = 8
 """Bytes of the table entry of each tile of an encoded part."""
 TILE_BYTES = 4096
 """Size limit of a tile, a part of one page; as in csrc/kv_layout.cuh."""
+
+
+COMPACT_SHARE = 0.7188
+"""Size of the records of compressed pages as a part of their bytes, in frames for compressed
+chunks. All real KV fits (docs/design/compression.md)."""
+
+
+def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
+    """Return the bytes of a part for compressed chunks, of whose payload ``encoded_bytes`` are of
+    a kind that is compressed; 0 if that saves less than a tenth.
+    """
+    saved = int(encoded_bytes * (1 - COMPACT_SHARE))
+    compact = part_bytes_for(payload_bytes - saved, num_tiles)
+    return compact if compact <= 0.9 * part_bytes_for(payload_bytes, num_tiles) else 0
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
@@ -122,18 +136,31 @@ class FrameWindow:
         return self.bytes[begin : begin + self.memory.part_bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupFrames:
+    """A KV cache group's frames: a window and a size class for raw chunks, and one of each for
+    compressed chunks, if there are such frames.
+    """
+
+    raw: FrameWindow
+    raw_class: int
+    compact: FrameWindow | None = None
+    compact_class: int = 0
+
+
 def map_frames(
     spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: Sequence[int]
-) -> list[FrameWindow]:
-    """Map the arena; returns the window of each KV cache group. Groups of one size share a window.
+) -> list[GroupFrames]:
+    """Map the arena; returns the frames of each KV cache group. Groups of one size share a window.
 
     The scheduler side decides the size of parts, because it has the shapes of all ranks. Raises
     LayoutError if this shard's part of a frame cannot hold a group's ``payload_bytes``.
     """
-    for part_bytes, num_bytes in zip(spec.part_bytes, payload_bytes, strict=True):
-        if part_bytes % PART_ALIGN or part_bytes < part_bytes_for(num_bytes):
+    sizes = part_sizes(spec.groups)
+    for group, num_bytes in zip(spec.groups, payload_bytes, strict=True):
+        if group.part_bytes % PART_ALIGN or group.part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
-                f"parts of {part_bytes} bytes cannot hold this rank's {num_bytes} bytes a "
+                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report "
                 "this model"
             )
@@ -143,7 +170,7 @@ def map_frames(
     raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
     arena_bytes = torch.frombuffer(raw, dtype=torch.uint8)
     windows: dict[int, FrameWindow] = {}
-    for part_bytes in set(spec.part_bytes):
+    for part_bytes in sizes:
         memory = FrameMemory(
             arena.address,
             arena.size_bytes,
@@ -156,7 +183,13 @@ def map_frames(
             is_shared=shape.num_ranks > 1,
         )
         windows[part_bytes] = FrameWindow(memory, arena_bytes)
-    return [windows[part_bytes] for part_bytes in spec.part_bytes]
+    found = []
+    for group in spec.groups:
+        frames = GroupFrames(windows[group.part_bytes], sizes.index(group.part_bytes))
+        if size := group.compact_bytes:
+            frames = replace(frames, compact=windows[size], compact_class=sizes.index(size))
+        found.append(frames)
+    return found
 
 
 class PrivatePart:

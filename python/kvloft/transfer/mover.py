@@ -16,10 +16,15 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 
 @dataclass(slots=True)
 class Finished:
-    """Copies that finished since the last poll; ``bad_blocks`` are blocks whose load failed."""
+    """Copies that finished since the last poll.
+
+    ``bad_blocks`` are blocks whose load failed. ``misfits`` are those of ``failed`` whose chunk did
+    not fit a frame for compressed chunks.
+    """
 
     saved: list[Ticket] = field(default_factory=list)
     failed: list[Ticket] = field(default_factory=list)
+    misfits: list[Ticket] = field(default_factory=list)
     loads: list[LoadResult] = field(default_factory=list)
     bad_blocks: set[BlockId] = field(default_factory=set)
     num_bytes_saved: int = 0

@@ -14,14 +14,14 @@ from typing import Literal
 
 from kvloft.errors import UnsupportedError
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import GroupFrames
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Mover
 
 logger = logging.getLogger(__name__)
 
-MakeMover = Callable[[Sequence[PagedLayout], Sequence[FrameWindow]], Mover]
-"""Makes a mover for one layout and one window per KV cache group."""
+MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
+"""Makes a mover for one layout and the frames of each KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MoverSettings:
 
 def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
-) -> Callable[[Sequence[FrameWindow]], Mover]:
+) -> Callable[[Sequence[GroupFrames]], Mover]:
     """Return the function that makes the mover for ``layouts``, one per KV cache group.
 
     ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError

@@ -16,7 +16,7 @@ from typing import Any
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
-from kvloft.transfer.frames import FrameWindow, map_frames
+from kvloft.transfer.frames import GroupFrames, map_frames
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
 from kvloft.transfer.lifeline import Lifeline
 from kvloft.transfer.mover import Finished, Mover
@@ -47,7 +47,7 @@ class WorkerCore:
         self._shard = shape.shard_of(rank)
         self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
-        self._make: Callable[[Sequence[FrameWindow]], Mover] | None = None
+        self._make: Callable[[Sequence[GroupFrames]], Mover] | None = None
         self._payload_bytes: list[int] = []
         self._mover: Mover | None = None
         """None before the first plan, after a failure to make it, and after `stop`: then copies
@@ -190,8 +190,10 @@ class WorkerCore:
         usable = self._usable_bytes()
         if not (done.saved or done.failed or loads or usable):
             return None
-        report = StepReport(tuple(done.saved), tuple(done.failed), tuple(loads), usable)
-        done.saved, done.failed = [], []
+        report = StepReport(
+            tuple(done.saved), tuple(done.failed), tuple(loads), usable, tuple(done.misfits)
+        )
+        done.saved, done.failed, done.misfits = [], [], []
         del done.loads[: self._num_announced]
         self._num_announced = 0
         return report
@@ -313,6 +315,7 @@ class WorkerCore:
         pending, totals = self._pending, self._totals
         pending.saved += done.saved
         pending.failed += done.failed
+        pending.misfits += done.misfits
         pending.loads += done.loads
         pending.bad_blocks |= done.bad_blocks
         totals.num_bytes_saved += done.num_bytes_saved

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from vllm.distributed.utils import get_pp_indices
@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from kvloft.config import Config
 from kvloft.plan.block_budget import PoolSize
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.frames import E348, RAW, TILE_BYTES, part_bytes_for
+from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, part_bytes_for
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
@@ -30,8 +30,7 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
     groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
     sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
     groups = tuple(
-        replace(group, part_bytes=max(part_bytes_for(*size) for size in of_ranks))
-        for group, of_ranks in zip(groups, sizes, strict=True)
+        _with_sizes(group, of_ranks) for group, of_ranks in zip(groups, sizes, strict=True)
     )
     return CacheShape(
         groups,
@@ -42,16 +41,41 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
     )
 
 
+class _PayloadSize(NamedTuple):
+    """Bytes of a chunk on one rank; those of bfloat16 pages, which are compressed; tiles."""
+
+    num_bytes: int
+    encoded_bytes: int = 0
+    num_tiles: int = 0
+
+
 def _payload_sizes(
     rank: Any, groups: Sequence[GroupShape], encoding: int
-) -> Iterator[tuple[int, int]]:
-    """Yield payload bytes and tiles of a chunk of each group on one rank; no tiles without an
-    encoding.
-    """
-    kept = [group.kept_blocks for group in groups]
-    tiles = group_block_tiles(rank) if encoding else [0] * len(groups)
-    for num, size, num_tiles in zip(kept, group_block_bytes(rank), tiles, strict=True):
-        yield num * size, num * num_tiles
+) -> Iterator[_PayloadSize]:
+    """Yield the size of a chunk of each group on one rank."""
+    for group, num_bytes, encoded, tiles in zip(
+        groups,
+        group_block_bytes(rank),
+        group_encoded_bytes(rank),
+        group_block_tiles(rank),
+        strict=True,
+    ):
+        num = group.kept_blocks
+        yield (
+            _PayloadSize(num * num_bytes, num * encoded, num * tiles)
+            if encoding
+            else _PayloadSize(num * num_bytes)
+        )
+
+
+def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupShape:
+    """Return ``group`` with parts that hold its chunks on any rank."""
+    compact = [compact_bytes_for(*size) for size in of_ranks]
+    return replace(
+        group,
+        part_bytes=max(part_bytes_for(size.num_bytes, size.num_tiles) for size in of_ranks),
+        compact_bytes=max(compact) if all(compact) else 0,
+    )
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
@@ -215,6 +239,18 @@ def group_block_bytes(kv_cache_config: Any) -> list[int]:
     """Bytes of one block of each group, on the rank whose config it is."""
     bytes_of = page_bytes(kv_cache_config)
     return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
+
+
+def group_encoded_bytes(kv_cache_config: Any) -> list[int]:
+    """Return the bytes of bfloat16 pages in one block of each group."""
+    specs = layer_specs(kv_cache_config)
+    is_encoded = {
+        name: getattr(spec, "dtype", None) == torch.bfloat16 for name, spec in specs.items()
+    }
+    return [
+        sum(specs[name].page_size_bytes for name in names if is_encoded[name])
+        for names in group_layers(kv_cache_config)
+    ]
 
 
 def group_block_tiles(kv_cache_config: Any) -> list[int]:

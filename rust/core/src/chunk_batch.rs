@@ -4,10 +4,11 @@
 //! A long prompt has thousands of chunks, and a forward or the first byte of a load waits for them,
 //! so there is no object for each. It must not know the store, Python, or what the blocks hold.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use crate::engine::Cut;
-use crate::io::FrameId;
+use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
 use crate::{Error, ErrorKind, Result};
@@ -384,6 +385,25 @@ impl ChunkBatch {
             (part.group, Self { parts: vec![part.clone()], tickets: own.to_vec() })
         };
         self.parts.iter().map(&mut batch).collect()
+    }
+
+    /// A batch for each group and size class of its frames.
+    pub fn by_size(&self) -> Vec<(u32, SizeClass, Self)> {
+        let mut found = Vec::new();
+        for (group, batch) in self.by_group() {
+            let class = |nth: usize| FrameId(batch.parts[0].rows[nth].frame).class();
+            let first = class(0);
+            if (1..batch.len()).all(|nth| class(nth) == first) {
+                found.push((group, first, batch));
+                continue;
+            }
+            let classes: BTreeSet<_> = (0..batch.len()).map(class).collect();
+            for each in classes {
+                let own = (0..batch.len()).filter(|nth| class(*nth) == each);
+                found.push((group, each, batch.take(own)));
+            }
+        }
+        found
     }
 
     /// All chunks of `batches` as those of the first one's group. They have as many blocks a chunk,

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use crate::chunk_batch::ChunkBatch;
+use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 
 /// Chunks that are being saved, with tickets in a row.
@@ -121,6 +122,11 @@ impl InFlight {
             (first..).zip(&plan.saves).filter(is_left).map(|(ticket, _)| ticket).collect::<Vec<_>>()
         };
         self.all.iter().flat_map(of).collect()
+    }
+
+    /// The key of a save in flight.
+    pub(crate) fn key(&mut self, ticket: u64) -> Option<ChunkKey> {
+        find(&mut self.all, ticket).map(|(_, plan, nth)| plan.batch.chunk(nth).key)
     }
 
     /// A rank could not write the save.

@@ -1,6 +1,6 @@
 //! Chunks of several sizes in one arena: how much of it they fill, and how memory follows the sizes
 //! that are saved.
-#![expect(clippy::unwrap_used, reason = "tests")]
+#![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "tests")]
 
 mod store_common;
 
@@ -33,7 +33,7 @@ fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
         .collect();
     let (leases, got) = store.reserve_many(None, &asked).unwrap();
     store.commit(leases);
-    if prompt % 256 == 0 {
+    if prompt.is_multiple_of(256) {
         store.check().unwrap();
     }
     got.iter().map(|got| got.num_dropped).sum()

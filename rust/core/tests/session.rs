@@ -205,9 +205,9 @@ fn the_store_hears_once_of_each_ticket() {
     let (engine, calls) = odd(2, &[vec![row(5, 0), row(6, 1), row(7, 2)]]);
     let (saves, _) = reserve(&engine, 9, 0..3, &[4, 0, 7]).expect("in the table");
     assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
-    assert_eq!(engine.settle(&[1, 2], &[]), (0, 0));
-    assert_eq!(engine.settle(&[1], &[2]), (1, 1));
-    assert_eq!(engine.settle(&[1, 2], &[2]), (0, 0));
+    assert_eq!(engine.settle(&[1, 2], &[], &[]), (0, 0));
+    assert_eq!(engine.settle(&[1], &[2], &[]), (1, 1));
+    assert_eq!(engine.settle(&[1, 2], &[2], &[]), (0, 0));
     engine.abort(&[1, 2, 3]);
     let every = calls.lock().expect("no panic");
     assert_eq!(*every, [("abort", vec![6]), ("abort", vec![7]), ("commit", vec![5])]);
@@ -220,10 +220,10 @@ fn a_store_that_begins_anew_uses_its_numbers_again() {
     let again = || reserve(&engine, 9, 0..2, &[4, 5]).expect("in the table").0;
     let (before, after, last) = (again(), again(), again());
     assert_eq!(engine.num_in_flight(), 4);
-    assert_eq!(engine.settle(before.tickets(), &[]), (0, 2));
+    assert_eq!(engine.settle(before.tickets(), &[], &[]), (0, 2));
     engine.abort(before.tickets());
     assert!(calls.lock().expect("no panic").is_empty(), "the store does not know of them");
-    assert_eq!(engine.settle(after.tickets(), &[]), (1, 0));
+    assert_eq!(engine.settle(after.tickets(), &[], &[]), (1, 0));
     engine.abort(last.tickets());
     assert_eq!(*calls.lock().expect("no panic"), [("commit", vec![1]), ("abort", vec![2])]);
     assert_eq!(engine.num_in_flight(), 0);
@@ -319,7 +319,7 @@ fn a_save_has_its_readers_until_it_is_settled() {
         engine
     };
     let engine = begin();
-    engine.settle(&[2], &[]);
+    engine.settle(&[2], &[], &[]);
     assert_eq!(
         engine.being_read(Some(&[9, 8, 7])),
         [8, 7],
@@ -327,7 +327,7 @@ fn a_save_has_its_readers_until_it_is_settled() {
     );
     let engine = begin();
     assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8, 7]);
-    engine.settle(&[1], &[]);
+    engine.settle(&[1], &[], &[]);
     assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8], "the other save reads it too");
     engine.abort(&[1, 2]);
     assert!(engine.being_read(None).is_empty() && engine.num_in_flight() == 0);

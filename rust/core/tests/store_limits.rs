@@ -20,7 +20,7 @@ use kvloft_core::store::{
 };
 use proptest::prelude::*;
 use store_common::{
-    FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify,
+    MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify,
 };
 
 const FRAMES: u32 = 32;

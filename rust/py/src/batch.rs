@@ -72,6 +72,12 @@ impl ChunkBatch {
         self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
     }
 
+    /// A batch for each KV cache group and size class of frames.
+    fn by_size(&self) -> Vec<(u32, u8, Self)> {
+        let sizes = self.inner.by_size().into_iter();
+        sizes.map(|(group, class, batch)| (group, class.0, batch.into())).collect()
+    }
+
     /// Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64),
     /// little endian.
     fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {

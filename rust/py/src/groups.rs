@@ -11,7 +11,7 @@ use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
 /// (number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach in tokens, size
-/// class of frames).
+/// class of frames, and that of frames for compressed chunks or None).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
@@ -40,6 +40,7 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
             kept_blocks: kept_blocks?,
             reach: reach?,
             class: SizeClass(at(6)?.extract()?),
+            compact: at(7)?.extract::<Option<u8>>()?.map(SizeClass),
         }))
     }
 }

@@ -301,10 +301,10 @@ impl Session {
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
-    #[pyo3(signature = (saved, failed=Vec::new()))]
+    #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn settle(&self, saved: Vec<u64>, failed: Vec<u64>) -> (u32, usize) {
-        self.inner.settle(&saved, &failed)
+    fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
+        self.inner.settle(&saved, &failed, &misfits)
     }
 
     /// Give reserved frames back that no rank will report; all of them for None.

@@ -16,9 +16,11 @@ No step allocates GPU memory or waits for the device. Must not depend on engines
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import torch
@@ -38,12 +40,14 @@ from kvloft.transfer.cuda.saves import Saves
 from kvloft.transfer.cuda.shared import PageKind, Shared
 from kvloft.transfer.cuda.submitter import Submitter
 from kvloft.transfer.cuda.trailers import Trailers
-from kvloft.transfer.frames import FrameMemory, FrameWindow
+from kvloft.transfer.frames import FrameMemory, GroupFrames
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
 logger = logging.getLogger(__name__)
 
+FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
+"""One KV cache group and one size of frames."""
 SLOTS_AHEAD = 8
 """Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter
 can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do
@@ -60,7 +64,7 @@ class CudaMover:
         *,
         blocks_per_chunk: Sequence[int],
         tuning: Tuning,
-        kind_of: Sequence[int] = (0,),
+        kind_of: Mapping[tuple[int, int], int] = FIRST_KIND,
         gathers_first: bool = False,
     ) -> None:
         """Allocate staging and start to register the arena. Raises CudaError, or ValueError if
@@ -279,10 +283,16 @@ def _kind(
             replace(limits, encoding=of(everything=True)),
         )
     block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
+    holds_raw = num_blocks * layout.block_bytes <= frames.part_room
     trailers = Trailers(
-        frames, layout=layout.digest, block_bytes=layout.block_bytes, block_tiles=block_tiles
+        frames,
+        layout=layout.digest,
+        block_bytes=layout.block_bytes,
+        block_tiles=block_tiles,
+        holds_raw=holds_raw,
     )
-    return PageKind(limits, limits, unregistered, trailers, frames)
+    fits = holds_raw or kernels.encodes
+    return PageKind(limits, limits, unregistered, trailers, frames, fits)
 
 
 def prepare(
@@ -292,7 +302,7 @@ def prepare(
     staging_bytes: int,
     gathers_first: bool,
     encodes: bool = False,
-) -> Callable[[Sequence[FrameWindow]], CudaMover]:
+) -> Callable[[Sequence[GroupFrames]], CudaMover]:
     """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes
     the mover.
 
@@ -331,21 +341,26 @@ def prepare(
             tuning.slot_bytes >> 20,
         )
 
-    def make(windows: Sequence[FrameWindow]) -> CudaMover:
-        # Groups with pages of one kind can have frames of different sizes, because of other ranks.
-        groups = [
-            (where, window.memory.part_bytes)
-            for where, window in zip(addresses, windows, strict=True)
-        ]
-        distinct = list(dict.fromkeys(groups))
-        firsts = [groups.index(each) for each in distinct]
+    def make(frames: Sequence[GroupFrames]) -> CudaMover:
+        # A kind has pages of one layout and frames of one size.
+        distinct: dict[tuple[object, ...], tuple[int, FrameMemory]] = {}
+        kind_of: dict[tuple[int, int], int] = {}
+        for group, (where, own) in enumerate(zip(addresses, frames, strict=True)):
+            for window, size_class in (
+                (own.raw, own.raw_class),
+                (own.compact, own.compact_class),
+            ):
+                if window is not None:
+                    kind = (where, window.memory.part_bytes)
+                    distinct.setdefault(kind, (group, window.memory))
+                    kind_of[group, size_class] = list(distinct).index(kind)
         with torch.cuda.device(device):
             return CudaMover(
-                [kinds[where] for where, _ in distinct],
-                [windows[first].memory for first in firsts],
-                blocks_per_chunk=[blocks_per_chunk[first] for first in firsts],
+                [kinds[addresses[group]] for group, _ in distinct.values()],
+                [memory for _, memory in distinct.values()],
+                blocks_per_chunk=[blocks_per_chunk[group] for group, _ in distinct.values()],
                 tuning=tuning,
-                kind_of=[distinct.index(each) for each in groups],
+                kind_of=kind_of,
                 gathers_first=gathers_first,
             )
 

@@ -46,7 +46,11 @@ class Saves(Direction):
         room are dropped.
         """
         for kind, chunks in self._shared.by_kind(plans):
-            self._submit(kind, chunks)
+            if self._shared.kinds[kind].fits:
+                self._submit(kind, chunks)
+            else:
+                self._shared.done.misfits += chunks.tickets()
+                self._drop(chunks)
 
     def _submit(self, kind: int, chunks: ChunkBatch) -> None:
         if not chunks or self._shared.broken is not None:
@@ -144,7 +148,9 @@ class Saves(Direction):
                 if too_long
                 else tickets
             )
-            done.failed += [tickets[i] for i in too_long]
+            misfits = [tickets[i] for i in too_long]
+            done.failed += misfits
+            done.misfits += misfits
         else:
             self._drop(job.chunks)
         del self._open[job]

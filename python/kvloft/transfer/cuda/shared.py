@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -49,6 +49,8 @@ class PageKind(NamedTuple):
     unregistered: PieceLimits
     trailers: Trailers
     memory: FrameMemory
+    fits: bool = True
+    """False if frames are for compressed chunks, and these kernels compress nothing."""
 
     def with_slots(self, save_bytes: int, load_bytes: int) -> PageKind:
         """Return this kind with staging slots of these sizes."""
@@ -58,6 +60,7 @@ class PageKind(NamedTuple):
             replace(self.unregistered, slot_bytes=load_bytes),
             self.trailers,
             self.memory,
+            self.fits,
         )
 
 
@@ -65,13 +68,13 @@ class PageKind(NamedTuple):
 class Shared:
     """State that saves and loads share.
 
-    ``kind_of``: the kind of each KV cache group's pages. ``num_blocks``: limit of block ids, which
-    name the same memory in all groups. ``compute`` returns the stream of forwards. ``fail`` is
-    called after a CUDA error.
+    ``kind_of``: the kind of pages of each KV cache group and size class. ``num_blocks``: limit of
+    block ids, which name the same memory in all groups. ``compute`` returns the stream of forwards.
+    ``fail`` is called after a CUDA error.
     """
 
     kinds: Sequence[PageKind]
-    kind_of: Sequence[int]
+    kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
     """Bytes of one direction on the GPU above which no piece is sent."""
@@ -113,8 +116,8 @@ class Shared:
         """Return all chunks of ``plans``, as one batch for each kind of pages."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
-            for group, chunks in plan.chunks.by_group() if plan.chunks else ():
-                found.setdefault(self.kind_of[group], []).append(chunks)
+            for group, size_class, chunks in plan.chunks.by_size() if plan.chunks else ():
+                found.setdefault(self.kind_of[group, size_class], []).append(chunks)
         return [
             (kind, some[0] if len(some) == 1 else _core.ChunkBatch.concat(some))
             for kind, some in found.items()
@@ -135,6 +138,8 @@ class Shared:
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
+        if not self.kinds[kind].fits:
+            return "compressed, which this GPU or its settings rule out"
         try:
             chunks.check(
                 num_frames=memory.num_frames,

@@ -75,8 +75,10 @@ class Trailers:
         layout: bytes,
         block_bytes: int,
         block_tiles: int | None = None,
+        holds_raw: bool = True,
     ) -> None:
-        self._column = TrailerColumn(memory)
+        """``holds_raw``: False if only encoded chunks fit the parts."""
+        self._column, self._holds_raw = TrailerColumn(memory), holds_raw
         self._block_bytes, self._block_tiles, self._room = (
             block_bytes,
             block_tiles,
@@ -122,7 +124,8 @@ class Trailers:
         """Return which of ``frames`` are not encoded, according to trailers that are not checked
         yet.
         """
-        return np.asarray(self._column.encodings(frames) != E348)
+        encodings = self._column.encodings(frames)
+        return np.asarray((encodings != E348) & self._holds_raw)
 
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
@@ -135,7 +138,7 @@ class Trailers:
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
             are_encoded = rows["encoding"] == E348  # any length: the decoder checks bounds
-            good["encoding"] = np.where(are_encoded, E348, RAW)
+            good["encoding"] = np.where(are_encoded, E348, RAW if self._holds_raw else E348)
             good["encoded_bytes"] = np.where(
                 are_encoded, rows["encoded_bytes"], good["encoded_bytes"]
             )

@@ -39,6 +39,8 @@ pub struct Group {
     pub reach: u32,
     /// The size class of its frames.
     pub class: SizeClass,
+    /// That of smaller frames for chunks that workers compress; a chunk may not fit.
+    pub compact: Option<SizeClass>,
 }
 
 /// Blocks of a group's table per unit, and how many of those, the last ones, a chunk keeps.
@@ -60,6 +62,7 @@ impl Group {
         kept_blocks: 1,
         reach: 0,
         class: SizeClass(0),
+        compact: None,
     };
 
     /// `InvalidConfig` for a size of zero, or more blocks kept than there are.

@@ -9,12 +9,14 @@
 
 mod group;
 mod hit;
+mod misfits;
 mod save;
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::group::{Cut, Group, GroupKind};
+use self::misfits::Misfits;
 pub use self::save::{SaveRow, StateRow};
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
 use crate::in_flight::InFlight;
@@ -41,6 +43,7 @@ pub struct EngineSession {
     /// server knows.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
+    misfits: Mutex<Misfits>,
 }
 
 impl EngineSession {
@@ -53,7 +56,14 @@ impl EngineSession {
         groups.iter().try_for_each(Group::check)?;
         let mut order: Vec<_> = (0..groups.len()).collect();
         order.sort_by_key(|nth| !groups[*nth].is_full());
-        Ok(Self { session, num_ranks, groups, order, in_flight: Mutex::new(InFlight::new()) })
+        Ok(Self {
+            session,
+            num_ranks,
+            groups,
+            order,
+            in_flight: Mutex::new(InFlight::new()),
+            misfits: Mutex::default(),
+        })
     }
 
     /// The store behind it.
@@ -68,6 +78,10 @@ impl EngineSession {
 
     fn in_flight(&self) -> MutexGuard<'_, InFlight> {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn misfits(&self) -> MutexGuard<'_, Misfits> {
+        self.misfits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn full_groups(&self) -> impl Iterator<Item = &Group> {
@@ -215,9 +229,17 @@ impl EngineSession {
     // --------------------------------------------------------------------------------------------------
 
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank
-    /// could not write. Tickets that are not in flight mean nothing.
-    pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
+    /// could not write. Tickets that are not in flight mean nothing. Those of `misfits`, which are
+    /// among `failed`, did not fit their frames.
+    pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
+        if !misfits.is_empty() {
+            let keys: Vec<_> = misfits.iter().filter_map(|ticket| in_flight.key(*ticket)).collect();
+            let mut known = self.misfits();
+            for key in keys {
+                known.add(key);
+            }
+        }
         for ticket in failed {
             in_flight.fail(*ticket);
         }
@@ -229,6 +251,9 @@ impl EngineSession {
         drop(in_flight);
         self.give_back(aborted.iter().filter_map(|save| save.reservation));
         let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
+        if self.groups.iter().any(|group| group.compact.is_some()) {
+            self.misfits().add_saved(reservations.len());
+        }
         let num_visible =
             if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
         (num_visible, aborted.len())

@@ -125,14 +125,18 @@ impl EngineSession {
     ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut in_flight = self.in_flight();
-        let asked: Vec<_> = rows
-            .clone()
-            .flat_map(|(chain, parts)| parts.iter().map(move |part| (chain, part)))
-            .map(|(chain, part)| part.to_save(chain, self.groups[part.group].class))
-            .collect();
+        let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
+        for (chain, part) in
+            rows.clone().flat_map(|(chain, parts)| parts.iter().map(move |part| (chain, part)))
+        {
+            let before = asked.len();
+            self.runs(part, part.to_save(chain), &mut asked);
+            nums_of_runs.push(asked.len() - before);
+        }
         let (reserved, got) = self.session.reserve_many(&asked)?;
-        let mut batches = Vec::new();
-        let (mut rest, mut got) = (reserved.as_slice(), got.iter());
+        let mut got = got.iter();
+        let mut got = nums_of_runs.into_iter().map(|num_runs| total(got.by_ref().take(num_runs)));
+        let (mut batches, mut rest) = (Vec::new(), reserved.as_slice());
         for (_, parts) in rows {
             let joined = self.join(parts, &mut rest, &mut got);
             batches.push(
@@ -148,17 +152,45 @@ impl EngineSession {
         Ok(added)
     }
 
+    /// Appends `asked`, which is one group's, cut where chunks need frames of another size.
+    fn runs<'a>(&self, part: &Part, asked: ToSave<'a>, runs: &mut Vec<ToSave<'a>>) {
+        let group = &self.groups[part.group];
+        let misfits = self.misfits();
+        let compact = group.compact.filter(|_| !misfits.are_all());
+        let Some(compact) = compact.filter(|_| !misfits.is_empty()) else {
+            runs.push(ToSave { class: compact.unwrap_or(group.class), ..asked });
+            return;
+        };
+        let class = |unit: &u32| {
+            let key = asked.prefix.key_of(unit + 1);
+            if misfits.may_fit(&key) { compact } else { group.class }
+        };
+        let units: Vec<_> = asked.units.clone().collect();
+        let before = runs.len();
+        for run in units.chunk_by(|one, next| class(one) == class(next)) {
+            let units = run[0]..run[0] + u32::try_from(run.len()).unwrap_or(u32::MAX);
+            runs.push(ToSave { class: class(&run[0]), units, ..asked.clone() });
+        }
+        if runs.len() - before > 1 && asked.is_attached {
+            // A key after a run is not the one after the range.
+            for run in &mut runs[before..] {
+                run.prefix.keys = &run.prefix.keys[..run.units.end as usize];
+            }
+        }
+    }
+
     /// One request's reservations as a batch, tickets of chunks that have no KV, and units without
     /// a frame.
     fn join(
         &self,
         parts: &[Part],
         reserved: &mut &[crate::store::Reservation],
-        got: &mut std::slice::Iter<'_, Got>,
+        got: &mut impl Iterator<Item = Got>,
     ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
         let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
         let has_full = self.full_groups().next().is_some();
-        for (part, got) in parts.iter().zip(got) {
+        for part in parts {
+            let got = got.next().unwrap_or_default();
             let (own, behind) = reserved.split_at(got.num_reserved.min(reserved.len()));
             *reserved = behind;
             let group = &self.groups[part.group];
@@ -183,8 +215,16 @@ impl EngineSession {
     }
 }
 
+/// What a group's runs got together.
+fn total<'a>(runs: impl Iterator<Item = &'a Got>) -> Got {
+    runs.fold(Got::default(), |sum, got| Got {
+        num_reserved: sum.num_reserved + got.num_reserved,
+        num_dropped: sum.num_dropped + got.num_dropped,
+    })
+}
+
 impl Part {
-    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>, class: SizeClass) -> ToSave<'a> {
+    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> ToSave<'a> {
         let keys = match (&self.keys, chain) {
             (Keys::Own(keys), _) => keys,
             (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
@@ -192,7 +232,7 @@ impl Part {
         };
         let is_attached = matches!(self.keys, Keys::Own(_));
         let prefix = Prefix::new(self.root, keys);
-        ToSave { prefix, units: self.units.clone(), class, is_attached }
+        ToSave { prefix, units: self.units.clone(), class: SizeClass(0), is_attached }
     }
 }
 
