@@ -29,13 +29,13 @@ class PrefixLookup:
 
     def begin(self, request: RequestState) -> int:
         """Hash the tokens of the first lookup and return the length of the request."""
-        return request.extend_chain(FIRST_LOOKUP_TOKENS)
+        return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState) -> Hit:
         """Return the deepest hits of the request, with a lookup of all its tokens if necessary."""
         limit = FIRST_LOOKUP_TOKENS
         while True:
-            num_tokens = request.extend_chain(limit)
+            num_tokens = request.extend_chains(limit)
             host_units, stored_units = self._store.lookup(request.chain)
             # A hit that ends before the chain does ends there with a longer chain, too.
             if stored_units < request.chain.num_blocks or request.chain.num_tokens >= num_tokens:

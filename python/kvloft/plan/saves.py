@@ -57,11 +57,10 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
 def num_complete_units(
     request: RequestState, num_tokens: int, frontier: int, unit_tokens: int
 ) -> int:
-    """Return the leading units whose KV is computed at ``frontier`` and whose keys follow from
-    ``num_tokens`` known tokens, saved or not.
+    """Return the leading units whose KV is computed at ``frontier`` and whose tokens are among the
+    ``num_tokens`` known ones, saved or not.
     """
-    num_known = min(frontier + request.lookahead, num_tokens) - request.lookahead
-    return min(num_known // unit_tokens, len(request.blocks))
+    return min(min(frontier, num_tokens) // unit_tokens, len(request.blocks))
 
 
 def refresh_tables(request: RequestState, step: StepView) -> bool:

@@ -35,7 +35,7 @@ class SchedulerCore:
     def __init__(
         self,
         store: Session,
-        new_chain: Callable[[RequestView], KeyChain],
+        new_chain: Callable[[RequestView, int], KeyChain],
         settings: PlanSettings,
         *,
         clock: Callable[[], float],
@@ -49,7 +49,11 @@ class SchedulerCore:
         self._notes = EventNotes(announcer)
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._requests, self.counters = context.requests, context.counters
-        self._writers = BlockWriters(self._unit_tokens, sees_grants=settings.shape.is_divisible)
+        self._writers = BlockWriters(
+            self._unit_tokens,
+            sees_grants=self._shape.is_divisible,
+            lookahead=self._shape.lookahead,
+        )
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)
         self._saves = SavePlanner(context, self._writers)

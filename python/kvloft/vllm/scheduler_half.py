@@ -154,7 +154,7 @@ class SchedulerHalf:
         """
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._unit_tokens, self._lookahead = shape.unit_tokens, shape.lookahead
+        self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
         """vLLM frees blocks of running requests, so that block tables are read afresh."""
@@ -240,9 +240,9 @@ class SchedulerHalf:
         self._teller = Teller(self._tell_events) if self._is_shared else None
         self._tell_events()
 
-    def _new_chain(self, view: RequestView) -> _core.KeyChain:
+    def _new_chain(self, view: RequestView, lookahead: int) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=self._lookahead)
+        return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=lookahead)
 
     # -- hooks
     # -----------------------------------------------------------------------------------------
