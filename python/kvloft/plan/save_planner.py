@@ -202,7 +202,7 @@ class SavePlanner:
         num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
         request.num_complete = num_units
         self._writers.record(request)
-        lag = max(0, frontier - num_tokens)
+        lag = 0 if request.had_drafts else max(0, frontier - num_tokens)
         next_end = (num_units + 1) * self._unit_tokens + lag
         request.next_save = min(request.next_save, next_end)
 

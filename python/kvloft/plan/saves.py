@@ -40,8 +40,9 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
         num_units = limit // unit_tokens
     if (num_held := len(tables.main_table) // tables.main_size) < num_units:
         num_units = num_held
-    # With async scheduling, tokens are known some steps after their KV, at a later frontier.
-    request.next_save = (num_units + 1) * unit_tokens + lag
+    # With async scheduling, tokens are known some steps after their KV, at a later frontier. Which
+    # one cannot be predicted with drafts, as they may be rejected.
+    request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
     if is_limited:  # the rest may be saved by a later request that has it in its prompt
         request.num_complete = num_complete_units(request, len(token_ids), frontier, unit_tokens)

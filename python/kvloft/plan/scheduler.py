@@ -19,7 +19,7 @@ from kvloft.plan.event_notes import EventNotes
 from kvloft.plan.load_planner import LoadPlanner
 from kvloft.plan.request_state import NEVER, RequestState
 from kvloft.plan.save_planner import SavePlanner
-from kvloft.plan.saves import rewritten_blocks
+from kvloft.plan.saves import num_complete_units, rewritten_blocks
 from kvloft.plan.settings import PlanSettings
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -217,7 +217,18 @@ class SchedulerCore:
         if request is not None:
             request.drop_lease()
             if request.live.num_computed_tokens > 0:
-                self._writers.record(request)
+                self._record_last(request)
+
+    def _record_last(self, request: RequestState) -> None:
+        """Record the blocks of a request that finished. With async scheduling, vLLM also caches
+        blocks whose tokens became known in the step that finished it.
+        """
+        if request.was_examined:
+            num_tokens = len(request.confirmed_tokens())
+            frontier = request.live.num_computed_tokens
+            num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
+            request.num_complete = max(request.num_complete, num_units)
+        self._writers.record(request)
 
     def reset(self) -> None:
         """Clear the store, also of chunks being saved. KV that requests already have is not
