@@ -125,11 +125,13 @@ class RequestState:
         savable_tokens = NEVER if view.savable_tokens is None else view.savable_tokens
         self.save_limit = min(savable_tokens, self.num_prompt_tokens if self.prompt_only else NEVER)
         self._embeds = view.embeds
-        lookaheads = (self.lookahead, 0) if self.lookahead else (0,)
-        self._chains = tuple(self.new_chain(view, lookahead) for lookahead in lookaheads)
-        self.chain, self.prefix_chain = self._chains[0], self._chains[-1]
-        for chain in self._chains:
-            for item in view.items:
+        self.chain = self.prefix_chain = self.new_chain(view, self.lookahead)
+        self._chains = (self.chain,)
+        if self.lookahead:
+            self.prefix_chain = self.new_chain(view, 0)
+            self._chains = (self.chain, self.prefix_chain)
+        for item in view.items:
+            for chain in self._chains:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def confirmed_tokens(self) -> Sequence[int]:
