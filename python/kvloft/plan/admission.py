@@ -117,7 +117,7 @@ class Admission:
         the chunks in host memory now.
         """
         self.waiting.pop(request.req_id, None)
-        request.awaited = None
+        request.awaited, request.slow_tokens = None, 0
         num_tokens = self._lookup.begin(request)
         request.local_tokens = local_tokens
         if request.lease is not None and request.lease.num_tokens != num_tokens:

@@ -51,8 +51,9 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if it pays to wait for ``num_chunks``. ``reads_end``: value of
-        `DiskPacing.num_done` at which they will have been read; None if no read has started.
+        """Return True if it pays to wait for ``num_chunks``, and record their tokens as slow if
+        not. ``reads_end``: value of `DiskPacing.num_done` at which they will have been read; None
+        if no read has started.
         """
         pacing = self.pacing
         if pacing.is_sample_due(now):
@@ -65,10 +66,12 @@ class DiskWait:
             num_ahead = max(0, min(num_ahead, reads_end - pacing.num_done) - num_chunks)
         num_tokens = num_chunks // self._num_groups * self._unit_tokens
         backlog_s = max(0.0, request.turn_at_s - now)
-        return pacing.pays(
+        pays = pacing.pays(
             now,
             num_ahead=num_ahead,
             num_chunks=num_chunks,
             num_tokens=num_tokens,
             backlog_s=backlog_s,
         )
+        request.slow_tokens = 0 if pays else num_tokens
+        return pays

@@ -106,6 +106,8 @@ class RequestState:
     """Value of `DiskPacing.num_done` at which its chunks will have been read."""
     num_on_disk: int = 0
     """Chunks that were not in host memory at its lookup."""
+    slow_tokens: int = 0
+    """Tokens on disk that it does not wait for, because computing them is expected to be faster."""
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -100,6 +100,9 @@ class SchedulerCore:
         request.is_hit_unchecked = request.num_local_blocks > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
         self._admission.forget(live.req_id)
+        if request.slow_tokens:
+            self.counters["disk_slow_tokens"] += request.slow_tokens
+            request.slow_tokens = 0
         if num_tokens > 0:
             self._loads.plan(request, num_tokens)
             return

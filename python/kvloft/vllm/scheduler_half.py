@@ -87,6 +87,10 @@ OTHER_LAYOUT = (
     "Set different values of namespace for the two engines, and report the settings in which they "
     "differ"
 )
+SLOW_DISK = (
+    "kvloft: %s on disk were computed, because reading them was expected to take longer "
+    "(namespace %s). disk_slow_tokens counts them"
+)
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
     "(namespace %s). Requests are computed "
@@ -342,6 +346,7 @@ class SchedulerHalf:
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
         self._warn(data["disk_verify_failures"], DAMAGE)
         self._warn(data["layout_mismatches"], OTHER_LAYOUT)
+        self._warn(data["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
         self._warn(
             0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"],
             NO_ROOM,
@@ -370,11 +375,13 @@ class SchedulerHalf:
         for event in self._store.take_events():
             logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
-    def _warn(self, num_chunks: int, text: str) -> None:
+    def _warn(
+        self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
+    ) -> None:
         """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
-        if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
+        if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
-            logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
+            logger.log(level, text, _count(num, unit), self._namespace.hex()[:16])
 
     # -- what vLLM does without asking a connector
     # -----------------------------------------------------------------
