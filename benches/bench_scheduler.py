@@ -86,8 +86,8 @@ class Engine:
         self.store = wrap_store(self.session)
         root = _core.root_key(bytes(32), None, None)
 
-        def new_chain(_: RequestView) -> _core.KeyChain:
-            return _core.KeyChain(root, block_tokens=BLOCK_TOKENS)
+        def new_chain(_: RequestView, lookahead: int) -> _core.KeyChain:
+            return _core.KeyChain(root, block_tokens=BLOCK_TOKENS, lookahead=lookahead)
 
         arena = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
         settings = PlanSettings(CacheShape(self.groups), arena)

@@ -51,6 +51,11 @@ METRICS: Final = (
     _counter("load_tokens_host", _ENGINE, "Tokens loaded from host memory"),
     _counter("load_tokens_disk", _ENGINE, "Tokens loaded from disk"),
     _counter(
+        "disk_slow_tokens",
+        _ENGINE,
+        "Tokens on disk that were computed, because reading them was expected to take longer",
+    ),
+    _counter(
         "load_lost_blocks",
         _ENGINE,
         "Blocks offered to vLLM whose chunk was evicted before the load was planned",

@@ -77,7 +77,7 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
     world = World(4, tmp_path, capacity=100, slots=40)
     core = SchedulerCore(
         world.store,
-        lambda _view: world.chain((1, 1)),
+        lambda _view, _lookahead: world.chain((1, 1)),
         PlanSettings(CacheShape((GroupShape(BLOCK),))),
         clock=time.monotonic,
         announcer=world.announcer,

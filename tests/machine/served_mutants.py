@@ -153,7 +153,7 @@ def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
         mp,
         PrefixLookup,
         "max_units",
-        lambda original, self, num_tokens: num_tokens // self._shape.unit_tokens,
+        lambda original, self, num_tokens: num_tokens // self._unit_tokens,
     )
 
 
@@ -209,7 +209,7 @@ def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
         mp,
         PrefixLookup,
         "max_units",
-        lambda original, self, num_tokens: num_tokens // self._shape.unit_tokens,
+        lambda original, self, num_tokens: num_tokens // self._unit_tokens,
     )
 
 

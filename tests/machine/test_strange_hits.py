@@ -70,9 +70,8 @@ def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: b
     assert engine.ledger.num_saved == num_saved, "what hangs on a wrong block is as wrong"
 
 
-@pytest.mark.parametrize(
-    ("name", "is_stored"), [*((name, False) for name in SHAPES), ("one group", True)]
-)
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
 def test_nothing_computed_on_a_wrong_hit_is_saved(
     name: str, is_stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,9 @@ class KeyBook:
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
         """Root first, then one entry a position, to the block's end."""
 
-    def new_chain(self, view: Any) -> "ModelChain":
-        return ModelChain(self, ("root", view.adapter, view.cache_salt))
+    def new_chain(self, view: Any, lookahead: int | None = None) -> "ModelChain":
+        root = ("root", view.adapter, view.cache_salt)
+        return ModelChain(self, root, self.lookahead if lookahead is None else lookahead)
 
 
 class ModelChain:
@@ -36,9 +37,9 @@ class ModelChain:
     afresh.
     """
 
-    def __init__(self, book: KeyBook, root: Content) -> None:
+    def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
         self._book = book
-        self.root = root
+        self.root, self._lookahead = root, lookahead
         self.positions: list[Content] = []
         self._items: list[tuple[str, int, int]] = []
         self._keys: list[bytes] = []
@@ -68,7 +69,7 @@ class ModelChain:
     def _append(self, content: Content) -> None:
         at = len(self.positions)
         self.positions.append(content + tuple(item_content(self._items, at)))
-        end = len(self.positions) - self._book.lookahead
+        end = len(self.positions) - self._lookahead
         if end > 0 and end % self._book.block_tokens == 0:
             block = self.positions[end - self._book.block_tokens :]
             parent = self._keys[-1] if self._keys else repr(self.root).encode()

@@ -14,9 +14,10 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
     """A request whose chunks have these keys, and chunks of one block in the first group and of two
     in the second.
     """
-    chain = SimpleNamespace(key=keys.__getitem__)
+    chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(
         chain=chain,
+        prefix_chain=chain,
         blocks=Tables(tables, 0, [1, 2]),
         num_local_blocks=num_local,
         num_noted=0,
@@ -42,9 +43,11 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
     """A request of one group, whose hit nobody has checked."""
+    chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(
         req_id=req_id,
-        chain=SimpleNamespace(key=keys.__getitem__),
+        chain=chain,
+        prefix_chain=chain,
         blocks=Tables([table]),
         num_local_blocks=num_local,
         num_noted=0,
@@ -53,7 +56,7 @@ def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete:
         is_hit_unchecked=num_local > 0,
         save_blocked=False,
         kv_outdated=False,
-        extend_chain=lambda _: 0,
+        extend_chains=lambda _: 0,
     )
 
 

@@ -189,8 +189,12 @@ class TimedStore(ModelStore):
 
 
 def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
-    """Seconds for all prompts, of which only the disk has anything; ``num_warm`` unknown ones were
-    computed before.
+    return crowd(chunks_per_s, loads=loads, num_warm=num_warm)[0]
+
+
+def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float, SymbolicEngine]:
+    """Seconds for all prompts, of which only the disk has anything, and the engine; ``num_warm``
+    unknown ones were computed before.
     """
     setup = Setup(
         with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64
@@ -217,7 +221,7 @@ def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
         engine.add(Request(f"r{i}", list(prompt), 1, skip_load=not loads))
     run(engine)
     settle(engine)
-    return engine.now - begin
+    return engine.now - begin, engine
 
 
 def run(engine: SymbolicEngine) -> None:
@@ -250,3 +254,12 @@ def test_a_crowd_is_never_slower_than_computed_and_a_fast_disk_is_used(
 def test_a_fresh_engine_with_a_slow_disk_soon_computes() -> None:
     plain = makespan(CHUNKS_PER_S, loads=False)
     assert makespan(0.03 * CHUNKS_PER_S, loads=True, num_warm=0) <= plain + 0.6
+
+
+@pytest.mark.parametrize(("speed", "is_slow"), [(0.03, True), (100.0, False)])
+def test_tokens_left_on_a_slow_disk_are_counted(speed: float, is_slow: bool) -> None:
+    _, engine = crowd(speed * CHUNKS_PER_S, loads=True)
+    num_slow, num_loaded = engine.core.counters["disk_slow_tokens"], engine.num_loaded_tokens
+    assert num_slow + num_loaded <= NUM_PROMPTS * (PROMPT_TOKENS + 1)
+    assert (num_slow > NUM_PROMPTS * PROMPT_TOKENS / 2) == is_slow
+    assert is_slow or num_slow == 0

@@ -82,6 +82,32 @@ def test_a_block_that_comes_later_than_its_tokens_is_saved_when_it_comes() -> No
     assert saved_blocks(engine.core.plan_step(view_of_running(12, 2, [6, 7]))) == [(6,), (7,)]
 
 
+def test_a_unit_is_saved_as_soon_as_its_tokens_are_known_though_drafts_were_rejected() -> None:
+    """While drafts are in flight, the frontier is further ahead of the known tokens than later."""
+    engine, request, _ = started([1, 2, 3, 4, 5, 6, 7, 8, 9], 12)
+    drafts: Any = {A: 2}
+    for computed in (12, 15):
+        view = view_of_running(computed, 3)._replace(num_draft_tokens=drafts)
+        assert not engine.core.plan_step(view).saves
+    request.token_ids += [1, 2]
+    assert saved_blocks(engine.core.plan_step(view_of_running(13, 1))) == [(7,)]
+
+
+def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_continued() -> None:
+    """With async scheduling, vLLM caches such a block without another step of its request."""
+    engine, request, _ = started([1, 2, 3, 4, 5, 6, 7, 8], 12)
+    engine.core.plan_step(view_of_running(12, 1))
+    engine.core.plan_step(view_of_running(13, 1))
+    request.token_ids += [1, 2]
+    request.num_computed_tokens = 14
+    engine.core.finish(A)
+    table, name = [1, 2, 3, 4, 5, 6, 7, 10, 11], ReqId("b")
+    other: Any = Request(name, [*request.token_ids, 0, 0, 0], 9)
+    engine.match(other, 14)
+    engine.core.admit(other, 0, tables(table))
+    assert (10,) in saved_blocks(engine.core.plan_step(view_of_new(14, table, 3, name)))
+
+
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
     """Its own count may by then be that of a load which has not begun."""
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)

@@ -102,39 +102,58 @@ def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(
     settle(engine)
 
 
+def start(
+    engine: SymbolicEngine, given: dict[str, tuple[list[int], list[int]]], local: int, **num: int
+) -> Any:
+    """Plan the first step of requests with these tokens and block tables, of which vLLM's cache has
+    ``local`` tokens; ``num``: scheduled tokens.
+    """
+    for name, (prompt, table) in given.items():
+        request: Any = Request(name, prompt, 9)
+        engine.match(request, local)
+        engine.core.admit(request, 0, tables(table))
+    new: Any = [NewRequest(name, local, table) for name, (_, table) in given.items()]  # type: ignore[arg-type]
+    return engine.core.plan_step(StepView(new=new, num_scheduled_tokens=num))  # type: ignore[arg-type]
+
+
 def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> (
     None
 ):
-    """Beside a long request it was given blocks of before; the drafter then wrote to them for
+    """With a long request, it got the blocks of an earlier one; the drafter then wrote to them for
     another next token.
     """
-    engine: Any = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
-
-    def start(
-        given: dict[str, list[int]],
-        prompts: dict[str, list[int]],
-        local: int,
-        scheduled: dict[str, int],
-    ) -> Any:
-        for name, table in given.items():
-            request: Any = Request(name, prompts[name], 9)
-            engine.match(request, local)
-            engine.core.admit(request, 0, tables(table))
-        new: Any = [NewRequest(name, local, table) for name, table in given.items()]  # type: ignore[arg-type]
-        return engine.core.plan_step(StepView(new=new, num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
-
+    engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
     same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
-    assert start({"a": [1, 2, 3, 4]}, {"a": same}, 0, {"a": 8}).saves
-    engine.core.finish("a")
-    given, prompts = (
-        {"b": [1, 2, 3, 4], "long": list(range(10, 26))},
-        {"b": other, "long": list(range(50, 80))},
-    )
-    assert not start(given, prompts, 0, {"b": 2, "long": 30}).saves
-    engine.core.finish("long")
+    assert start(engine, {"a": (same, [1, 2, 3, 4])}, 0, a=8).saves
+    engine.core.finish("a")  # type: ignore[arg-type]
+    given = {"b": (other, [1, 2, 3, 4]), "long": (list(range(50, 80)), list(range(10, 26)))}
+    assert not start(engine, given, 0, b=2, long=30).saves
+    engine.core.finish("long")  # type: ignore[arg-type]
     alone: Any = StepView(running=["b"], num_computed_tokens=[2], num_scheduled_tokens={"b": 6})  # type: ignore[list-item,dict-item]
     assert not engine.core.plan_step(alone).saves
-    engine.core.finish("b")
+    engine.core.finish("b")  # type: ignore[arg-type]
     engine.core.reset()
-    assert not start({"c": [1, 2, 30, 31]}, {"c": same}, 4, {"c": 4}).saves
+    assert not start(engine, {"c": (same, [1, 2, 30, 31])}, 4, c=4).saves
     engine.core.close()
+
+
+def saves_of_a_hit(prompt: list[int], local: int) -> Any:
+    """Plan the first step of a request whose chunks are all stored but for the last, and for which
+    vLLM has ``local`` tokens: of [1, 2, 3, 4], computed for a request that was aborted before its
+    fifth token was known.
+    """
+    engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1))
+    start(engine, {"stores": (prompt[:-2], [1, 2, 3])}, 0, stores=6)
+    engine.core.finish("stores")  # type: ignore[arg-type]
+    start(engine, {"aborted": ([1, 2, 3, 4], [5, 6])}, 0, aborted=4)
+    engine.core.finish("aborted")  # type: ignore[arg-type]
+    table = [*[5, 6][: local // 2], 7, 8, 9, 10]
+    return start(engine, {"hits": (prompt, table)}, local, hits=len(prompt) - local).saves
+
+
+def test_what_follows_a_block_whose_next_token_was_never_known_is_saved() -> None:
+    assert saves_of_a_hit([1, 2, 3, 4, 5, 6, 7, 8], 4)
+
+
+def test_what_follows_a_wrong_hit_is_not_saved_though_the_right_blocks_are_stored() -> None:
+    assert not saves_of_a_hit([9, 9, 9, 9, 5, 6, 7, 8], 2)

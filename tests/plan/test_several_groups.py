@@ -35,7 +35,9 @@ class Bench:
         )
         root = _core.root_key(bytes(32), None, None)
         arena = arena_of(self.store, shape)
-        chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
+        chains = lambda _, lookahead: _core.KeyChain(  # noqa: E731
+            root, block_tokens=BLOCK, lookahead=lookahead
+        )
         self.now_s = 0.0
         self.core = SchedulerCore(
             self.store,

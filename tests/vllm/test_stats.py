@@ -104,6 +104,17 @@ def test_a_disk_that_takes_nothing_is_told_in_the_log(
     assert "3 chunks could not be written to disk" in record.getMessage()
 
 
+def test_tokens_left_on_a_slow_disk_are_logged_once(
+    half: Any, caplog: pytest.LogCaptureFixture, logged: Any
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.kvloft"):
+        for _ in range(3):
+            half.core.counters["disk_slow_tokens"] += 64
+            half.take_stats()
+    (record,) = [each for each in logged() if "on disk were computed" in each.getMessage()]
+    assert "64 tokens" in record.getMessage() and record.levelno == logging.INFO
+
+
 def test_every_name_reaches_prometheus() -> None:
     registry = CollectorRegistry()
 

@@ -17,13 +17,12 @@ order in which they are checked:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason
 from kvloft.plan.disk_wait import DiskWait
 from kvloft.plan.leases import Lease
 from kvloft.plan.load_gates import LoadGates
-from kvloft.plan.lookup import Hit, PrefixLookup
+from kvloft.plan.lookup import PrefixLookup
 from kvloft.plan.read_turns import ReadTurns
 from kvloft.plan.request_state import RequestState
 from kvloft.plan.settings import PlanSettings
@@ -37,18 +36,6 @@ the cost of a step would grow with the queue while slots stay empty."""
 
 LEASE_S = 60.0
 """A lease ends after this time without a call for its request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One call of `Admission.match`. ``num_tokens``: length of the request."""
-
-    request: RequestState
-    num_tokens: int
-    now: float
-    may_wait: bool
-    is_crowded: bool
-    """Enough other requests wait in this step."""
 
 
 class Admission:
@@ -130,123 +117,116 @@ class Admission:
         the chunks in host memory now.
         """
         self.waiting.pop(request.req_id, None)
-        request.awaited = None
+        request.awaited, request.slow_tokens = None, 0
         num_tokens = self._lookup.begin(request)
         request.local_tokens = local_tokens
         if request.lease is not None and request.lease.num_tokens != num_tokens:
             request.drop_lease()
-        now, is_crowded = self._record_call(request), self._is_crowded(request)
-        query = Query(request, num_tokens, now, may_wait, is_crowded)
-        lease = request.lease or self._acquire(query)
-        answer = self._offer(query, lease) if isinstance(lease, Lease) else lease
+        now = self._record_call(request)
+        answer: Answer | Lease = request.lease or self._acquire(request, now, may_wait=may_wait)
+        if isinstance(answer, Lease):
+            answer = self._offer(request, answer, now, may_wait=may_wait)
         if isinstance(answer, Wait):
             self.waiting[request.req_id] = request
             self._waited_now.add(request.req_id)
         return answer
 
-    def _acquire(self, query: Query) -> Lease | Wait | Miss:
+    def _acquire(self, request: RequestState, now: float, *, may_wait: bool) -> Lease | Wait | Miss:
         """Pin the stored units of a request without a lease, or return why it gets none."""
-        request, hit = query.request, self._lookup.find(query.request)
-        if hit.stored_units * self._unit_tokens <= request.local_tokens:
+        local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
+        host_units, stored_units = self._lookup.find(request, request.num_confirmed)
+        if stored_units * unit_tokens <= local_tokens:
             return Miss()
-        if query.may_wait and self._awaits_load(query):
+        if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
-        num_local = request.local_tokens // self._unit_tokens
-        num_missing = hit.stored_units - max(hit.host_units, num_local)
+        num_missing = stored_units - max(host_units, local_tokens // unit_tokens)
         request.num_on_disk = self.disk.num_chunks(num_missing)
-        pays = request.num_on_disk > 0 and not query.is_crowded
-        pays = pays and self.disk.pays_for_reads(request, query.now)
-        if query.may_wait and self.loads.are_slots_taken(query.now):
+        is_crowded = self._is_crowded(request)
+        pays = request.num_on_disk > 0 and not is_crowded
+        pays = pays and self.disk.pays_for_reads(request, now)
+        if may_wait and self.loads.are_slots_taken(now):
             self.turns.wait(request)
             return Wait(WaitReason.SLOTS)
-        if hit.stored_units > hit.host_units and not self._may_read(query, hit, pays=pays):
-            if pays and self._awaits_turn(query):
-                return Wait(WaitReason.TURN)
-            if hit.host_units * self._unit_tokens <= request.local_tokens:
-                return Miss()
-            request.waited_out |= pays
-        return self._pin(query, hit.stored_units)
+        if stored_units > host_units:
+            if pays:
+                may_read = self.turns.take(request, stored_units)
+            else:  # only while the disk is idle, which measures its rate
+                may_read = may_wait and not is_crowded and self.disk.pacing.is_disk_idle
+            if not may_read:
+                if pays and may_wait and self._awaits_turn(request, now):
+                    return Wait(WaitReason.TURN)
+                if host_units * unit_tokens <= local_tokens:
+                    return Miss()
+                request.waited_out |= pays
+        return self._pin(request, stored_units)
 
-    def _pin(self, query: Query, stored_units: int) -> Lease:
-        request, pinned = query.request, self.turns.waiting
+    def _pin(self, request: RequestState, stored_units: int) -> Lease:
+        pinned = self.turns.waiting
         lease = self._store.acquire(request.chain, stored_units)
         strides = pinned.strides(request.chain, stored_units)
-        request.lease = Lease(request.req_id, lease, pinned, strides, query.num_tokens)
+        request.lease = Lease(request.req_id, lease, pinned, strides, request.num_confirmed)
         request.reads_end = self.disk.pacing.observe_reads_wanted(request.num_on_disk)
         return request.lease
 
-    def _offer(self, query: Query, lease: Lease) -> Answer:
+    def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
         """Return what of the lease can be loaded now, or why the request waits with it."""
-        request = query.request
         ready_units, pending_units = lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
-            if self._awaits_disk(query, ready_units, pending_units):
+            pays = not self._is_crowded(request)
+            pays = pays and self.disk.pays_for_rest(request, ready_units, pending_units, now)
+            if may_wait and pays and self._awaits_disk(request, now):
                 return Wait(WaitReason.DISK)
         ready_tokens = ready_units * self._unit_tokens
         if ready_tokens <= request.local_tokens:
             if not pending_units:
                 request.drop_lease()
             return Miss()
-        reason = self._reason_not_to_load(query, ready_tokens)
+        reason = self._reason_not_to_load(request, ready_tokens, now, may_wait=may_wait)
         if reason is None:
             return Offer(ready_tokens - request.local_tokens)
-        if reason is WaitReason.BLOCKS and not self._awaits_blocks(query):
+        # If the loads that hold the blocks hang, it is better to compute.
+        awaits_blocks = may_wait and self.loads.expects_blocks(now)
+        if reason is WaitReason.BLOCKS and not awaits_blocks:
             request.drop_lease()
             return Miss()
         self.turns.note_pinned(request)
         return Wait(reason)
 
-    def _reason_not_to_load(self, query: Query, ready_tokens: int) -> WaitReason | None:
-        if query.may_wait and self._awaits_load(query):
+    def _reason_not_to_load(
+        self, request: RequestState, ready_tokens: int, now: float, *, may_wait: bool
+    ) -> WaitReason | None:
+        if may_wait and self._awaits_load(request, now):
             return WaitReason.SHARED_LOAD
-        if query.may_wait and self.loads.are_slots_taken(query.now):
+        if may_wait and self.loads.are_slots_taken(now):
             return WaitReason.SLOTS
-        if self.loads.lacks_blocks(query.request, query.num_tokens, ready_tokens):
+        if self.loads.lacks_blocks(request, request.num_confirmed, ready_tokens):
             return WaitReason.BLOCKS
         return None
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def _awaits_load(self, query: Query) -> bool:
-        request = query.request
-        units = self.loads.incoming_for(request, query.num_tokens)
-        if units is None or not request.has_time(query.now, self._wait_s):
+    def _awaits_load(self, request: RequestState, now: float) -> bool:
+        units = self.loads.incoming_for(request, request.num_confirmed)
+        if units is None or not request.has_time(now, self._wait_s):
             return False
         request.awaited = units
         return True
 
-    def _may_read(self, query: Query, hit: Hit, *, pays: bool) -> bool:
-        """Return True if the request may read from disk: in its turn if that ``pays``; otherwise
-        only while the disk is idle, which measures its rate.
-        """
-        if pays:
-            return self.turns.take(query.request, hit.stored_units)
-        return query.may_wait and not query.is_crowded and self.disk.pacing.is_disk_idle
-
-    def _awaits_turn(self, query: Query) -> bool:
-        if not query.may_wait or self._wait_s <= 0 or self.turns.are_paused(query.now):
+    def _awaits_turn(self, request: RequestState, now: float) -> bool:
+        if self._wait_s <= 0 or self.turns.are_paused(now):
             return False
-        self.turns.wait(query.request)
+        self.turns.wait(request)
         return True
 
-    def _awaits_disk(self, query: Query, ready_units: int, pending_units: int) -> bool:
-        """Return True if the request waits for its reads. If it has waited too long, the disk does
-        not keep up, and turns are paused.
+    def _awaits_disk(self, request: RequestState, now: float) -> bool:
+        """Return True if the request has time to wait for its reads. If it has waited too long, the
+        disk does not keep up, and turns are paused.
         """
-        request, now = query.request, query.now
-        pays = not query.is_crowded
-        pays = pays and self.disk.pays_for_rest(request, ready_units, pending_units, now)
-        if not (query.may_wait and pays):
-            return False
         if request.has_time(now, self._wait_s):
             return True
         self.turns.pause(now + self._wait_s)
         return False
-
-    def _awaits_blocks(self, query: Query) -> bool:
-        """Return False if the loads that hold the blocks hang: then it is better to compute."""
-        return query.may_wait and self.loads.expects_blocks(query.now)
 
     # -- steps and ends -------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 prefix is the request's own.
 
 A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer; saved, its KV would
-outlive the engine. With a draft model, a hit can be right for the model and still hold the KV of
-another next token in its last position. Must not depend on vLLM.
+outlive the engine. With a draft model, a hit can be right for the model and still hold the draft
+model's KV for another next token in its last position. Must not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from itertools import repeat
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import SavePlan
+from kvloft.seam.store import KeyChain
 from kvloft.seam.views import StepView
 
 
 class BlockWriters:
-    """The key of the prefix that each block was last written for.
+    """The prefix that each block was last written for.
 
     ``sees_grants``: `drop_given` sees every block that requests get, so each record is valid.
     """
 
-    def __init__(self, unit_tokens: int, *, sees_grants: bool) -> None:
+    def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
         self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
-        self._keys: dict[BlockId, bytes] = {}
+        self._prefixes: dict[BlockId, bytes] = {}
+        """Keys without a lookahead: the prefix to the block's end."""
+        self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
+        """Keys of the chunks, which also cover the next tokens; none if these are unknown."""
 
     # -- records --------------------------------------------------------------------------------
 
@@ -35,7 +39,7 @@ class BlockWriters:
             self.disown(request)
             return
         if not (request.save_blocked or request.kv_outdated):
-            request.extend_chain(request.num_complete * self._unit_tokens)
+            request.extend_chains(request.num_complete * self._unit_tokens)
         if request.save_blocked or request.kv_outdated:  # also if its tokens show a new turn
             self.forget(request)
         else:
@@ -44,18 +48,17 @@ class BlockWriters:
     def note(self, request: RequestState) -> None:
         """Record the complete units of the request, except those that vLLM had, and drop the rest.
 
-        vLLM may cache a block of the rest before its next token is known here.
+        vLLM caches a block before the tokens that follow it are known, and another request may
+        hit it although they never are: its request was aborted.
         """
-        first = max(request.num_local_blocks, request.num_noted)
-        num_units = request.num_complete
-        if first < num_units:
-            keys = list(map(request.chain.key, range(first, num_units)))
-            for table, size in _tables(request):
-                for nth in range(size):
-                    blocks = table[first * size + nth : num_units * size : size]
-                    self._keys.update(zip(blocks, keys, strict=False))
-            request.num_noted = num_units
         self._drop_unknown(request)
+        first = max(request.num_local_blocks, request.num_noted)
+        units = range(first, request.num_complete)
+        _update(self._prefixes, request, units, request.prefix_chain)
+        if self._keys is not self._prefixes:
+            units = range(first, min(request.num_complete, request.chain.num_blocks))
+            _update(self._keys, request, units, request.chain)
+        request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
         """Drop the blocks that a request writes whose KV is not to be saved."""
@@ -69,7 +72,8 @@ class BlockWriters:
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         """Drop blocks that a request will write to."""
-        for block in blocks if self._keys else ():
+        for block in blocks if self._prefixes else ():
+            self._prefixes.pop(block, None)
             self._keys.pop(block, None)
 
     def drop_given(
@@ -90,6 +94,7 @@ class BlockWriters:
 
     def clear(self) -> None:
         """Drop all blocks."""
+        self._prefixes.clear()
         self._keys.clear()
 
     def _drop_unknown(self, request: RequestState) -> None:
@@ -132,7 +137,7 @@ class BlockWriters:
         """
         left = list(unchecked)
         for request in left:
-            request.extend_chain(request.num_local_blocks * self._unit_tokens)
+            request.extend_chains(request.num_local_blocks * self._unit_tokens)
         if self._sees_grants:
             left = self._without_known(left)
         num_before = None
@@ -157,15 +162,13 @@ class BlockWriters:
     def know_hit(self, request: RequestState) -> bool:
         """Return True if all blocks that vLLM had for the request were written for its prefix.
 
-        With a lookahead, a block of another next token also counts: `are_its_own` prevents that it
-        is saved under this request's key.
+        A block of another next token also counts: `are_its_own` prevents that it is saved under
+        this request's key.
         """
         table, size = request.blocks.main_table, request.blocks.main_size
         num_units = request.num_local_blocks
-        written = list(map(self._keys.get, table[: num_units * size]))
-        if request.lookahead:
-            return None not in written
-        keys = map(request.chain.key, range(num_units))
+        written = list(map(self._prefixes.get, table[: num_units * size]))
+        keys = map(request.prefix_chain.key, range(num_units))
         return written == [key for key in keys for _ in repeat(None, size)]
 
     def find_others(
@@ -195,6 +198,17 @@ class BlockWriters:
             if any(self._keys.get(block) != key for block, key in keys):
                 return False
         return True
+
+
+def _update(
+    records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
+) -> None:
+    """Record the keys of the request's ``units`` for their blocks in all groups."""
+    keys = list(map(chain.key, units))
+    for table, size in _tables(request) if keys else ():
+        for nth in range(size):
+            blocks = table[units.start * size + nth : units.stop * size : size]
+            records.update(zip(blocks, keys, strict=False))
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:

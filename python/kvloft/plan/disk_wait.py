@@ -22,46 +22,56 @@ class DiskWait:
     shape: CacheShape
     pacing: DiskPacing = field(default_factory=DiskPacing)
     backlog: PromptBacklog = field(default_factory=PromptBacklog)
+    _num_groups: int = field(init=False)
+    _unit_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_groups, self._unit_tokens = len(self.shape.groups), self.shape.unit_tokens
 
     def num_chunks(self, num_units: int) -> int:
         """Return the largest number of chunks that ``num_units`` have; windows need fewer."""
-        return max(0, num_units) * len(self.shape.groups)
+        return max(0, num_units) * self._num_groups
 
     def pays_for_reads(self, request: RequestState, now: float) -> bool:
         """Return True if waiting pays although the request's reads have not started: they come
         after all that have.
         """
-        self._sample(now)
-        return self._pays(request, request.num_on_disk, self.pacing.num_pending, now)
+        return self._pays(request, request.num_on_disk, None, now)
 
     def pays_for_rest(
         self, request: RequestState, ready_units: int, pending_units: int, now: float
     ) -> bool:
         """Return True if waiting pays for the units of its lease that are still being read."""
-        num_local = request.local_tokens // self.shape.unit_tokens
+        num_local = request.local_tokens // self._unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
         if num_missing <= 0:
             return False
-        num_chunks, pacing = self.num_chunks(num_missing), self.pacing
-        self._sample(now)
-        num_left = min(pacing.num_pending, request.reads_end - pacing.num_done)
-        return self._pays(request, num_chunks, max(0, num_left - num_chunks), now)
+        return self._pays(request, self.num_chunks(num_missing), request.reads_end, now)
 
-    def _sample(self, now: float) -> None:
-        if self.pacing.is_sample_due(now):
-            self.pacing.observe_disk(now, self.store.stats())
-
-    def _pays(self, request: RequestState, num_chunks: int, num_ahead: int, now: float) -> bool:
+    def _pays(
+        self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
+    ) -> bool:
+        """Return True if it pays to wait for ``num_chunks``, and record their tokens as slow if
+        not. ``reads_end``: value of `DiskPacing.num_done` at which they will have been read; None
+        if no read has started.
+        """
         pacing = self.pacing
+        if pacing.is_sample_due(now):
+            pacing.observe_disk(now, self.store.stats())
         if request.turn_at_s is None:
             compute_s = pacing.expected_compute_s(self.backlog.num_tokens)
             request.turn_at_s = now + (compute_s or 0.0)
-        num_tokens = num_chunks // len(self.shape.groups) * self.shape.unit_tokens
+        num_ahead = pacing.num_pending
+        if reads_end is not None:
+            num_ahead = max(0, min(num_ahead, reads_end - pacing.num_done) - num_chunks)
+        num_tokens = num_chunks // self._num_groups * self._unit_tokens
         backlog_s = max(0.0, request.turn_at_s - now)
-        return pacing.pays(
+        pays = pacing.pays(
             now,
             num_ahead=num_ahead,
             num_chunks=num_chunks,
             num_tokens=num_tokens,
             backlog_s=backlog_s,
         )
+        request.slow_tokens = 0 if pays else num_tokens
+        return pays

@@ -38,7 +38,7 @@ class RequestState:
     """One request, from vLLM's first call about it until it finishes."""
 
     live: LiveRequest
-    new_chain: Callable[[RequestView], KeyChain]
+    new_chain: Callable[[RequestView, int], KeyChain]
     lookahead: int = 0
     """Tokens after a unit that its key also depends on (see `CacheShape.lookahead`)."""
     prompt_only: bool = False
@@ -47,6 +47,9 @@ class RequestState:
     # Tokens and keys.
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
+    prefix_chain: KeyChain = field(init=False)
+    """The same tokens with keys without a lookahead; ``chain`` itself if there is none."""
+    _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """At most this many leading tokens are saved."""
@@ -65,11 +68,11 @@ class RequestState:
     is_hit_unchecked: bool = False
     """The writers of those units have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
-    """Leading units whose KV and keys were complete at the end of the last step that examined
-    it.
+    """Leading units whose tokens are known and whose KV was complete at the end of the last step
+    that examined it. The tokens that a draft model looks ahead at may be unknown.
     """
     num_noted: int = 0
-    """Leading units that `BlockWriters` has recorded."""
+    """Leading units that `BlockWriters` has recorded with the tokens that follow them."""
 
     # Saves.
     was_examined: bool = False
@@ -103,6 +106,8 @@ class RequestState:
     """Value of `DiskPacing.num_done` at which its chunks will have been read."""
     num_on_disk: int = 0
     """Chunks that were not in host memory at its lookup."""
+    slow_tokens: int = 0
+    """Tokens on disk that it does not wait for, because computing them is expected to be faster."""
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -122,12 +127,17 @@ class RequestState:
         savable_tokens = NEVER if view.savable_tokens is None else view.savable_tokens
         self.save_limit = min(savable_tokens, self.num_prompt_tokens if self.prompt_only else NEVER)
         self._embeds = view.embeds
-        self.chain = self.new_chain(view)
+        self.chain = self.prefix_chain = self.new_chain(view, self.lookahead)
+        self._chains = (self.chain,)
+        if self.lookahead:
+            self.prefix_chain = self.new_chain(view, 0)
+            self._chains = (self.chain, self.prefix_chain)
         for item in view.items:
-            self.chain.add_item(item.identifier, item.start, item.num_tokens)
+            for chain in self._chains:
+                chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def confirmed_tokens(self) -> Sequence[int]:
-        """Return the request's tokens, after checking that ``chain`` is a prefix of them.
+        """Return the request's tokens, after checking that the chains are prefixes of them.
 
         A streaming session replaces its last sampled token when it takes new input. The length
         alone does not show this, but the length of the prompt does. The keys are then computed
@@ -143,25 +153,23 @@ class RequestState:
             # A draft model's KV of the last token that remains depends on the token cut off.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
-        if self._embeds:
-            self._append_embeds(token_ids)
+        for rows in self._embeds:
+            for chain in self._chains:
+                if rows.start + rows.num_rows > (start := chain.num_tokens):
+                    chain.append_tokens(token_ids, start, rows.start)
+                    chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
         return token_ids
 
-    def _append_embeds(self, token_ids: Sequence[int]) -> None:
-        for rows in self._embeds:
-            if rows.start + rows.num_rows > (start := self.chain.num_tokens):
-                self.chain.append_tokens(token_ids, start, rows.start)
-                self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
-
-    def extend_chain(self, limit: int = NEVER) -> int:
-        """Append confirmed tokens to the chain and return the number of confirmed tokens.
+    def extend_chains(self, limit: int = NEVER) -> int:
+        """Append confirmed tokens to the chains and return the number of confirmed tokens.
 
         Appends only what the keys of the first ``limit`` tokens need.
         """
         token_ids = self.confirmed_tokens()
-        start, end = self.chain.num_tokens, min(len(token_ids), limit + self.lookahead)
-        if start < end:
-            self.chain.append_tokens(token_ids, start, end)
+        end = min(len(token_ids), limit + self.lookahead)
+        for chain in self._chains:
+            if (start := chain.num_tokens) < end:
+                chain.append_tokens(token_ids, start, end)
         return len(token_ids)
 
     def start_over(self, *, keeps_kv: bool = False) -> None:

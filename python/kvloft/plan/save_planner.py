@@ -191,10 +191,20 @@ class SavePlanner:
         else:
             is_due = take_complete_units(request, self._unit_tokens, frontier)
         if self._has_drafter:
-            self._writers.record(request)
-            # A later request may save the rest, if it has it in its prompt.
-            request.next_save = min(request.next_save, frontier + self._unit_tokens)
+            self._record(request, frontier)
         return is_due
+
+    def _record(self, request: RequestState, frontier: int) -> None:
+        """Record what the request wrote. Its next examination is in the step in which vLLM caches
+        its next block: a later request may hit that, and save it if this one does not.
+        """
+        num_tokens = request.num_confirmed
+        num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
+        request.num_complete = num_units
+        self._writers.record(request)
+        lag = 0 if request.had_drafts else max(0, frontier - num_tokens)
+        next_end = (num_units + 1) * self._unit_tokens + lag
+        request.next_save = min(request.next_save, next_end)
 
     # -- frames ---------------------------------------------------------------------------------
 

@@ -40,8 +40,9 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
         num_units = limit // unit_tokens
     if (num_held := len(tables.main_table) // tables.main_size) < num_units:
         num_units = num_held
-    # With async scheduling, tokens are known some steps after their KV, at a later frontier.
-    request.next_save = (num_units + 1) * unit_tokens + lag
+    # With async scheduling, tokens are known some steps after their KV, at a later frontier. Which
+    # one cannot be predicted with drafts, as they may be rejected.
+    request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
     if is_limited:  # the rest may be saved by a later request that has it in its prompt
         request.num_complete = num_complete_units(request, len(token_ids), frontier, unit_tokens)
@@ -57,11 +58,10 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
 def num_complete_units(
     request: RequestState, num_tokens: int, frontier: int, unit_tokens: int
 ) -> int:
-    """Return the leading units whose KV is computed at ``frontier`` and whose keys follow from
-    ``num_tokens`` known tokens, saved or not.
+    """Return the leading units whose KV is computed at ``frontier`` and whose tokens are among the
+    ``num_tokens`` known ones, saved or not.
     """
-    num_known = min(frontier + request.lookahead, num_tokens) - request.lookahead
-    return min(num_known // unit_tokens, len(request.blocks))
+    return min(min(frontier, num_tokens) // unit_tokens, len(request.blocks))
 
 
 def refresh_tables(request: RequestState, step: StepView) -> bool:

@@ -19,7 +19,7 @@ from kvloft.plan.event_notes import EventNotes
 from kvloft.plan.load_planner import LoadPlanner
 from kvloft.plan.request_state import NEVER, RequestState
 from kvloft.plan.save_planner import SavePlanner
-from kvloft.plan.saves import rewritten_blocks
+from kvloft.plan.saves import num_complete_units, rewritten_blocks
 from kvloft.plan.settings import PlanSettings
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -35,7 +35,7 @@ class SchedulerCore:
     def __init__(
         self,
         store: Session,
-        new_chain: Callable[[RequestView], KeyChain],
+        new_chain: Callable[[RequestView, int], KeyChain],
         settings: PlanSettings,
         *,
         clock: Callable[[], float],
@@ -49,7 +49,11 @@ class SchedulerCore:
         self._notes = EventNotes(announcer)
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._requests, self.counters = context.requests, context.counters
-        self._writers = BlockWriters(self._unit_tokens, sees_grants=settings.shape.is_divisible)
+        self._writers = BlockWriters(
+            self._unit_tokens,
+            sees_grants=self._shape.is_divisible,
+            lookahead=self._shape.lookahead,
+        )
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)
         self._saves = SavePlanner(context, self._writers)
@@ -96,6 +100,9 @@ class SchedulerCore:
         request.is_hit_unchecked = request.num_local_blocks > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
         self._admission.forget(live.req_id)
+        if request.slow_tokens:
+            self.counters["disk_slow_tokens"] += request.slow_tokens
+            request.slow_tokens = 0
         if num_tokens > 0:
             self._loads.plan(request, num_tokens)
             return
@@ -214,7 +221,18 @@ class SchedulerCore:
         if request is not None:
             request.drop_lease()
             if request.live.num_computed_tokens > 0:
-                self._writers.record(request)
+                self._record_last(request)
+
+    def _record_last(self, request: RequestState) -> None:
+        """Record the blocks of a request that finished. With async scheduling, vLLM also caches
+        blocks whose tokens became known in the step that finished it.
+        """
+        if request.was_examined:
+            num_tokens = len(request.confirmed_tokens())
+            frontier = request.live.num_computed_tokens
+            num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
+            request.num_complete = max(request.num_complete, num_units)
+        self._writers.record(request)
 
     def reset(self) -> None:
         """Clear the store, also of chunks being saved. KV that requests already have is not

@@ -45,7 +45,7 @@ class StatePlanner:
             return False
         if not self.is_in_table(request, state):
             return False
-        request.extend_chain(state.num_tokens)
+        request.extend_chains(state.num_tokens)
         has_key = request.chain.num_blocks >= state.num_tokens // self._unit_tokens
         is_blocked = request.save_blocked or request.kv_outdated
         return has_key and not is_blocked and not self._context.breaker.has_tripped

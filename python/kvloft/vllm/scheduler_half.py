@@ -87,6 +87,10 @@ OTHER_LAYOUT = (
     "Set different values of namespace for the two engines, and report the settings in which they "
     "differ"
 )
+SLOW_DISK = (
+    "kvloft: %s on disk were computed, because reading them was expected to take longer "
+    "(namespace %s). disk_slow_tokens counts them"
+)
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
     "(namespace %s). Requests are computed "
@@ -154,7 +158,7 @@ class SchedulerHalf:
         """
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._unit_tokens, self._lookahead = shape.unit_tokens, shape.lookahead
+        self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
         """vLLM frees blocks of running requests, so that block tables are read afresh."""
@@ -240,9 +244,9 @@ class SchedulerHalf:
         self._teller = Teller(self._tell_events) if self._is_shared else None
         self._tell_events()
 
-    def _new_chain(self, view: RequestView) -> _core.KeyChain:
+    def _new_chain(self, view: RequestView, lookahead: int) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=self._lookahead)
+        return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=lookahead)
 
     # -- hooks
     # -----------------------------------------------------------------------------------------
@@ -342,6 +346,7 @@ class SchedulerHalf:
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
         self._warn(data["disk_verify_failures"], DAMAGE)
         self._warn(data["layout_mismatches"], OTHER_LAYOUT)
+        self._warn(data["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
         self._warn(
             0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"],
             NO_ROOM,
@@ -370,11 +375,13 @@ class SchedulerHalf:
         for event in self._store.take_events():
             logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
-    def _warn(self, num_chunks: int, text: str) -> None:
+    def _warn(
+        self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
+    ) -> None:
         """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
-        if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
+        if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
-            logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
+            logger.log(level, text, _count(num, unit), self._namespace.hex()[:16])
 
     # -- what vLLM does without asking a connector
     # -----------------------------------------------------------------

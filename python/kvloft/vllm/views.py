@@ -87,17 +87,17 @@ class VllmRequest:
 
     def view(self) -> RequestView:
         request, prefix = self._request, self._adapters.media_prefix
-        items = tuple(
+        items = [
             MediaItem(
                 prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length
             )
             for feature in request.mm_features
-        )
+        ]
         return RequestView(
             adapter=self._adapters.identify(request.lora_request),
             cache_salt=request.cache_salt,
             embeds=_embeds(request),
-            items=items,
+            items=tuple(items),
             savable_tokens=min(item.start for item in items) if prefix and items else None,
         )
 
