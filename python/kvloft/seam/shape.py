@@ -140,7 +140,7 @@ class CacheShape:
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of the frames of a unit, of the groups of which every unit is kept."""
+        """Return the bytes of a unit's frames in the groups that keep every unit."""
         full = [nth for nth, group in enumerate(self.groups) if group.kind == "full"]
         return sum(map(self.frame_bytes, full or [self.main]))
 

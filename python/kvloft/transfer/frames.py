@@ -38,8 +38,9 @@ chunks. All real KV fits (docs/design/compression.md)."""
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
-    """Return the bytes of a part for compressed chunks, of whose payload ``encoded_bytes`` are of
-    a kind that is compressed; 0 if that saves less than a tenth.
+    """Return the bytes of a part for compressed chunks; 0 if that saves less than a tenth.
+
+    ``encoded_bytes`` of the payload are pages that are compressed.
     """
     saved = int(encoded_bytes * (1 - COMPACT_SHARE))
     compact = part_bytes_for(payload_bytes - saved, num_tiles)

@@ -88,7 +88,9 @@ fn two_models_fill_their_shares_of_one_arena() {
     for prompt in 0..300 {
         save(&stores[0], prompt, &[0, 1]);
         save(&stores[1], prompt, &[0, 1, 1]);
-        stores.iter().for_each(|store| _ = store.give_way());
+        for store in &stores {
+            store.give_way();
+        }
     }
     let used: u64 = stores.iter().map(|store| stat(store, "host_used_bytes")).sum();
     assert!(used as f64 >= 0.95 * host as f64, "{used} of {host}");
@@ -98,15 +100,15 @@ fn two_models_fill_their_shares_of_one_arena() {
 #[test]
 fn memory_follows_the_size_that_is_saved() {
     let store = Store::open(&open(&[20, 2], 1)).unwrap();
-    for (round, class) in [1_u8, 0, 1, 0].into_iter().enumerate() {
-        let prompts = (0..).map(|nth| 100_000 * (round as u32 + 1) + nth);
+    for (round, class) in (1..).zip([1_u8, 0, 1, 0]) {
+        let prompts = (0..).map(|nth| 100_000 * round + nth);
         let mut num_dropped = 0;
         for prompt in prompts.take(1500) {
             num_dropped += save(&store, prompt, &[class]);
         }
         let pages = [20, 2][usize::from(class)];
         let num_found = (0..1500_u32)
-            .map(|nth| chain(100_000 * (round as u32 + 1) + nth, 1))
+            .map(|nth| chain(100_000 * round + nth, 1))
             .map(|chain| u64::from(store.lookup(&chain).host_units))
             .sum::<u64>();
         let held = num_found * pages * PAGE;

@@ -280,7 +280,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
     world.stores[nth].limit_memory(limit_bytes);
     let grid = world.grid(nth, SizeClass(0));
     let is_within = |number: &u32| grid.is_within(*number, limit_bytes);
-    let num_frames = (0..grid.num_frames()).take_while(is_within).count() as u32;
+    let end = (0..grid.num_frames()).find(|number| !is_within(number));
+    let num_frames = end.unwrap_or_else(|| grid.num_frames());
     for look in 0..40 * world.pool.num_slabs() {
         let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
         world.check();

@@ -464,7 +464,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
         prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4),
         "they are in no one's way"
     );
-    store.limit_memory(0 * FRAME as u64);
+    store.limit_memory(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
     assert_eq!(stat(&store, "host_evictions"), 400);
 }
@@ -495,7 +495,7 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
 fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     let disk = MemoryDisk::new(200);
     let (store, cold, hot) = cold_prompts(&disk);
-    store.limit_memory(0 * FRAME as u64);
+    store.limit_memory(0);
     assert_eq!(save_all(&store, &chains(1, 4, 5000)[0]), 0);
     assert_eq!(store.lookup(&hot).host_units, 16);
     settled(&store.acquire(&cold[0]));

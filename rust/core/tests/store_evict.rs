@@ -114,7 +114,7 @@ impl Model {
             let num_in_use = num(host.intersection(held).count());
             return Evicted {
                 num_chunks: num(gone.len()),
-                num_host: num(gone.len()),
+                host_bytes: num(gone.len()) * FRAME as u64,
                 num_in_use,
                 ..Evicted::default()
             };
@@ -123,8 +123,14 @@ impl Model {
         self.disk.retain(|key, life| !disk.contains(&(*key, *life)));
         let all: BTreeSet<_> = host.union(&disk).copied().collect();
         let num_in_use = num(all.intersection(held).count());
-        let (num_host, num_disk) = (num(host.len()), num(disk.len()));
-        Evicted { num_chunks: num(all.len()), num_host, num_disk, num_in_use, is_cut_short: false }
+        let [host_bytes, disk_bytes] = [host.len(), disk.len()].map(|len| num(len) * FRAME as u64);
+        Evicted {
+            num_chunks: num(all.len()),
+            host_bytes,
+            disk_bytes,
+            num_in_use,
+            is_cut_short: false,
+        }
     }
 }
 
@@ -312,7 +318,7 @@ fn many_chunks_go_in_slices() {
         }
         let said = store.evict(of_salt(Some(1), is_host_only), soon()); // the second: the walk passes the first
         assert_eq!(
-            (said.num_chunks, said.num_host, said.num_in_use, said.is_cut_short),
+            (said.num_chunks, said.host_bytes / FRAME as u64, said.num_in_use, said.is_cut_short),
             (3800, 3800, 0, false)
         );
         assert_eq!(store.lookup(&deep(SALTS[1])).stored_units, 0);

@@ -34,10 +34,10 @@ fn rig() -> &'static Rig {
         let (eviction, gpu_settle) = (Eviction::Lru, Duration::ZERO);
         let config = ServerConfig { eviction, gpu_settle, ..ServerConfig::new(socket.clone(), 64 * FRAME_BYTES) };
         let server = Server::open(config).expect("a server");
-        let (namespace, frame_sizes: frame_bytes.into(), description) = (NAMESPACE, FRAME_BYTES, String::new());
+        let (namespace, description) = (NAMESPACE, String::new());
         let deadline = Duration::from_secs(60);
         let remote =
-            ClientConfig { socket: socket.clone(), deadline, namespace, frame_sizes: frame_bytes.into(), description };
+            ClientConfig { socket: socket.clone(), deadline, namespace, frame_sizes: FRAME_BYTES.into(), description };
         let engine = Client::open(remote).expect("a client");
         let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
         chain.append_tokens(&[1, 2, 3]).expect("tokens");
@@ -52,8 +52,8 @@ fn rig() -> &'static Rig {
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let rig = rig();
     let mut hello = Vec::new();
-    let (namespace, frame_bytes) = (NAMESPACE, FRAME_BYTES);
-    let fields = Hello { version: VERSION, namespace, frame_sizes: frame_bytes.into(), description: String::new() };
+    let namespace = NAMESPACE;
+    let fields = Hello { version: VERSION, namespace, frame_sizes: FRAME_BYTES.into(), description: String::new() };
     Request::Hello(fields).encode(1, &mut hello);
     // Once raw, and once as the body of a message.
     let framed = [&u32::try_from(data.len()).expect("short").to_le_bytes()[..], data].concat();

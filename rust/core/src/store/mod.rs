@@ -47,7 +47,7 @@ pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
 pub use disk::opener::Opener;
 pub use evict::{Evict, erase_closed};
-pub use host::slabs::Way;
+pub use host::emptying::Way;
 pub use lease::{ReadLease, WriteLease};
 pub use listener::Listener;
 pub use load::{LeasedFrame, Progress, TierName};

@@ -7,9 +7,11 @@
 //! | `fill` | a filled chunk becomes visible, or fails with the chunks that wait for it |
 //! | `frames` | find or free a frame for a chunk |
 //! | `drains` | slabs that are being emptied, as data |
-//! | `slabs` | release slabs to other stores of the same pool |
+//! | `emptying` | empty slabs for other stores of the same pool, and for other size classes |
+//! | `slabs` | a store's share of a pool |
 
 pub(crate) mod drains;
+pub(crate) mod emptying;
 pub(crate) mod fill;
 pub(crate) mod frames;
 pub(crate) mod slabs;

@@ -1,40 +1,14 @@
-//! Releases slabs to other stores of the same pool, and to other size classes of the same store.
-//!
-//! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are
-//! pinned, reserved, read or written stay until that ends, and the slab with them. Meanwhile it
-//! takes no new chunks, and other slabs are emptied too.
+//! A store's share of a pool of several stores.
 
 use std::sync::Arc;
 
-use rustc_hash::FxHashSet;
-
 use crate::Result;
-use crate::evict::ChunkId;
-use crate::pool::{Pool, SlabId};
+use crate::pool::Pool;
 use crate::store::config::StoreConfig;
 use crate::store::disk::opener::Opener;
-use crate::store::host::drains::{Drain, Drains, Next, Step};
+use crate::store::host::emptying::Way;
 use crate::store::open::Store;
 use crate::store::state::State;
-use crate::tier::host::Wanted;
-
-/// Chunks visited by one call: some 0.2 ms.
-const SLICE: usize = 256;
-/// Slabs that are emptied at the same time, if some of their frames must stay for now.
-const MAX_DRAINS: usize = 4;
-
-/// Outcome of [`Store::give_way`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// No other store needs memory of this store.
-    Unasked,
-    /// A slab was released.
-    Gave,
-    /// More calls are needed.
-    Working,
-    /// All remaining chunks are in use.
-    Stuck,
-}
 
 impl Store {
     /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an
@@ -73,119 +47,5 @@ impl Store {
     /// each call does a slice.
     pub fn give_way(&self) -> Way {
         self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
-    }
-}
-
-impl State {
-    pub(crate) fn give_way(&mut self) -> Way {
-        self.host.collect();
-        let wanted = self.host.wanted();
-        let mut drains = std::mem::take(&mut self.drains);
-        for drain in
-            drains.all.extract_if(.., |drain| wanted.is_none_or(|slab| drain.slab.0 >= slab.end))
-        {
-            self.host.keep(drain.slab);
-        }
-        let Some(wanted) = wanted else { return Way::Unasked };
-        drains.all.retain(|drain| self.is_draining(drain.slab));
-        let way = self.work_at(&mut drains, wanted);
-        if way == Way::Stuck {
-            drains.stuck.clear();
-            drains.all.iter_mut().for_each(|drain| drain.is_done = false);
-        }
-        self.drains = drains;
-        way
-    }
-
-    fn work_at(&mut self, drains: &mut Drains, wanted: Wanted) -> Way {
-        let mut budget = SLICE;
-        for nth in 0..MAX_DRAINS {
-            if nth == drains.all.len() {
-                let coldest = self.host_victim(None).and_then(|id| self.index[id].host.frame());
-                let Some(slab) = self.host.drain(wanted, coldest) else { break };
-                drains.all.push(Drain { slab, next: 0, path: Vec::new(), is_done: false });
-            }
-            if drains.all[nth].is_done {
-                continue;
-            }
-            let way = self.empty(&mut drains.all[nth], &mut drains.stuck, &mut budget);
-            if way == Way::Gave {
-                drains.all.swap_remove(nth);
-            }
-            if way != Way::Stuck {
-                return way;
-            }
-            drains.all[nth].is_done = true;
-        }
-        Way::Stuck
-    }
-
-    fn is_draining(&self, slab: SlabId) -> bool {
-        self.host.is_draining(slab)
-    }
-
-    /// Evicts the unused chunks of a slab and the chunks below them.
-    fn empty(
-        &mut self,
-        drain: &mut Drain,
-        stuck: &mut FxHashSet<(ChunkId, u32)>,
-        budget: &mut usize,
-    ) -> Way {
-        while self.is_draining(drain.slab) {
-            if *budget == 0 {
-                return Way::Working;
-            }
-            *budget -= 1;
-            if !drain.path.is_empty() {
-                self.step(&mut drain.path, stuck);
-            } else if let Some((frame, id)) = self.host.next_holder(drain.slab, drain.next) {
-                drain.next = frame + 1;
-                self.go_to(id, &mut drain.path, stuck);
-            } else {
-                drain.next = 0;
-                return Way::Stuck;
-            }
-        }
-        Way::Gave
-    }
-
-    fn go_to(&self, id: ChunkId, path: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {
-        let generation = self.index[id].generation;
-        if !stuck.contains(&(id, generation)) {
-            path.push(Step { id, generation, next: Next::First });
-        }
-    }
-
-    /// Evicts the last chunk of the path, or descends to its next child in host memory, or leaves
-    /// the chunk.
-    fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
-        let Some(Step { id, generation, next }) = path.last_mut() else { return };
-        let (id, entry) = (*id, &self.index[*id]);
-        let is_gone =
-            !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
-        if !is_gone && entry.host_evictable == Some(true) {
-            path.pop();
-            return self.evict(id);
-        }
-        let child = match *next {
-            Next::Child(child, generation)
-                if self.index.is_same(child, generation) && self.index.is_child(child, id) =>
-            {
-                Some(child)
-            }
-            Next::First | Next::Child(..) => entry.first_child, // that child left meanwhile: start over
-            Next::None => None,
-        };
-        let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
-            stuck.insert((id, *generation));
-            path.pop();
-            return;
-        };
-        let behind = self.index[child].next_sibling;
-        *next =
-            behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
-        if !self.index[child].host.is_absent() {
-            self.go_to(child, path, stuck);
-        }
     }
 }
