@@ -1,8 +1,8 @@
-//! The one error type of the core. It knows kinds, a sentence and context; it must not know Python.
+//! The error type of the core: a kind, a message and context. Independent of Python.
 
 use std::fmt;
 
-/// What a caller can act on.
+/// What a caller can match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -10,7 +10,7 @@ pub enum ErrorKind {
     InvalidConfig,
     /// Another owner has the resource (a second opener of a disk directory).
     Busy,
-    /// Bytes on disk or in a frame are not what their key says.
+    /// Bytes on disk or in a frame do not match their key.
     Corrupt,
     /// The operating system refused (EIO, ENOSPC, EACCES, ...).
     Io,
@@ -28,7 +28,8 @@ pub struct Error {
 }
 
 impl Error {
-    /// A new error of `kind`; `message` is one sentence that names the setting or file and the fix.
+    /// Creates an error of `kind`; `message` is one sentence that names the setting or file and the
+    /// fix.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
@@ -60,14 +61,13 @@ impl Error {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Whether the system refused for lack of space: the file system is full, or its quota is used
-    /// up.
+    /// Returns true if the file system or a disk quota is full.
     pub(crate) fn is_no_space(&self) -> bool {
         self.source.as_ref().is_some_and(is_no_space)
     }
 }
 
-/// Whether an I/O error is a lack of space.
+/// Returns true if an I/O error means a lack of space.
 pub(crate) fn is_no_space(error: &std::io::Error) -> bool {
     matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
 }

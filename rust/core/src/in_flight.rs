@@ -1,8 +1,9 @@
-//! Saves in flight: which ranks have yet to report each, which blocks they read, and what becomes
-//! of them.
+//! Saves in flight: the ranks that have not reported each save, the blocks it reads, and its
+//! outcome.
 //!
-//! The reservations of one prefix have consecutive tickets, so they are one entry; a prompt of
-//! several KV cache groups has thousands of saves in few rows. It must not know a store: it hands
+//! The reservations of one prefix have consecutive tickets and are one entry: a prompt of several
+//! KV cache groups has thousands of saves in a few rows. Must not depend on a store; it passes on
+//! the numbers that the store gave.
 //! out the numbers that the store gave.
 
 use std::collections::hash_map::Entry;
@@ -14,45 +15,45 @@ use crate::chunk_batch::ChunkBatch;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 
-/// Chunks that are being saved, with tickets in a row.
+/// Chunks being saved, with consecutive tickets.
 #[derive(Debug)]
 struct Plan {
     batch: Arc<ChunkBatch>,
-    /// One a chunk of the batch.
+    /// One per chunk of the batch.
     saves: Vec<Save>,
-    /// Of them, how many are not settled.
+    /// Number of saves that are not settled.
     num_left: usize,
 }
 
-/// One of them.
+/// The save of one chunk.
 #[derive(Debug, Clone, Copy)]
 struct Save {
-    /// The store's number of it; None once the store forgot all that it had given out.
+    /// The store's number of the reservation; None after the store was cleared or replaced.
     reservation: Option<u64>,
-    /// Ranks that have yet to report it; none once it is settled.
+    /// Ranks that have not reported the save; 0 once it is settled.
     num_ranks_left: u32,
     failed: bool,
 }
 
-/// One that is in flight no longer.
+/// A settled save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Settled {
-    /// See `Save`.
+    /// As in `Save`.
     pub(crate) reservation: Option<u64>,
-    /// Some rank could not write it, or it was forgotten.
+    /// A rank failed to write it, or its reservation is void.
     pub(crate) failed: bool,
 }
 
 /// Saves that some rank has not reported.
 #[derive(Debug)]
 pub(crate) struct InFlight {
-    /// By their first tickets.
+    /// By first ticket.
     all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,
-    /// The store's highest number so far.
+    /// The highest reservation number so far.
     last_reservation: u64,
-    /// How many saves in flight read each block.
+    /// Number of saves in flight that read each block.
     readers: FxHashMap<i32, u32>,
 }
 
@@ -67,7 +68,7 @@ impl InFlight {
         self.num_saves
     }
 
-    /// Gives planned saves their tickets. Each of `num_ranks` reports each ticket once.
+    /// Assigns tickets to planned saves. Each of `num_ranks` reports each ticket once.
     pub(crate) fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
         let first = self.next_ticket;
         let reservations = batch.number(first);
@@ -102,12 +103,12 @@ impl InFlight {
         self.all.values_mut().flat_map(|plan| &mut plan.saves)
     }
 
-    /// None of those in flight is to be committed.
+    /// Marks all saves in flight as not to be committed.
     pub(crate) fn fail_all(&mut self) {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Those of `blocks` that a save in flight reads; every such block for None.
+    /// Returns the `blocks` that a save in flight reads; every such block for None.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()
@@ -115,7 +116,7 @@ impl InFlight {
         blocks.map_or_else(|| self.readers.keys().copied().collect(), among)
     }
 
-    /// Tickets in flight, in their order.
+    /// Tickets in flight, in order.
     pub(crate) fn tickets(&self) -> Vec<u64> {
         let of = |(first, plan): (u64, &Plan)| {
             let is_left = |&(_, save): &(u64, &Save)| save.num_ranks_left > 0;
@@ -136,7 +137,7 @@ impl InFlight {
         }
     }
 
-    /// A rank reported the save; what became of it, if it was the last one.
+    /// Records a rank's report; returns the settled save if it was the last rank.
     pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
         let (_, plan, nth) = find(&mut self.all, ticket)?;
         let save = &mut plan.saves[nth];
@@ -147,7 +148,7 @@ impl InFlight {
         self.remove(ticket)
     }
 
-    /// The save is in flight no longer.
+    /// Ends a save.
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
         let Save { reservation, failed, .. } = plan.saves[nth];

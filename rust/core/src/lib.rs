@@ -1,10 +1,9 @@
-//! kvloft's core: what a prefix's key is, and where its bytes are kept.
+//! kvloft's core: keys of prefixes, and the store and tiers of their chunks.
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease,
-//! reserve, commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag`
-//! proving bytes. Engines ask a store through a `session`; an `engine` counts its ranks' reports
-//! and has chunks in `batch`es. Nothing here knows Python, CUDA, vLLM, the clock or the
-//! environment.
+//! reserve, commit) -> `tier` (host frames, disk slots). `evict` chooses victims and `tag` checks
+//! bytes. An engine uses a store through a `session`; `engine` counts its ranks' reports. Nothing
+//! here depends on Python, CUDA, vLLM, the clock or the environment.
 
 pub mod chunk_batch;
 pub mod engine;
@@ -26,8 +25,8 @@ pub mod units;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod testing;
-// Unit tests of private items need rust/testing built against this build of the crate. As a
-// dev-dependency it brings another one, with other types.
+// Unit tests of private items need rust/testing built against this build of the crate. A
+// dev-dependency would bring a second build, with other types.
 #[cfg(test)]
 extern crate self as kvloft_core;
 #[cfg(test)]

@@ -1,23 +1,23 @@
-//! Values by ascending numbers, removed mostly in the order of insertion: reservations and saves in
-//! flight.
+//! A map from ascending numbers to values, removed mostly in insertion order: reservations and
+//! saves in flight.
 //!
-//! A prompt of several KV cache groups has thousands of them at once. So they stand in a row, where
-//! the next that is asked for is next to the last one; a hash map has each in another place. Must
-//! not depend on the type of the values.
+//! A prompt of several KV cache groups has thousands of them at once. They are in one sorted row,
+//! in which consecutive numbers are neighbors; a hash map would scatter them. Must not depend on
+//! the type of the values.
 
 use std::collections::VecDeque;
 
-/// Places of values that left, more than values that are there, before the row is tidied up.
+/// Empty places that the row may have in addition to one per value, before it is compacted.
 const SPARE: usize = 64;
 
-/// A map whose keys are numbers; see above.
+/// A sorted row of numbered values.
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// In the order of their numbers; None: it left. The first is there.
+    /// By number. None: removed. The first entry has a value.
     row: VecDeque<(u64, Option<T>)>,
-    /// Values that are there.
+    /// Number of values.
     len: usize,
-    /// Where one was found last.
+    /// Place of the last entry found.
     hand: usize,
 }
 
@@ -28,18 +28,17 @@ impl<T> Default for Numbered<T> {
 }
 
 impl<T> Numbered<T> {
-    /// Values that are there.
+    /// Returns the number of values.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Room for `num` more.
+    /// Reserves memory for `num` more values.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.row.reserve(num);
     }
 
-    /// Enters a value in the place of one with the same number. It costs little if all others have
-    /// lower numbers.
+    /// Inserts or replaces a value. Fast if its number is the highest.
     pub(crate) fn insert(&mut self, number: u64, value: T) {
         let value = Some(value);
         if self.row.back().is_none_or(|(last, _)| *last < number) {
@@ -56,14 +55,15 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// The highest number up to `number` that was entered, and its value; None if that left.
+    /// Returns the highest number up to `number` that was inserted, and its value; None if the
+    /// value was removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
         let (own, value) = self.row.get_mut(at)?;
         Some((*own, value.as_mut()?))
     }
 
-    /// Takes a value out.
+    /// Removes and returns a value.
     pub(crate) fn remove(&mut self, number: u64) -> Option<T> {
         let at = self.find(number)?;
         let value = self.row.get_mut(at).filter(|(own, _)| *own == number)?.1.take()?;
@@ -72,18 +72,18 @@ impl<T> Numbered<T> {
         Some(value)
     }
 
-    /// All, in the order of their numbers.
+    /// All numbers and values, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, &T)> {
         self.row.iter().filter_map(|(number, value)| Some((*number, value.as_ref()?)))
     }
 
-    /// The same, to be changed.
+    /// All values, in order.
     pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// The last place whose number is not above `number`: most often where one was found before, or
-    /// the next.
+    /// Returns the last place with a number up to `number`. Checks the place found last and the
+    /// next one first.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
@@ -95,7 +95,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Gives places up from which values left: at the front at once, others when there are many.
+    /// Drops empty places: at the front always, elsewhere when there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

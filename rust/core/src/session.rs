@@ -1,8 +1,8 @@
-//! What the scheduler half may ask of a store, wherever that is.
+//! The store as the scheduler side uses it, in this process or on a server.
 //!
-//! A session is asked with roots and keys and answers with numbers, so that it can cross a socket:
-//! leases and reservations are its own and end with it. Paged blocks and reports of ranks are the
-//! engine's: see `engine`.
+//! A session takes roots and keys and returns numbers, so that it can cross a socket. Leases and
+//! reservations belong to the session and end with it. Paged blocks and reports of ranks belong to
+//! the engine: see `engine`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -22,20 +22,20 @@ use crate::store::{
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
 
-/// Number of a read lease, never used again by its session.
+/// The number of a read lease. A session never reuses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// A store as one engine sees it. Dropping a session aborts its reservations and releases its
+/// One engine's connection to a store. Dropping a session aborts its reservations and releases its
 /// leases (I5).
 ///
-/// A session that lost its store answers with misses.
+/// A session without a store, for example after its server ended, answers with misses.
 pub trait Session: Send + Sync + fmt::Debug {
     /// How a worker maps the frames; None while there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
-    /// Begins to use another store, if the one before is gone and another was found: true. Nothing
-    /// of the old one is there then, and `arena` may be another. Only here does a session change
-    /// its store, so that no plan has frames of two.
+    /// Switches to a new store if the old one is gone and a new one was found; returns true if so.
+    /// Nothing of the old store is stored in the new one, and `arena` may differ. A session
+    /// switches stores only here, so no plan mixes frames of two stores.
     fn renew(&self) -> bool {
         false
     }
@@ -45,59 +45,59 @@ pub trait Session: Send + Sync + fmt::Debug {
     }
     /// Looks up many prefixes in one call.
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the stored chunks of a prefix in host memory and starts to read the rest, as far as
+    /// Pins the stored chunks of a prefix in host memory and starts reads of the others, as far as
     /// frames are available.
     fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
         self.acquire_all(&[prefix])
     }
     /// Acquires many prefixes as one lease.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// How much is ready and how much is still being read, of all its prefixes together. Nothing
-    /// for a lease that ended.
+    /// Returns how many chunks are ready and how many are being read, over all prefixes of the
+    /// lease. Zeros for a lease that ended.
     fn poll(&self, lease: LeaseId) -> Progress;
-    /// Every chunk that is ready now, prefix by prefix in order.
+    /// Returns all ready chunks, prefix by prefix.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
-    /// Unpins; again does nothing.
+    /// Releases a lease; a second call does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves the missing chunks of a range; also returns how many got no frame. The numbers
-    /// count up while the store lives; one that began anew has none of those that it gave out
-    /// before.
+    /// Reserves frames for the missing chunks of a range; also returns how many got no frame.
+    /// Numbers ascend for the life of the store; a new store never reuses a number that this
+    /// session received before.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
         let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
         Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
     }
-    /// The same for many, in one question: chunks of the first, then of the next, and how many are
-    /// whose. Nothing if one prefix has not got its range.
+    /// Reserves ranges of many prefixes in one call. Returns the reservations in order, and their
+    /// number for each range. Reserves nothing if a prefix is shorter than its range.
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)>;
-    /// Makes reserved chunks visible; returns how many became so.
+    /// Commits reservations; returns how many chunks became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
-    /// Gives reserved frames back.
+    /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
-    /// Forgets chunks and what hangs on them in every tier; returns how many.
+    /// Removes chunks and all chunks below them from every tier; returns the number removed.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
-    /// Forgets everything in every tier.
+    /// Removes everything from every tier.
     fn clear(&self);
-    /// Counters and gauges by name.
+    /// Returns counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
     /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot
     /// copy to the others yet.
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines since the last call.
     fn take_events(&self) -> Vec<String>;
-    /// Records added and removed chunks from now on, as [`Store::watch`]; a second call does
+    /// Records added and removed chunks from now on; see [`Store::watch`]. A second call does
     /// nothing.
     fn watch(&self, capacity: usize);
-    /// As [`Listener::changes`]. While there is no store, or none that answers for a second,
-    /// nothing that is asked for is there; until then there are no rows. Once nothing is there, and
-    /// with the next answer, every earlier report may be wrong (`lost`).
+    /// Returns recorded changes; see [`Listener::changes`]. If no store answered for a second, all
+    /// chunks in question count as removed; until then there are no rows. Then, and with the next
+    /// answer, every earlier report may be wrong (`lost`).
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
-    /// Waits until every visible chunk that will get to disk is there; false at the deadline.
+    /// Waits until every visible chunk that will be written to disk is written; false at the
+    /// deadline.
     fn flush(&self, timeout: Duration) -> bool;
-    /// Ends reservations and stops serving; leases end by themselves.
+    /// Aborts reservations and stops the store; leases end by themselves.
     fn close(&self, timeout: Duration);
 
-    /// Whether the last reservation got no answer in time: what it dropped can be tried again at
-    /// once.
+    /// Returns true if the last reservation timed out: its chunks can be tried again immediately.
     fn is_save_late(&self) -> bool {
         false
     }
@@ -105,16 +105,16 @@ pub trait Session: Send + Sync + fmt::Debug {
 
 #[derive(Debug, Default)]
 struct Leases {
-    /// By ticket.
+    /// Reservations by ticket.
     writes: Numbered<WriteLease>,
     reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
 }
 
-/// The store of this process, or one's share in it.
+/// A session of a store in this process.
 #[derive(Debug)]
 pub struct Local {
-    // Before the store, so that open leases end first.
+    // Declared before the store, so that open leases are dropped first.
     leases: Mutex<Leases>,
     /// Bytes of the arena that this engine's workers can copy to; others of the store may have other
     /// limits.
@@ -124,13 +124,13 @@ pub struct Local {
 }
 
 impl Local {
-    /// As [`Store::open`].
+    /// Opens a store; see [`Store::open`].
     pub fn open(config: &StoreConfig) -> Result<Self> {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// One of several sessions of `store`. Closing it closes the store; dropping it ends only its
-    /// leases and reservations.
+    /// Opens one of several sessions of `store`. Closing it closes the store; dropping it ends only
+    /// its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -140,13 +140,13 @@ impl Local {
         }
     }
 
-    /// Open reservations, and read leases.
+    /// Returns the numbers of open reservations and read leases.
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())
     }
 
-    /// As [`Store::anchors`].
+    /// See [`Store::anchors`].
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.store.anchors(anchors)
     }
@@ -159,7 +159,7 @@ impl Local {
         self.leases().reads.get(&lease).cloned()
     }
 
-    /// The reservations of `tickets` that are still open. Dropping one aborts it, so drop them
+    /// Removes and returns the open reservations of `tickets`. Dropping one aborts it, so drop them
     /// without the lock.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();

@@ -1,5 +1,5 @@
-//! Locks, conditions and threads: the standard library's, or under `--cfg shuttle` those of a model
-//! checker, which chooses who goes next at each of them (`tests/models.rs`).
+//! Locks, condition variables and threads: the standard library's, or with `--cfg shuttle` those of
+//! a model checker, which chooses the thread to run at each of them (`tests/models.rs`).
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
@@ -12,7 +12,7 @@ pub(crate) use std::{
     thread,
 };
 
-/// Whether the thread has ended. A model's threads never hang, so there it is joined in any case.
+/// Returns whether the thread has ended. Threads of a model never hang, so they are always joined.
 pub(crate) fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
     #[cfg(shuttle)]
     return thread.thread().id() != thread::current().id();

@@ -1,4 +1,4 @@
-//! A 64-bit position-dependent tag over a chunk's pages: made where bytes are produced, checked
+//! A 64-bit position-dependent tag of a chunk's pages: computed where bytes are produced, checked
 //! where they are used.
 //!
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th
@@ -53,7 +53,7 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// The sum over one page, whose word 0 stands at `position`.
+/// Returns the sum of one page, whose word 0 has the weight of `position`.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
     // Four sums, so that the additions do not wait for each other.
     let mut sums = [0u64; 4];

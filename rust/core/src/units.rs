@@ -1,4 +1,4 @@
-//! Sizes as people write them, for messages; times as counters have them.
+//! Formats sizes for messages; converts times for counters.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub fn size_text(bytes: u64) -> String {
     format!("{bytes} bytes")
 }
 
-/// Whole microseconds.
+/// Returns whole microseconds.
 pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,14 +1,14 @@
-//! Which chunks a prefix needs of each KV cache group: arithmetic only.
+//! The chunks of each KV cache group that a prefix needs: arithmetic only.
 //!
-//! A prefix is a row of units, and each unit has one chunk per group. A full-attention group needs
-//! all of them, a sliding-window group those of its last tokens, a Mamba group one state.
+//! A prefix is a list of units with one chunk per group. A full-attention group needs all of its
+//! chunks, a sliding-window group those of the last tokens, a Mamba group one state.
 
 use std::ops::Range;
 
 use crate::io::SizeClass;
 use crate::{Error, ErrorKind, Result};
 
-/// What a prefix needs of a group.
+/// The part of a group that a prefix needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupKind {
     /// Every block.
@@ -26,16 +26,16 @@ pub enum GroupKind {
 pub struct Group {
     /// Number in the keys of its chunks; None: the prefix's own keys.
     pub number: Option<u32>,
-    /// What a prefix needs of it.
+    /// The part that a prefix needs.
     pub kind: GroupKind,
     /// Tokens per block.
     pub block_tokens: u32,
     /// Blocks per unit.
     pub blocks_per_unit: u32,
-    /// How many of those, the last ones, a chunk keeps: no prefix needs the others, and vLLM may
+    /// How many of the unit's last blocks a chunk keeps: no prefix needs the others, and vLLM may
     /// have freed them.
     pub kept_blocks: u32,
-    /// In tokens; of windows and local chunks.
+    /// In tokens; only for windows and local chunks.
     pub reach: u32,
     /// The size class of its frames.
     pub class: SizeClass,
@@ -43,7 +43,7 @@ pub struct Group {
     pub compact: Option<SizeClass>,
 }
 
-/// Blocks of a group's table per unit, and how many of those, the last ones, a chunk keeps.
+/// Blocks of a group per unit, and how many of the unit's last blocks a chunk keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// At least one.
@@ -76,17 +76,18 @@ impl Group {
         Err(Error::new(ErrorKind::InvalidConfig, "a KV cache group of impossible sizes"))
     }
 
-    /// True if a prefix needs every chunk of the group, so that chunks depend on those before them.
+    /// True if a prefix needs every chunk of the group, so that a chunk depends on those before it.
     pub fn is_full(&self) -> bool {
         self.kind == GroupKind::Full
     }
 
-    /// How the group's table is cut into chunks.
+    /// How the group's blocks are divided into chunks.
     pub fn cut(&self) -> Cut {
         Cut { each: self.blocks_per_unit, kept: self.kept_blocks }
     }
 
-    /// The first block that a prefix of `num_units` needs; all from there to its end are needed.
+    /// Returns the first block that a prefix of `num_units` needs; it needs all blocks from there
+    /// on.
     pub fn first_block(&self, num_units: u32) -> u32 {
         let [units, each, block, reach] =
             [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
@@ -100,7 +101,7 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// The units that a prefix of `num_units` needs. The first block that it needs may be inside
+    /// Returns the units that a prefix of `num_units` needs. The first needed block may be inside
     /// the first of them.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units

@@ -1,8 +1,7 @@
-//! The deepest hit: the last boundary between units at which every group has the chunks that it
-//! needs.
+//! The deepest hit: the last boundary between units at which every group has all needed chunks.
 //!
 //! Chunks of full-attention groups depend on those before them, so lookups find the end of the
-//! stored prefix. Chunks of other groups are added and removed one by one: they are looked up
+//! stored prefix. Chunks of other groups are saved and evicted one by one, so they are looked up
 //! backwards from that end.
 
 use super::group::{Group, GroupKind};
@@ -11,8 +10,8 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// Where a chunk is missing, this many more are looked up before it, and the next time this many
-/// times more. With a server each lookup is a round trip.
+/// After a missing chunk, the next lookup covers this many units more, and this factor more each
+/// time. On a server each lookup is a round trip.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
@@ -22,7 +21,7 @@ enum Where {
     Stored,
 }
 
-/// Chunks of one group that were looked up: those of the units from `start` on.
+/// Lookup results of one group, for the units from `start` on.
 struct Column<'a> {
     group: &'a Group,
     number: u32,
@@ -35,13 +34,14 @@ impl Column<'_> {
         self.start + u32::try_from(self.found.len()).unwrap_or(u32::MAX)
     }
 
-    /// True if all that a prefix of `num_units` needs was looked up.
+    /// True if all chunks that a prefix of `num_units` needs were looked up.
     fn has(&self, num_units: u32) -> bool {
         let needed = self.group.units(num_units);
         needed.is_empty() || self.start <= needed.start && num_units <= self.end()
     }
 
-    /// The units to look up for a prefix of `num_units`, and `further` ones before them.
+    /// Returns the units to look up for a prefix of `num_units`, extended by `further` units
+    /// before.
     fn missing(&self, num_units: u32, further: u32) -> std::ops::Range<u32> {
         let first = self.group.units(num_units).start.saturating_sub(further);
         first..if self.start < num_units && num_units <= self.end() {
@@ -66,8 +66,8 @@ impl Column<'_> {
         }
     }
 
-    /// `num_units` if all that a prefix of that length needs is there; else a smaller number, such
-    /// that no number between the two will do.
+    /// Returns `num_units` if all chunks that a prefix of that length needs are stored; else a
+    /// smaller number, such that no number between the two is a hit.
     fn nearest(&self, num_units: u32, at: Where) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, at))
@@ -84,8 +84,8 @@ impl Column<'_> {
     }
 }
 
-/// The deepest hits of at most `most` units, in host memory and in any tier. `chain` has that many
-/// units.
+/// Returns the deepest hits of at most `most` units, in host memory and in any tier. `chain` has at
+/// least that many units.
 pub(super) fn deepest(
     session: &dyn Session,
     groups: &[Group],

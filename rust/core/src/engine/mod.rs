@@ -1,11 +1,12 @@
-//! A store as one engine uses it: prefixes, block tables and reports of ranks, over a session's
-//! keys and numbers.
+//! A store as one engine uses it: prefixes, block tables and reports of ranks, on top of a
+//! session's keys and numbers.
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
 //! report (I10), and committed only if no rank failed it (I3). A save reads its blocks after the
-//! step that planned it was launched; by then its request may be gone and a block another's, whose
-//! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives,
-//! whatever numbers the store gives its reservations, so a late report never settles another save.
+//! step that planned it was launched; by then its request may have finished and a block may belong
+//! to another request, whose writer has to wait (I2). Tickets belong to the engine and ascend for
+//! its life, independently of the store's reservation numbers, so a late report never settles
+//! another save.
 
 mod group;
 mod hit;
@@ -25,7 +26,7 @@ use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
 use crate::{Error, ErrorKind, Result};
 
-/// Pins on the chunks that a prefix of `num_units` needs.
+/// Pins the chunks that a prefix of `num_units` needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Lease {
     id: LeaseId,
@@ -33,22 +34,22 @@ pub struct Lease {
     num_chunks: u32,
 }
 
-/// A session, and what one engine has in flight in it.
+/// A session and one engine's saves in flight.
 #[derive(Debug)]
 pub struct EngineSession {
     session: Box<dyn Session>,
     num_ranks: u32,
     groups: Vec<Group>,
-    /// Places in `groups`: those of full attention first, whose chunks are the prefixes that a
-    /// server knows.
+    /// Indices of `groups`: full-attention groups first, because a server indexes their chunks as
+    /// prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
     misfits: Mutex<Misfits>,
 }
 
 impl EngineSession {
-    /// Each of `num_ranks` reports every ticket once. `InvalidConfig` for a group with a size of
-    /// zero, or no group.
+    /// Creates an engine's view of a session. Each of `num_ranks` reports every ticket once.
+    /// `InvalidConfig` for a group with a size of zero, or no group.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
             return Err(Error::new(ErrorKind::InvalidConfig, "a model without KV cache groups"));
@@ -66,7 +67,7 @@ impl EngineSession {
         })
     }
 
-    /// The store behind it.
+    /// The session.
     pub fn session(&self) -> &dyn Session {
         &*self.session
     }
@@ -96,8 +97,8 @@ impl EngineSession {
     // -- lookups and loads
     // --------------------------------------------------------------------------------------
 
-    /// Leading units that every full-attention group has: no hit is deeper. Without such a group,
-    /// all that have keys.
+    /// Returns the number of leading units that every full-attention group has stored: no hit is
+    /// deeper. Without such a group, all units that have keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
         let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
@@ -114,13 +115,13 @@ impl EngineSession {
         }
     }
 
-    /// The deepest hits of at most `most` units, which [`Self::lookup`] found, in host memory and
-    /// in any tier.
+    /// Returns the deepest hits of at most `most` units, the result of [`Self::lookup`], in host
+    /// memory and in any tier.
     pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
 
-    /// The first `num_units` as each full-attention group has them.
+    /// The keys of the first `num_units` in each full-attention group.
     fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
         self.full_groups()
             .filter_map(|group| group.number)
@@ -133,8 +134,8 @@ impl EngineSession {
         self.full_groups().map(prefix).collect()
     }
 
-    /// Pins the chunks that a prefix of `num_units` needs of every group, and reads those from disk
-    /// that are not in host memory.
+    /// Pins the chunks of every group that a prefix of `num_units` needs, and starts to read those
+    /// that are only on disk.
     pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
         let num_units = num_units.min(chain.num_blocks());
         let attached = self.groups.iter().filter(|group| !group.is_full());
@@ -150,10 +151,10 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Units that are ready to load, and units behind them that are being read from disk.
+    /// Returns how many units are ready to load, and how many after them are being read from disk.
     ///
-    /// With several groups, or one that keeps a part of a prefix, a hit is whole or nothing: (0, 0)
-    /// if a chunk will not come.
+    /// With several groups, or a group that needs only a part of a prefix, a hit is whole or
+    /// nothing: (0, 0) if a chunk cannot be read.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
         let (ready, pending) = (progress.ready_units, progress.pending_units);
@@ -168,14 +169,14 @@ impl EngineSession {
         }
     }
 
-    /// Unpins; again does nothing.
+    /// Releases a lease; a second call does nothing.
     pub fn release(&self, lease: &Lease) {
         self.session.release(lease.id);
     }
 
-    /// The blocks of each group's table that units `[begin, end)` of a prefix that ends with `end`
-    /// are loaded to. vLLM has the blocks before them, or null blocks for those that the group does
-    /// not need.
+    /// Returns, for each group, the blocks that units `[begin, end)` of a prefix that ends with
+    /// `end` are loaded to. vLLM has the blocks before them, or null blocks for those that the
+    /// group does not need.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -186,9 +187,9 @@ impl EngineSession {
     }
 
     /// Pairs the lease's chunks of units `[begin, end)` with blocks: `tables` has those of
-    /// [`Self::loaded_blocks`]. Returns the chunks, and units by tier. Nothing unless all chunks
-    /// are there; with one group of full attention, as many as are there. `InvalidConfig` for a
-    /// negative block.
+    /// [`Self::loaded_blocks`]. Returns the chunks, and units by tier. With one full-attention
+    /// group, returns the ready chunks; otherwise nothing unless all are ready. `InvalidConfig` for
+    /// a negative block.
     pub fn load(
         &self,
         lease: &Lease,
@@ -259,7 +260,7 @@ impl EngineSession {
         (num_visible, aborted.len())
     }
 
-    /// Gives reservations back that no rank will report.
+    /// Aborts reservations that no rank will report.
     pub fn abort(&self, tickets: &[u64]) {
         let mut in_flight = self.in_flight();
         let known: Vec<_> =
@@ -268,7 +269,7 @@ impl EngineSession {
         self.give_back(known);
     }
 
-    /// Gives back everything that is in flight.
+    /// Aborts all saves in flight.
     pub fn abort_all(&self) {
         let every = self.in_flight().tickets();
         self.abort(&every);
@@ -287,12 +288,12 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Saves that some rank has not reported.
+    /// Returns the number of saves that some rank has not reported.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }
 
-    /// Those of `blocks` that a save in flight reads; every such block for None.
+    /// Returns the `blocks` that a save in flight reads; every such block for None.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

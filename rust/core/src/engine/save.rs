@@ -1,4 +1,4 @@
-//! Reservations of frames for saves: chunks of units, and states.
+//! Reserves frames for saves: chunks of units, and Mamba states.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::store::{Got, Prefix, ToSave};
 pub struct SaveRow<'a> {
     /// The request's prefix.
     pub chain: &'a mut KeyChain,
-    /// Which units.
+    /// The units to save.
     pub units: Range<u32>,
     /// The blocks of those units, group after group, in the order of
     /// [`EngineSession::saved_groups`]. 0 is the null block.
@@ -28,12 +28,12 @@ pub struct SaveRow<'a> {
 pub struct StateRow {
     group: u32,
     root: ChunkKey,
-    /// The state's, and that of the prefix that ends there.
+    /// The key of the state, and that of the prefix that ends with it.
     keys: Vec<ChunkKey>,
     block: i32,
 }
 
-/// Part of a save: one group's chunks of one request.
+/// One group's chunks of one request's save.
 struct Part {
     group: usize,
     root: ChunkKey,
@@ -43,24 +43,24 @@ struct Part {
 }
 
 enum Keys {
-    /// Those of the chain, as this group number has them.
+    /// The chain's keys for this group number.
     Chain(Option<u32>),
     Own(Vec<ChunkKey>),
 }
 
 impl EngineSession {
     /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers
-    /// one by one.
+    /// one at a time.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and puts them in flight.
-    /// Returns for each row its chunks and how many units got no frame, of full-attention groups if
-    /// there are any. On an error nothing is reserved.
+    /// Reserves frames for the chunks of each row that are not stored yet, and puts the saves in
+    /// flight. Returns for each row its chunks and the number of units without a frame, counted in
+    /// full-attention groups if there are any. On an error nothing is reserved.
     ///
-    /// A chunk of another group is left out if vLLM has freed one of its blocks.
+    /// Leaves out a chunk of another group if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         let parts = rows.iter_mut().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
         let chains = rows.iter().map(|row| &*row.chain);
@@ -90,7 +90,7 @@ impl EngineSession {
         Ok(parts)
     }
 
-    /// Reserves frames for states; on an error for none.
+    /// Reserves frames for states. On an error nothing is reserved.
     pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
         let part = |row: StateRow| Part {
             group: row.group as usize,
@@ -123,7 +123,7 @@ impl EngineSession {
         &self,
         rows: impl Iterator<Item = (Option<&'a KeyChain>, &'a [Part])> + Clone,
     ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Before the store is asked, so that its numbers come in their order.
+        // Locked before the store assigns numbers, so that they arrive in order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
         for (chain, part) in
@@ -236,8 +236,8 @@ impl Part {
     }
 }
 
-/// The chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are those of
-/// the row's units.
+/// Returns the chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are
+/// those of the row's units.
 fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -> Result<Part> {
     let Cut { each, kept } = group.cut();
     let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());

@@ -1,24 +1,24 @@
-//! Least recently used, where chunks that were used again age more slowly; and LRU, where they do
-//! not.
+//! LRU with slower aging of reused chunks; and plain LRU.
 //!
-//! There are two queues in order of the last use: chunks that were used once, and chunks that were
-//! used again, also those that came back after an eviction. The victim is the older of their two
+//! Evictable chunks are in two queues by last use: chunks used once, and chunks used more than
+//! once, including those that were evicted and saved again. The victim is the older of the two
 //! heads, where the age of a reused chunk is divided by `credit`. The credit follows the workload,
-//! so there is no setting. It begins with 1, which is LRU. When an evicted chunk comes back, its
-//! kind was evicted too soon: the credit grows if it was reused, and else shrinks, until evictions
-//! of both kinds are regretted equally often. So it grows where most chunks are never used again,
-//! and is gone after few returns where a new working set replaces the old. Compare ARC (Megiddo and
-//! Modha, FAST 2003), which balances sizes; ages need no count of the chunks that are not leaves.
+//! so there is no setting. It starts at 1, which is LRU. When an evicted chunk returns, chunks of
+//! its kind were evicted too soon: the credit grows if the chunk was reused and shrinks otherwise,
+//! until evictions of both kinds are regretted equally often. The credit is high where most chunks
+//! are never used again, and drops after a few returns when a new working set replaces the old one.
+//! Compare ARC (Megiddo and Modha, FAST 2003), which balances sizes; ages need no count of the
+//! chunks that are not leaves.
 //!
-//! Using a chunk uses its ancestors too, yet only the deepest is written: an ancestor cannot be a
-//! victim before its descendants are gone, and a leaving chunk hands its uses up. So a chunk that
-//! becomes a leaf stands where stamping each use on its whole prefix would have put it, and a touch
-//! costs the same at any depth.
+//! A use of a chunk is a use of its ancestors, but only the deepest chunk is updated: an ancestor
+//! cannot be a victim before its descendants are removed, and a removed chunk passes its uses to
+//! its parent. A chunk that becomes a leaf is therefore at the same place in its queue as if each
+//! use had stamped the whole prefix, and a touch costs the same at any depth.
 //!
-//! What is kept beside a prefix and of no use without it (the state behind it) is new at each turn
-//! of a chat, while most of the prefix was used again: alone it would always go first, and the
-//! prefix is of no use without it either. So where at least half of the prefix was used again, its
-//! end and what is kept beside it count as used again (`goes_on`, `mark_reused`).
+//! A chunk attached to a prefix (Mamba state, a draft model's KV) is new in each turn of a chat,
+//! while most of the prefix was reused. On its own it would always be evicted first, and the prefix
+//! cannot be loaded without it. If at least half of the prefix was reused, its last chunk and the
+//! chunks attached to it therefore count as reused (`is_mostly_reused`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -28,29 +28,29 @@ use super::policy::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
 
 const NO_PARENT: u32 = u32::MAX;
-/// Touches of a chunk within this share of the capacity are one use: a waiting request is looked up
-/// many times.
+/// Touches of a chunk within this share of the capacity count as one use: a waiting request is
+/// looked up many times.
 const TOUCHES_APART: u32 = 64;
-/// This share of the capacity in returns of one kind changes the credit by e, where half of the
+/// Returns of one kind that change the credit by e, as a share of the capacity, if half of the
 /// evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
-/// With more, a reused chunk would take too long to leave when its working set is gone.
+/// A higher credit would keep reused chunks too long after their working set is gone.
 const MAX_CREDIT: f64 = 256.0;
-/// Evictions after which the share of reused chunks has followed by two thirds.
+/// Evictions after which `reused_share` has made two thirds of a change.
 const SHARE_WEIGHT: f64 = 256.0;
-/// So many chunks are looked at, from the end up, for one that was reused.
+/// Maximum number of chunks that `is_mostly_reused` visits.
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// What is known of a chunk: 24 bytes, and at most 32 in a queue while it is evictable.
+/// State of a chunk: 24 bytes, and at most 32 in a queue while it is evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,
-    /// Its last use, or a descendant's, in events.
+    /// The last use of the chunk or a removed descendant, in events.
     last: u64,
     parent: u32,
     evictable: bool,
-    /// It was used more than once, counting uses before an eviction.
+    /// Used more than once, including uses before an eviction.
     reused: bool,
     unwritten: bool,
 }
@@ -65,7 +65,7 @@ impl Node {
         unwritten: false,
     };
 
-    /// The row it is in while it is evictable.
+    /// The queue that holds the chunk while it is evictable.
     fn row(&self) -> u8 {
         u8::from(self.reused) + 2 * u8::from(self.unwritten)
     }
@@ -78,15 +78,15 @@ pub struct Adaptive {
     /// By `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
-    /// The same of each group.
+    /// Evictable chunks by group.
     groups: Groups,
     /// Inserts, and touches that count.
     events: u64,
     touches_apart: u64,
     pub(super) ghosts: Ghosts,
-    /// A reused chunk ages so many times more slowly.
+    /// Divides the age of reused chunks.
     credit: f64,
-    /// How much a return changes the logarithm of the credit, where all evicted chunks are of its
+    /// How much a return changes the logarithm of the credit, if all evicted chunks are of its
     /// kind.
     step: f64,
     /// Share of newly evicted chunks that were reused.
@@ -94,7 +94,7 @@ pub struct Adaptive {
 }
 
 impl Adaptive {
-    /// For a tier of `capacity` chunks.
+    /// Creates a policy for a tier of `capacity` chunks.
     pub fn new(capacity: usize) -> Self {
         let chunks = u32::try_from(capacity).unwrap_or(u32::MAX).max(1);
         Self {
@@ -105,7 +105,7 @@ impl Adaptive {
         }
     }
 
-    /// Least recently used: only the last use counts, and nothing is remembered.
+    /// Least recently used: only the last use counts, and there are no ghosts.
     pub fn lru() -> Self {
         Self {
             nodes: Vec::new(),
@@ -131,7 +131,7 @@ impl Adaptive {
         f64::from(u32::try_from(self.events - last).unwrap_or(u32::MAX))
     }
 
-    /// A chunk is back that was evicted not long ago.
+    /// Updates the credit: a recently evicted chunk returned.
     fn regret(&mut self, reused: bool) {
         // Per eviction of its kind, so that with equal rates the steps cancel out.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
@@ -139,7 +139,7 @@ impl Adaptive {
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
     }
 
-    /// Changes a node, whose place in its queue may change with that.
+    /// Changes a node and updates its position in the queues.
     fn update(&mut self, id: ChunkId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
@@ -153,7 +153,7 @@ impl Adaptive {
         }
     }
 
-    /// Which goes first of the heads of all rows.
+    /// Returns the next victim among the heads of all rows.
     fn coldest(
         &self,
         [once, reused, new, new_reused]: [Option<(u64, u32)>; NUM_ROWS],
@@ -165,8 +165,7 @@ impl Adaptive {
         self.colder(older(once, new), older(reused, new_reused))
     }
 
-    /// Which goes first of the heads of a queue of chunks that were used once and one of those used
-    /// again.
+    /// Returns the next victim of two heads: one of chunks used once, one of reused chunks.
     fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
         let id = match (once, reused) {
             (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => {
@@ -234,7 +233,7 @@ impl Policy for Adaptive {
         self.groups.set(id, group);
     }
 
-    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
+    fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool {
         let node = |id: u32| self.nodes.get(id as usize).copied();
         let chunks = std::iter::successors(node(end.0), |last| node(last.parent));
         chunks.take((num_chunks / 2 + 1).min(MAX_STEPS_UP) as usize).any(|node| node.reused)
@@ -246,16 +245,12 @@ impl Policy for Adaptive {
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.update(id, |node| node.evictable = false);
-        self.groups.forget(id);
+        self.groups.unset(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
-            // A parent with a child present is not evictable, so it has no place in a queue that
-            // would have to move.
+            // The parent of a present chunk is not evictable, so it is in no queue.
             let parent = &mut self.nodes[node.parent as usize];
-            debug_assert!(
-                !parent.evictable,
-                "a parent is never evictable before its children left"
-            );
+            debug_assert!(!parent.evictable, "the parent of a present chunk is evictable");
             parent.last = parent.last.max(node.last);
             parent.reused |= node.reused;
         }

@@ -1,26 +1,26 @@
-//! Which chunks were evicted, and whether they had been used more than once: a table of fixed size,
-//! 32 bytes per chunk of capacity.
+//! Ghosts: which chunks were evicted and whether they had been reused. A table of fixed size, 32
+//! bytes per chunk of capacity.
 //!
-//! A key belongs to one set of 16 ghosts, in which a new ghost takes the place of the oldest. So
-//! nothing grows, nothing is rehashed and every call looks at 64 bytes. The table is zeroed memory,
-//! which the kernel gives when it is written first.
+//! A key belongs to one set of 16 ghosts, in which a new ghost replaces the oldest. Nothing grows
+//! or is rehashed, and each call reads 64 bytes. The table is zeroed memory, which the kernel
+//! allocates on the first write.
 
 use crate::key::ChunkKey;
 
 /// Ghosts per chunk of capacity: chats come back long after they left a small tier.
 const PER_CHUNK: usize = 8;
 const WAYS: usize = 16;
-/// So many of a set's newest ghosts are as old as the last `capacity` evictions.
+/// The newest ghosts of a set that count as recent: as old as the last `capacity` evictions.
 const RECENT: usize = WAYS / PER_CHUNK;
 /// 256 MiB: a tier of more than 8 million chunks has fewer ghosts per chunk.
 const MAX_SETS: usize = 1 << 22;
 
-/// What is remembered of one chunk.
+/// An evicted chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Ghost {
-    /// It was used more than once.
+    /// Used more than once.
     pub(super) reused: bool,
-    /// It was evicted not long ago: about as many evictions as the tier holds chunks, or fewer.
+    /// Evicted recently: the tier has since evicted at most about as many chunks as it holds.
     pub(super) recent: bool,
 }
 
@@ -34,7 +34,7 @@ const REUSED: u32 = 2;
 pub(super) struct Ghosts {
     /// Tags, the newest first.
     sets: Vec<[u32; WAYS]>,
-    /// Something was remembered: until then each look would be for nothing, and to cold memory.
+    /// False before the first eviction: `take` then avoids a read of cold memory.
     has_any: bool,
 }
 
@@ -44,13 +44,13 @@ pub(super) fn fingerprint(key: &ChunkKey) -> u64 {
 }
 
 impl Ghosts {
-    /// For a tier of `capacity` chunks.
+    /// Creates a table for a tier of `capacity` chunks.
     pub(super) fn new(capacity: usize) -> Self {
         let num_sets = (capacity.saturating_mul(PER_CHUNK) / WAYS).clamp(1, MAX_SETS);
         Self { sets: vec![[0; WAYS]; num_sets], has_any: false }
     }
 
-    /// The set of a fingerprint, and its tag there.
+    /// Returns the set of a fingerprint and its tag in the set.
     fn place(&mut self, fingerprint: u64) -> Option<(&mut [u32; WAYS], u32)> {
         let num_sets = self.sets.len() as u64;
         let set = usize::try_from(fingerprint.checked_rem(num_sets)?).ok()?;
@@ -58,7 +58,7 @@ impl Ghosts {
         Some((self.sets.get_mut(set)?, tag))
     }
 
-    /// Remembers a chunk, and forgets the oldest of its set.
+    /// Adds a ghost and drops the oldest of its set.
     pub(super) fn put(&mut self, fingerprint: u64, reused: bool) {
         self.has_any = true;
         if let Some((set, tag)) = self.place(fingerprint) {
@@ -67,7 +67,7 @@ impl Ghosts {
         }
     }
 
-    /// What is remembered of a chunk; it is forgotten with that.
+    /// Removes and returns the ghost of a chunk.
     pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
         if !self.has_any {
             return None;

@@ -1,26 +1,26 @@
-//! Evictable chunks of each group in order of their last use. Where no chunk has a group, it costs
-//! a look at an empty list.
+//! Evictable chunks of each group in order of their last use. Without groups, a call checks one
+//! empty list.
 
 use std::collections::BTreeSet;
 
 use super::policy::{ChunkId, GroupId};
 
-/// Rows of chunks in order of their last use.
+/// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;
 /// Used once, and used again; unwritten ones used once, and used again.
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
-/// What is in a group.
+/// Groups of chunks, and their evictable chunks.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
-    /// By chunk; chunks behind the end have none.
+    /// By chunk; chunks past the end have no group.
     of: Vec<Option<GroupId>>,
     /// Group, row, last use, chunk.
     queue: BTreeSet<(GroupId, u8, u64, u32)>,
 }
 
 impl Groups {
-    /// A chunk that is not evictable has this group from now on.
+    /// Sets the group of a chunk that is not evictable.
     pub(super) fn set(&mut self, id: ChunkId, group: GroupId) {
         let at = id.0 as usize;
         if at >= self.of.len() {
@@ -29,8 +29,8 @@ impl Groups {
         self.of[at] = Some(group);
     }
 
-    /// A chunk that is not evictable has no group any more.
-    pub(super) fn forget(&mut self, id: ChunkId) {
+    /// Removes the group of a chunk that is not evictable.
+    pub(super) fn unset(&mut self, id: ChunkId) {
         if let Some(of) = self.of.get_mut(id.0 as usize) {
             *of = None;
         }
@@ -40,21 +40,21 @@ impl Groups {
         self.of.get(id.0 as usize).copied().flatten()
     }
 
-    /// A chunk became evictable.
+    /// Adds a chunk that became evictable.
     pub(super) fn enter(&mut self, id: ChunkId, row: u8, last: u64) {
         if let Some(group) = self.find(id) {
             self.queue.insert((group, row, last, id.0));
         }
     }
 
-    /// A chunk is evictable no more.
+    /// Removes a chunk that is no longer evictable.
     pub(super) fn leave(&mut self, id: ChunkId, row: u8, last: u64) {
         if let Some(group) = self.find(id) {
             self.queue.remove(&(group, row, last, id.0));
         }
     }
 
-    /// Last use and number of the coldest chunk of each row.
+    /// Returns the last use and number of the coldest chunk of each row.
     pub(super) fn heads(&self, group: GroupId) -> [Option<(u64, u32)>; NUM_ROWS] {
         ROWS.map(|row| {
             let all = (group, row, 0, 0)..=(group, row, u64::MAX, u32::MAX);

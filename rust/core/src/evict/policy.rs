@@ -1,59 +1,59 @@
-//! What every policy is told and asked. It must not know any of them.
+//! The interface of eviction policies. Independent of all implementations.
 
 use std::fmt;
 
 use crate::key::ChunkKey;
 
-/// A chunk as a policy knows it: small numbers, used again after `remove`.
+/// The number of a chunk. Numbers are small and are reused after `remove`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub u32);
 
-/// Chunks of a tier whose coldest may be asked for by itself.
+/// Chunks of a tier with a victim of their own (`victim_of`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
-/// Why a chunk left.
+/// Why a chunk was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// It was the victim: worth remembering, should it come back.
+    /// Evicted; the policy may remember it.
     Evicted,
-    /// It was forgotten for another reason; its content may be wrong.
+    /// Removed for another reason; its content may be wrong.
     Dropped,
 }
 
 /// Chooses victims among the chunks of one tier.
 ///
-/// The store **guarantees**: an id is `insert`ed once before anything else and `remove`d once; its
+/// The store **guarantees**: an id is `insert`ed once before any other call and `remove`d once; its
 /// parent, if given, is present from its `insert` to its `remove`; `set_evictable` is only called
-/// when the value changes (it starts false); a chunk with a present child is never evictable. Using
-/// a chunk means using its whole prefix, but only the deepest is `touch`ed. `set_group` is called
-/// right after `insert`, if at all.
+/// when the value changes (it starts false); a chunk with a present child is never evictable. A use
+/// of a chunk is a use of its whole prefix, but only the deepest chunk is `touch`ed. `set_group`,
+/// if called, directly follows `insert`.
 ///
-/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever
-/// there is one, and from `victim_of` the same of one group; leave the victim in place until
-/// `remove`; take O(log n) time in every call, for the store's lock is held.
+/// A policy **must**: return from `victim` an evictable id whenever there is one, and from
+/// `victim_of` an evictable id of the group; keep the victim until `remove`; take O(log n) time in
+/// every call, because the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
-    /// `id` is in the tier from now on, behind `parent`.
+    /// Adds `id` to the tier, with `parent` before it in the prefix.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
     /// The prefix that ends with `id` was used.
     fn touch(&mut self, id: ChunkId);
-    /// `id` may be a victim from now on, or may not.
+    /// Sets whether `id` may be a victim.
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
-    /// `id` is in no other tier yet and should get there, or that is over.
+    /// Sets whether `id` still waits to be written to another tier.
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
-    /// From now on unwritten chunks are victims only if there is no other, or are like others.
+    /// If `spare`, unwritten chunks are victims only if there is no other.
     fn spare_unwritten(&mut self, spare: bool);
-    /// `id` is of that group until it is removed.
+    /// Puts `id` into a group until it is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);
-    /// What should go next; None if nothing may.
+    /// The next chunk to evict; None if no chunk is evictable.
     fn victim(&mut self) -> Option<ChunkId>;
-    /// Whether at least half of the `num_chunks` that end with `end` were used again, as far as
-    /// that shows at once.
-    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool;
-    /// `id` is as if it had been used again. When it was used last stays.
+    /// Returns whether at least half of the `num_chunks` that end with `end` were reused, as far as
+    /// a bounded number of steps shows.
+    fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool;
+    /// Marks `id` as reused without changing its last use.
     fn mark_reused(&mut self, id: ChunkId);
-    /// The same of what is in a group.
+    /// The next chunk of the group to evict.
     fn victim_of(&mut self, group: GroupId) -> Option<ChunkId>;
-    /// `id` left the tier.
+    /// Removes `id` from the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);
 }

@@ -64,7 +64,8 @@ impl Oracle {
     }
 }
 
-/// What the store does, with one policy: a forest, pins, and the promise of what is evictable.
+/// Drives a policy the way the store does: a forest with pins, and the guarantee of which chunks
+/// are evictable.
 struct Forest<P> {
     policy: P,
     parents: BTreeMap<u32, Option<u32>>,
@@ -114,8 +115,8 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Tells the policy what changed. A parent that ceases to be a leaf must be told before its
-    /// child comes.
+    /// Reports changes to the policy. A parent that stops being a leaf must be reported before its
+    /// child is inserted.
     fn sync(&mut self) {
         let changed: Vec<_> = self
             .told
@@ -236,7 +237,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Keys of a walk: few, so that they come back, and no more of a set than it has room for.
+/// Keys of a walk: few, so that they return, and not more per set of ghosts than it holds.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(
@@ -367,8 +368,8 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
 }
 
 #[test]
-fn a_prefix_goes_on_where_at_least_half_of_it_was_used_again() {
-    for (num_chunks, num_used, goes_on) in [
+fn a_prefix_is_mostly_reused_if_half_of_it_was_used_again() {
+    for (num_chunks, num_used, is_mostly_reused) in [
         (1, 0, false),
         (1, 1, true),
         (2, 1, true),
@@ -389,10 +390,14 @@ fn a_prefix_goes_on_where_at_least_half_of_it_was_used_again() {
             forest.touch(chain[num_used - 1]);
         }
         let end = ChunkId(*chain.last().unwrap());
-        assert_eq!(forest.policy.goes_on(end, num_chunks), goes_on, "{num_used} of {num_chunks}");
+        assert_eq!(
+            forest.policy.is_mostly_reused(end, num_chunks),
+            is_mostly_reused,
+            "{num_used} of {num_chunks}"
+        );
     }
     let unknown = Adaptive::new(60);
-    assert!(!unknown.goes_on(ChunkId(7), 3));
+    assert!(!unknown.is_mostly_reused(ChunkId(7), 3));
 }
 
 #[derive(Debug)]
@@ -420,8 +425,8 @@ impl Policy for Boxed {
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
     }
-    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
-        self.0.goes_on(end, num_chunks)
+    fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool {
+        self.0.is_mostly_reused(end, num_chunks)
     }
     fn mark_reused(&mut self, id: ChunkId) {
         self.0.mark_reused(id);

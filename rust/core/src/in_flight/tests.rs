@@ -1,5 +1,5 @@
-//! `InFlight` against one row a ticket in a map: reports of several ranks in any order, twice, of
-//! what is not in flight.
+//! `InFlight` against a map with one row per ticket: reports of several ranks in any order,
+//! repeated, and for tickets that are not in flight.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +15,9 @@ const RANKS: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// The number of chunks, and whether the store begins anew with it.
+    /// The number of chunks, and whether the store is cleared first.
     Plan(u32, bool),
-    /// So many tickets from one on, as a rank reports them.
+    /// A rank's report: the first ticket and the number of tickets.
     Report(u64, u64),
     Fail(u64),
     FailAll,

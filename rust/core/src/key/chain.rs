@@ -1,8 +1,8 @@
 //! Keys of one request's prefix, extended as it grows.
 //!
-//! Whole blocks are hashed once, straight from the caller's memory; positions after the last whole
-//! block are kept until it is whole. Only digests are chained, one compression per block. The chain
-//! must not know how many blocks a chunk has, nor where chunks are stored.
+//! Whole blocks are hashed once, from the caller's memory; positions after the last whole block are
+//! kept until it is complete. Only digests are chained, one compression per block. The chain must
+//! not depend on the number of blocks per chunk or on where chunks are stored.
 
 use rayon::prelude::*;
 
@@ -13,8 +13,8 @@ use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
 
-/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers
-/// keeps of the same prefixes.
+/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: the keys of another KV cache
+/// group for the same prefixes.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -26,12 +26,12 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// The root of what a group keeps: with the same salt.
+/// The root key of a group, with the same salt.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
 
-/// Keys of the same prefix as another group of layers keeps it.
+/// The keys of a group for a prefix.
 #[derive(Debug, Clone)]
 struct OfGroup {
     group: u32,
@@ -41,14 +41,14 @@ struct OfGroup {
 
 /// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
 const BATCH_IDS: usize = 4 << 10;
-/// Blocks of them whose digests wait to be chained.
+/// Blocks per round whose digests are chained afterwards.
 const BATCH_BLOCKS: usize = 64;
 
-/// Incremental keys of one prefix, one a block.
+/// Incremental keys of one prefix, one per block.
 ///
-/// With a `lookahead` of n positions a block's key stands for the n positions behind it, too: the
-/// first block takes them in, and each later one is hashed n positions further on. Every error is
-/// `InvalidConfig` and leaves the chain as it was. Positions count from 0 and fit in 32 bits.
+/// With a `lookahead` of n positions a block's key also covers the n positions after it: the first
+/// block includes them, and each later block is hashed n positions further on. Every error is
+/// `InvalidConfig` and leaves the chain unchanged. Positions count from 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
@@ -61,13 +61,13 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// An empty prefix under `root`; blocks have `block_tokens` positions, at least one.
+    /// Creates an empty prefix under `root`; blocks have `block_tokens` positions, at least one.
     pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
         Self::with_lookahead(root, block_tokens, 0)
     }
 
-    /// The same with keys that stand for `lookahead` positions behind each block, at most a
-    /// block's.
+    /// Creates an empty prefix with keys that cover `lookahead` positions after each block, at most
+    /// one block.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(bad("block_tokens must be at least 1"));
@@ -103,7 +103,7 @@ impl KeyChain {
         self.hashed() + self.pending.len()
     }
 
-    /// Full blocks so far, each with a key: all positions that it stands for were appended.
+    /// Full blocks with keys: all positions that the key covers were appended.
     pub fn num_blocks(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX) // never: check_room keeps positions in u32
     }
@@ -113,7 +113,7 @@ impl KeyChain {
         &self.keys
     }
 
-    /// Key of full block `block`, that is of the prefix that ends with it.
+    /// The key of full block `block`, that is, of the prefix that ends with it.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
             bad("no such full block")
@@ -122,14 +122,13 @@ impl KeyChain {
         })
     }
 
-    /// The same of what `group` keeps of that prefix; None: this chain's own.
+    /// The key of the chunk that `group` stores for that block; None: the block's own key.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done
-    /// before.
+    /// Hashes the keys of KV cache group `group` for the part of the prefix not hashed before.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
             self.groups.push(OfGroup {
@@ -143,16 +142,16 @@ impl KeyChain {
         keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// The key of the empty prefix and those of full blocks, as `group` keeps them, as far as
-    /// `extend_group` went; None: this chain's own.
+    /// The root key and block keys of `group`, as far as `extend_group` computed them; None: this
+    /// chain's own.
     pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
         let Some(group) = group else { return (self.root, &self.keys) };
         let known = self.groups.iter().find(|of| of.group == group);
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// What `group` keeps of each of `blocks` alone, valid at that block's end: the key that all of
-    /// them hang on, and theirs.
+    /// The keys of single chunks of `group`, valid at the ends of `blocks`: their common parent
+    /// key, and the key of each.
     pub fn attached(
         &self,
         group: u32,
@@ -165,7 +164,7 @@ impl KeyChain {
     /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is
     /// appended.
     ///
-    /// Declaring the same item again does nothing, at any time. Truncating forgets no item.
+    /// Declaring the same item again does nothing, at any time. Truncating keeps all items.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
@@ -221,8 +220,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends positions: some complete the pending block, some make whole blocks, and some are
-    /// left over.
+    /// Appends positions: they complete the pending block, make whole blocks, and the rest is
+    /// pending.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
         let (each, block_bytes) =
             (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
@@ -240,8 +239,7 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Whether `num` token ids would be all that the next key takes in: one whole block, and no
-    /// item in it.
+    /// True if `num` token ids are all that the next key covers: one whole block without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -257,12 +255,12 @@ impl KeyChain {
         self.keys.last().copied().unwrap_or(self.root)
     }
 
-    /// The next block's key, made elsewhere.
+    /// Adds the next block's key, computed by the caller.
     pub(super) fn push(&mut self, key: Digest) {
         self.keys.push(ChunkKey(key));
     }
 
-    /// Positions that the keys so far stand for.
+    /// Positions that the keys so far cover.
     fn hashed(&self) -> u32 {
         if self.keys.is_empty() {
             0
@@ -271,7 +269,7 @@ impl KeyChain {
         }
     }
 
-    /// Positions that the next key takes in.
+    /// Positions that the next key covers.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }
@@ -280,7 +278,7 @@ impl KeyChain {
         u64::from(self.hashed())
     }
 
-    /// The content digest of what the next key, or one behind it, takes in from position `start`
+    /// Returns the digest of the positions that the next key, or a later one, covers from `start`
     /// on.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
@@ -306,8 +304,8 @@ impl KeyChain {
         }
     }
 
-    /// Whole blocks of token ids, with nothing pending: side by side up to the next block that an
-    /// item touches.
+    /// Appends whole blocks of token ids, with nothing pending. Hashes blocks in SIMD lanes up to
+    /// the next block that an item overlaps.
     fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
         while !bytes.is_empty() {
             let start = self.block_start();
@@ -328,8 +326,8 @@ impl KeyChain {
         }
     }
 
-    /// Whole blocks of embedding rows, with nothing pending: block beside block over rayon's
-    /// threads where they are big.
+    /// Appends whole blocks of embedding rows, with nothing pending. Hashes blocks in parallel
+    /// (rayon) if they are large.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
         let digest_of = |(block, bytes): (usize, &[u8])| {

@@ -1,8 +1,7 @@
-//! What stands at the positions of one block, and its digest.
+//! The content of one block (tokens, embedding rows) and its digest.
 //!
-//! A block is a list of runs: neighbouring positions of one kind. Their bytes lie flat, in order,
-//! so that a block can be hashed where the caller has it, without a copy. This file must not know
-//! chains or what came before the block.
+//! A block is a list of runs: neighboring positions of one kind. Their bytes are contiguous and in
+//! order, so that a block is hashed without a copy. Must not depend on chains or earlier blocks.
 
 use super::dtype::Row;
 use super::items::Item;
@@ -28,7 +27,7 @@ impl Kind {
     }
 }
 
-/// `num` neighbouring positions of one kind.
+/// `num` neighboring positions of one kind.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     pub(super) kind: Kind,
@@ -42,7 +41,7 @@ pub(super) struct View<'a> {
     pub(super) bytes: &'a [u8],
 }
 
-/// A block being filled. Clearing keeps its memory for the next block.
+/// A block being filled. Its memory is reused for the next block.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pending {
     runs: Vec<Run>,
@@ -69,7 +68,7 @@ impl Pending {
         self.bytes.clear();
     }
 
-    /// All of it.
+    /// The whole content.
     pub(super) fn view(&self) -> View<'_> {
         View { runs: &self.runs, bytes: &self.bytes }
     }

@@ -1,8 +1,6 @@
-//! Rows of embeddings: their element type by its one canonical name, which enters keys, and their
-//! size.
+//! Embedding rows: the canonical name of their element type, which is part of keys, and their size.
 //!
-//! A type outside this list is refused rather than guessed, since two spellings of one type would
-//! be two keys.
+//! A type outside this list is rejected, because two names of one type would give two keys.
 
 use crate::{Error, ErrorKind, Result};
 
@@ -19,10 +17,10 @@ const DTYPES: [(&str, u32); 9] = [
     ("int32", 4),
 ];
 
-/// What an embedding row is.
+/// The shape of an embedding row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
-    /// Canonical name: what keys hash.
+    /// Canonical name, which is part of keys.
     pub(super) dtype: &'static str,
     /// Elements.
     pub(super) width: u32,
@@ -30,7 +28,7 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// `width` elements of `dtype`; `InvalidConfig` if there is no such row.
+    /// A row of `width` elements of `dtype`; `InvalidConfig` if there is no such row.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
         let bad = |message| Error::new(ErrorKind::InvalidConfig, message);
         let (dtype, bytes) =

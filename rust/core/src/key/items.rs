@@ -1,7 +1,7 @@
-//! Multimodal items of one request: which of them cover which positions.
+//! Multimodal items of one request, and the positions they cover.
 //!
-//! Items may overlap each other (audio inside video), so a block asks for all that touch it. This
-//! file must not know how they enter a key.
+//! Items may overlap (audio inside video), so a block looks up all items that overlap it. Must not
+//! depend on how items enter a key.
 
 use std::ops::Range;
 
@@ -21,16 +21,16 @@ impl Item {
     }
 }
 
-/// Items in order of start, then identifier: the order in which keys take them.
+/// Items by start, then identifier: their order in keys.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Items {
     sorted: Vec<Item>,
-    /// `reach[i]` is the largest end of `sorted[..=i]`; it never falls, so it can be searched.
+    /// `reach[i]` is the largest end of `sorted[..=i]`; it is monotone, for binary search.
     reach: Vec<u64>,
 }
 
 impl Items {
-    /// Adds an item, unless it is already there. `InvalidConfig` if it is there with another
+    /// Adds an item, unless it is already present. `InvalidConfig` if it is present with another
     /// length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
@@ -70,7 +70,7 @@ impl Items {
         self.sorted.get(after).map(|item| u64::from(item.start))
     }
 
-    /// The items that cover any of `positions`, in order.
+    /// The items that overlap `positions`, in order.
     pub(super) fn overlapping(&self, positions: Range<u64>) -> impl Iterator<Item = &Item> {
         let stop = self.sorted.partition_point(|item| u64::from(item.start) < positions.end);
         let start = self.reach[..stop].partition_point(|&reach| reach <= positions.start);

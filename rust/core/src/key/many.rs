@@ -1,14 +1,13 @@
-//! Many chains at once: the blocks that running requests complete in one step are hashed side by
-//! side.
+//! Extends many chains at once: hashes the blocks that running requests complete in a step
+//! together.
 //!
-//! One block keeps one SIMD lane busy, and a forward waits for these keys. It must not know what a
-//! step is.
+//! One block uses one SIMD lane, and a forward pass waits for these keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};
 use crate::Result;
 
-/// [`KeyChain::append_tokens`] of each chain's ids. On an error no chain has changed.
+/// Calls [`KeyChain::append_tokens`] for each chain. On an error no chain has changed.
 pub fn append_to_each(chains: &mut [(&mut KeyChain, &[u32])]) -> Result<()> {
     chains.iter().try_for_each(|(chain, ids)| chain.check_room(ids.len()))?;
     let block_tokens = chains.first().map_or(0, |(chain, _)| chain.block_tokens());

@@ -1,10 +1,10 @@
-//! Chunk keys: 32 bytes that stand for a whole prefix.
+//! Chunk keys: 32-byte hashes of whole prefixes.
 //!
 //! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`]
-//! extends it a block at a time from what the model really reads: token ids, embedding rows,
-//! multimodal items. The format is ARCHITECTURE.md's "Keys (schema 2)" and its golden vectors are
-//! `tests/vectors/keys.json`. Nothing here knows stores, chunk sizes or engines, and no process
-//! seed enters: the same prefix has the same keys everywhere, permanently.
+//! extends it by one block at a time from the model's input: token ids, embedding rows, multimodal
+//! items. The format is in `docs/design/keys.md`, with golden vectors in `tests/vectors/keys.json`.
+//! Nothing here depends on stores, chunk sizes or engines, and no process seed is hashed: the same
+//! prefix has the same keys on every machine, permanently.
 
 mod chain;
 mod content;
@@ -26,11 +26,11 @@ pub use root::{SaltTag, namespace_digest, root_key};
 /// Version of the key format; part of every mode's name, so two versions never share a key.
 pub const KEY_SCHEMA: u32 = 2;
 
-/// A chained digest: it stands for the whole prefix up to the chunk's end.
+/// A chained hash of the whole prefix up to the chunk's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct ChunkKey(pub [u8; 32]);
 
-/// Lowercase hex, 64 digits.
+/// Formats the key as 64 lowercase hex digits.
 impl fmt::Display for ChunkKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))

@@ -1,17 +1,16 @@
 //! BLAKE3 in the modes of the key scheme, fast for many short inputs of one length.
 //!
-//! Every digest is a plain keyed BLAKE3 hash. Where an input is at most one BLAKE3 chunk (1024
-//! bytes) and a whole number of 64-byte blocks, several inputs are hashed side by side in SIMD
-//! lanes through blake3's doc-hidden `platform` module; the crate's version is pinned for that, and
-//! the tests hold it equal to `keyed_hash` for every length. This file must not know what the bytes
-//! mean.
+//! Every digest is a plain keyed BLAKE3 hash. Inputs of at most one BLAKE3 chunk (1024 bytes) and a
+//! whole number of 64-byte blocks are hashed together in SIMD lanes by blake3's doc-hidden
+//! `platform` module. The crate's version is pinned for that, and tests compare the result with
+//! `keyed_hash` for every length. Must not depend on the meaning of the bytes.
 
 use std::sync::LazyLock;
 
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
 
-/// 32 bytes out of any mode.
+/// A 32-byte digest in any mode.
 pub(super) type Digest = [u8; 32];
 
 pub(super) static NAMESPACE: LazyLock<Mode> = LazyLock::new(|| Mode::new("namespace"));
@@ -23,9 +22,8 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// From this many bytes on, hashing is spread over rayon's threads; below it, waking them costs
-/// more than it saves. The pool starts with the first such hash, so a process must not fork and
-/// hash in the child after that.
+/// Inputs of at least this size are hashed on rayon's threads; for smaller ones, waking the threads
+/// costs more. The pool starts with the first such hash, so a process must not hash after a fork.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags of the BLAKE3 paper, section 2.2, table 3.
@@ -58,7 +56,7 @@ impl Mode {
         }
     }
 
-    /// The keyed hash of `bytes`, on this thread, or on rayon's threads where `bytes` are many.
+    /// The keyed hash of `bytes`, on rayon's threads if the input is large.
     pub(super) fn hash(&self, bytes: &[u8]) -> Digest {
         if bytes.len() < PARALLEL_BYTES {
             return *blake3::keyed_hash(&self.key, bytes).as_bytes();
@@ -66,7 +64,7 @@ impl Mode {
         *blake3::Hasher::new_keyed(&self.key).update_rayon(bytes).finalize().as_bytes()
     }
 
-    /// The keyed hash of exactly one 64-byte block: one compression, no hasher to set up.
+    /// The keyed hash of exactly one 64-byte block: one compression, without a hasher.
     pub(super) fn hash_pair(&self, left: &Digest, right: &Digest) -> Digest {
         let mut block = [0; 64];
         block[..32].copy_from_slice(left);
@@ -77,8 +75,7 @@ impl Mode {
         blake3::platform::le_bytes_from_words_32(&words)
     }
 
-    /// The keyed hash of each `stride` bytes of `bytes`, into `out` (as many as there are whole
-    /// strides).
+    /// Writes the keyed hash of each whole `stride` bytes of `bytes` to `out`.
     pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
         macro_rules! by_length {
             ($($blocks:literal)*) => {

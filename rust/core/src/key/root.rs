@@ -1,9 +1,8 @@
-//! The key of the empty prefix: everything but content that decides KV bytes.
+//! The key of the empty prefix: everything except content that decides KV bytes.
 //!
-//! Each string goes in with its length in front and each absent value as a byte of its own, so no
-//! two different inputs are the same bytes. The last bytes of a root say whose salt it has, so that
-//! a store, which knows roots only, can tell what belongs to one tenant: over adapters, restarts
-//! and directories.
+//! Each string is hashed with a length in front and each absent value as a separate byte, so
+//! different inputs never have the same bytes. The last bytes of a root identify its salt, so that
+//! a store can group chunks by tenant across adapters, restarts and directories.
 
 use super::ChunkKey;
 use super::mode::{Digest, NAMESPACE, ROOT, SALT};
@@ -11,17 +10,17 @@ use crate::{Error, ErrorKind, Result};
 
 const TAG_BYTES: usize = 8;
 
-/// What stands for a cache salt in the roots of its prefixes; it does not tell the salt.
+/// Identifies a cache salt in root keys without revealing it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SaltTag(pub [u8; TAG_BYTES]);
 
 impl SaltTag {
-    /// Of a salt; an empty one is one, too.
+    /// The id of a salt; an empty salt is also a salt.
     pub fn of(salt: &str) -> Self {
         Self::end(&SALT.hash(salt.as_bytes()))
     }
 
-    /// Of a root; None where it has no salt.
+    /// The id in a root key; None if the root has no salt.
     pub fn of_root(root: &ChunkKey) -> Option<Self> {
         Some(Self::end(&root.0)).filter(|tag| tag.0 != [0; TAG_BYTES])
     }
@@ -32,7 +31,7 @@ impl SaltTag {
 }
 
 impl ChunkKey {
-    /// A root of the same salt as another.
+    /// Gives a root key the salt of another.
     pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
         self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
         self

@@ -1,4 +1,4 @@
-//! Keys against the golden vectors, and the properties that no vector can list.
+//! Compares keys with the golden vectors and checks their properties.
 
 use proptest::prelude::*;
 use serde_json::Value;
@@ -79,7 +79,7 @@ impl Piece {
         }
     }
 
-    /// Positions `from..to` of the piece, appended to `chain`.
+    /// Appends positions `from..to` of the piece to `chain`.
     fn append(&self, chain: &mut KeyChain, from: usize, to: usize) {
         match self {
             Piece::Tokens(ids) => chain.append_tokens(&ids[from..to]).unwrap(),
@@ -184,8 +184,7 @@ proptest! {
         }
     }
 
-    /// A tail's key is its last block's, so all blocks of one prompt must differ, whatever they
-    /// hold.
+    /// A tail's key is the key of its last block, so all blocks of a prompt must differ.
     #[test]
     fn no_two_blocks_of_a_prompt_share_a_key(prompt in prompt()) {
         let mut chain = prompt.empty();
@@ -227,7 +226,7 @@ fn big_rows_hashed_on_many_threads_have_the_keys_of_single_steps() {
     assert_eq!(whole.keys(), parts.keys());
 }
 
-/// Every field that can change KV, changed alone, changes the key.
+/// Changing any single field that can change KV changes the key.
 #[test]
 fn each_field_alone_changes_the_key() {
     let fields = [("model", "m"), ("tp", "1")];

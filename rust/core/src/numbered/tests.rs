@@ -8,11 +8,11 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// So many, each so much above the last.
+    /// The number of entries, and the distance between them.
     Enter(usize, u64),
-    /// One that another thread was quicker with.
+    /// A number below the last: another thread was faster.
     EnterBelow(u64),
-    /// So many from the nth on, in order, or the other way round.
+    /// Removes (nth, num) entries, in order or in reverse.
     Leave(usize, usize, bool),
     Ask(u64),
 }
@@ -61,8 +61,8 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // A place that was given up says nothing; one that was not hides what is before
-                    // it.
+                    // A trimmed row hides nothing; an empty place in the row hides all entries
+                    // before it.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

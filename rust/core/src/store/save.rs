@@ -111,7 +111,7 @@ impl State {
                 Entry { key, parent_key: prefix.key_of(unit), depth: unit, ..Entry::default() }
             };
             let parent = above.take().or_else(|| self.parent_of(&new));
-            debug_assert_eq!(parent, self.parent_of(&new), "what was there is found by its key");
+            debug_assert_eq!(parent, self.parent_of(&new), "found by its key too");
             let own = self.find_own(&new, parent);
             if let Some(id) = own.filter(|id| self.is_there(*id)) {
                 above = Some(id).filter(|_| !is_attached);
@@ -209,7 +209,9 @@ impl State {
     /// again.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
-        if self.index[end].host_evictable.is_none() || !self.host_policy.goes_on(end, num_chunks) {
+        if self.index[end].host_evictable.is_none()
+            || !self.host_policy.is_mostly_reused(end, num_chunks)
+        {
             return;
         }
         for each in [id, end] {

@@ -120,7 +120,11 @@ pub fn parse_record(data: &[u8]) {
         match record::parse(&bytes, slot, seed) {
             Parsed::Empty => assert_eq!(bytes, EMPTY),
             Parsed::Valid(found) => {
-                assert_eq!(found.encode(slot, seed), bytes, "believed and not what was written");
+                assert_eq!(
+                    found.encode(slot, seed),
+                    bytes,
+                    "a valid record differs from its encoding"
+                );
             }
             Parsed::Bad => {}
         }

@@ -1,5 +1,5 @@
-//! What policies are for: what is used stays, what comes back is found, a new working set takes
-//! over.
+//! The aims of policies: used chunks stay, returning prompts hit, and a new working set replaces
+//! the old one.
 
 use super::*;
 

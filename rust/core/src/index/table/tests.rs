@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Few hashes, so that runs wrap around and meet; the last byte tells keys apart.
+/// Few hashes, so that probe runs wrap around and collide; the last byte makes keys distinct.
 fn key(number: u32) -> ChunkKey {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&(number % 7).wrapping_mul(0x9249_2492).to_le_bytes());
@@ -56,9 +56,9 @@ fn assert_found(table: &Table, numbers: std::ops::Range<u32>, wanted: bool) {
     }
 }
 
-/// A map that marks removed entries is full of marks after so many, and cleans up or grows.
+/// A map with tombstones would be full of them after `NUM` removals, and rehash or grow.
 #[test]
-fn entries_that_replace_others_leave_nothing_behind() {
+fn replaced_entries_leave_no_tombstones() {
     const NUM: u32 = 100_000;
     let mut table = Table::default();
     for number in 0..NUM {
@@ -76,7 +76,7 @@ fn entries_that_replace_others_leave_nothing_behind() {
     assert_eq!(
         (num_used, table.len()),
         (NUM as usize, NUM as usize),
-        "nothing is left of what was removed"
+        "removed entries leave no trace"
     );
     assert!(
         table.size_bytes() <= 2 * size_bytes,

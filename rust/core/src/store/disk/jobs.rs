@@ -87,7 +87,7 @@ impl State {
         }
         let (direction, job) = match self.disk.clearing {
             Clearing::No => self.next_of_both()?,
-            // Chunks that are still to be removed must give up their slots before it.
+            // Chunks queued for removal must release their slots first.
             Clearing::Wanted
                 if self.disk.write_breaker.may_begin(now)
                     && self.disk.in_flight.is_empty()
@@ -256,8 +256,8 @@ impl State {
         false
     }
 
-    /// Ends a read. A chunk that could not be read stays on disk and is retried later. A chunk that
-    /// is damaged is removed with all chunks below it, none of which is visible in host memory.
+    /// Ends a read. After an error, the chunk stays on disk and is retried later. A damaged chunk
+    /// is removed with all its descendants, none of which is visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,

@@ -30,7 +30,7 @@ impl State {
         has_expired && !self.is_removing() && self.trim(next)
     }
 
-    /// Starts the removal of some expired chunks; returns true if no more have expired.
+    /// Starts the removal of some expired chunks; returns true if none is left.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
             match self.expiries.0.first().copied() {

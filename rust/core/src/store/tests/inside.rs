@@ -100,7 +100,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
         thread.join().unwrap();
     }
     store.close(Duration::ZERO);
-    assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
+    assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was released");
 }
 
 /// Threads see a late tier a moment before its chunks are indexed.
