@@ -201,7 +201,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
         "nothing half made was left"
     );
     let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
-    // Full again beside a cache: what is allocated can still be written, read and freed.
+    // The file system is full again: allocated slots can still be written, read and freed.
     mounted.fill();
     tier.free(slots[0]).unwrap();
     put(&tier, 9);

@@ -101,8 +101,8 @@ fn store_config(dir: &Path) -> StoreConfig {
     }
 }
 
-/// The other child's part: prompts of eight chunks are saved as fast as it goes, over what is
-/// there.
+/// The other child process: saves prompts of eight chunks as fast as possible, over existing
+/// chunks.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
@@ -189,8 +189,8 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
 }
 
 #[test]
-fn test_kill_9_at_random_instants_leaves_whole_chunks_and_loses_none_reported() {
-    // The environment is how a person says how often; a test has no arguments.
+fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
+    // Set by the environment, because a test has no arguments.
     let lives: u64 = std::env::var("KV_KILLS").map_or(50, |text| text.parse().expect("a number"));
     let dir = tempfile::tempdir().unwrap();
     let (mut written, mut compared, mut recoveries) = (0, 0, Vec::new());

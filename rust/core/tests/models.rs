@@ -64,7 +64,7 @@ impl LocalTier for Yielding {
 }
 
 fn in_many_orders(model: impl Fn() + Send + Sync + 'static) {
-    // The environment is how a person says how many; a test has no arguments.
+    // Set by the environment, because a test has no arguments.
     let orders = std::env::var("KV_ORDERS").map_or(2_000, |text| text.parse().expect("a number"));
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;
@@ -118,17 +118,17 @@ fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
 }
 
 #[test]
-fn a_store_settles_whatever_the_order_of_its_callers() {
+fn a_store_becomes_idle_in_every_order_of_calls() {
     with_callers(|store| assert!(store.flush(Duration::from_secs(600))));
 }
 
 #[test]
-fn a_clear_beside_callers_ends() {
+fn a_clear_with_concurrent_calls_ends() {
     with_callers(Store::clear);
 }
 
 #[test]
-fn a_close_beside_callers_ends() {
+fn a_close_with_concurrent_calls_ends() {
     with_callers(|store| store.close(Duration::from_secs(600)));
 }
 

@@ -1,9 +1,9 @@
-//! Several stores of different frame sizes over one arena: slabs move, and no byte is ever another
-//! store's.
+//! Several stores with different frame sizes on one arena: slabs move between stores, and no store
+//! sees another's bytes.
 //!
-//! The oracle knows the arena's bytes only: who reserved or pinned which of them, and what was
-//! written there. Every frame in use must lie apart from those of other stores and hold, all the
-//! time, what its owner wrote.
+//! The oracle is the arena's bytes: which of them are reserved or pinned, and their expected
+//! content. Frames in use never overlap those of other stores and always hold what their owner
+//! wrote.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -183,7 +183,7 @@ impl World {
         }
     }
 
-    /// One look of whoever has stores give way.
+    /// One round of the thread that makes stores return slabs.
     fn give_way(&self) -> BTreeSet<u8> {
         self.stores.iter().map(|store| store.give_way() as u8).collect()
     }
@@ -248,7 +248,8 @@ fn apply(world: &mut World, step: &Step) {
     }
 }
 
-/// Once nothing is pinned, a store that goes on saving gets its share in a bounded number of looks.
+/// Once nothing is pinned, a store that keeps saving gets its share after a bounded number of
+/// rounds.
 fn gets_its_share(world: &mut World, nth: usize) {
     world.reading.clear();
     world.writing.clear();
@@ -352,7 +353,7 @@ fn memory_follows_demand_up_to_equal_shares() {
         world.give_way();
         world.check();
     }
-    assert_eq!(world.stores[1].num_slabs().0, all / 3, "an equal share, and no more");
+    assert_eq!(world.stores[1].num_slabs().0, all / 3, "exactly an equal share");
     assert_eq!(world.stores[0].num_slabs().0, all - all / 3);
     world.stores[0].set_active(false);
     for prompt in 400..800 {
@@ -362,7 +363,7 @@ fn memory_follows_demand_up_to_equal_shares() {
     }
     assert_eq!(world.stores[1].num_slabs().0, all / 2, "a store without engines has no share");
     world.stores[1].clear();
-    assert!(world.stores[1].num_slabs().0 <= 1, "what was emptied is there for all");
+    assert!(world.stores[1].num_slabs().0 <= 1, "empty slabs return to the pool");
 }
 
 #[test]
@@ -457,7 +458,7 @@ fn a_store_whose_share_shrank_wants_no_more() {
 }
 
 #[test]
-fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
+fn frames_larger_than_a_slab_are_rejected() {
     let pool = pool();
     let error = Store::open_in(
         &StoreConfig { frame_sizes: (64 * PAGE).into(), ..config(0, None) },
@@ -491,7 +492,7 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
 }
 
 #[test]
-fn a_long_chain_that_is_pinned_is_looked_at_once_in_a_round() {
+fn a_long_pinned_chain_is_visited_once_per_round() {
     let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
     let of =
         |nth: u8| StoreConfig { frame_sizes: PAGE.into(), namespace: [nth; 32], ..config(0, None) };

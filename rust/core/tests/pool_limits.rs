@@ -101,7 +101,7 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
 }
 
 #[test]
-fn one_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
+fn a_store_with_all_slabs_makes_room_for_one_with_few() {
     let (_pool, stores) = stores::<3>();
     fill(&stores[0], 3);
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
@@ -203,7 +203,7 @@ fn who_can_use_more_than_before_waits_for_no_certain_slab() {
 }
 
 #[test]
-fn many_chunks_where_saves_cannot_go_do_not_keep_them_out() {
+fn many_chunks_in_unusable_slabs_do_not_block_saves() {
     let (_pool, [_first, _second, store]) = stores::<3>();
     (0..96).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
     (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last

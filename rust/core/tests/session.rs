@@ -62,7 +62,7 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
 }
 
 #[test]
-fn nothing_is_reserved_if_one_prefix_has_not_got_its_range() {
+fn nothing_is_reserved_if_one_prefix_is_too_short() {
     let session = local(8);
     let (long, short) = (chain(3), chain(2));
     let asked = [(Prefix::from(&long), 0..3).into(), (Prefix::from(&short), 0..3).into()];
@@ -71,13 +71,13 @@ fn nothing_is_reserved_if_one_prefix_has_not_got_its_range() {
     assert_eq!(
         session.reserve(Prefix::from(&short), 0..2).expect("in range").0.len(),
         2,
-        "the store goes on"
+        "the store still works"
     );
 }
 
 type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 
-/// A store that reserves what it likes, and remembers what it was told.
+/// A store that returns scripted reservations and records its calls.
 #[derive(Debug)]
 struct Odd {
     /// What each call reserves.
@@ -179,7 +179,7 @@ fn odd_with<const N: usize>(
 const TWO: Group = Group { blocks_per_unit: 2, kept_blocks: 2, ..Group::ONLY };
 
 #[test]
-fn chunks_outside_the_block_table_are_given_back() {
+fn chunks_outside_the_block_table_are_released() {
     for outside in [row(6, 4), row(6, 8), row(6, u32::MAX)] {
         let (engine, calls) = odd(2, &[vec![row(5, 5), outside]]);
         assert!(reserve(&engine, 9, 5..8, &[1, 2, 3]).is_err());
@@ -201,7 +201,7 @@ fn a_chunk_has_as_many_blocks_as_its_group_keeps() {
 }
 
 #[test]
-fn the_store_hears_once_of_each_ticket() {
+fn each_ticket_reaches_the_store_once() {
     let (engine, calls) = odd(2, &[vec![row(5, 0), row(6, 1), row(7, 2)]]);
     let (saves, _) = reserve(&engine, 9, 0..3, &[4, 0, 7]).expect("in the table");
     assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
@@ -215,7 +215,7 @@ fn the_store_hears_once_of_each_ticket() {
 
 /// Reports of the store's first life come late. They must not settle what has the same numbers now.
 #[test]
-fn a_store_that_begins_anew_uses_its_numbers_again() {
+fn a_new_store_may_reuse_reservation_numbers() {
     let (engine, calls) = odd(1, &[vec![row(1, 0), row(2, 1)], vec![row(1, 0)], vec![row(2, 1)]]);
     let again = || reserve(&engine, 9, 0..2, &[4, 5]).expect("in the table").0;
     let (before, after, last) = (again(), again(), again());
@@ -312,7 +312,7 @@ fn columns_become_a_batch_and_back() {
 }
 
 #[test]
-fn a_save_has_its_readers_until_it_is_settled() {
+fn blocks_of_a_save_are_in_use_until_it_is_settled() {
     let begin = || {
         let (engine, _) = odd_with(vec![TWO], 1, &[vec![row(1, 0), row(2, 1)]]);
         reserve(&engine, 9, 0..2, &[7, 8, 8, 9]).expect("in the table");

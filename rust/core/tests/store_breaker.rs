@@ -1,6 +1,6 @@
-//! A disk that hangs, refuses or is not there costs what is on it, for a while, and nothing else.
+//! A disk that hangs, fails or is missing costs the chunks on it for a while, and nothing else.
 //!
-//! Time stands still until a test moves it, so nothing here depends on how fast the machine is.
+//! Tests advance the clock, so nothing here depends on the speed of the machine.
 mod store_common;
 
 use std::sync::Arc;
@@ -61,7 +61,7 @@ fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
 }
 
 #[test]
-fn a_hung_disk_takes_a_frame_a_thread_and_reads_for_no_lease() {
+fn a_hung_disk_takes_one_frame_per_thread() {
     let disk = MemoryDisk::new(200);
     let (store, cold, hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
@@ -69,7 +69,7 @@ fn a_hung_disk_takes_a_frame_a_thread_and_reads_for_no_lease() {
     assert!(leases.iter().all(|lease| lease.poll().pending_units == 8));
     until("all threads read", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     assert_eq!(stat(&store, "frames_reserved"), u64::from(THREADS), "queued reads have no frame");
-    assert_eq!(store.lookup(&hot).host_units, 16 - THREADS, "what is in host stays");
+    assert_eq!(store.lookup(&hot).host_units, 16 - THREADS, "chunks in host memory stay");
     drop(leases);
     assert_eq!((stat(&store, "reads_pending"), stat(&store, "pins")), (0, 0));
     drop(gate);
@@ -100,7 +100,7 @@ fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
 }
 
 #[test]
-fn a_tier_that_hangs_is_left_alone_and_asked_again() {
+fn a_tier_that_hangs_is_paused_and_probed_again() {
     let disk = MemoryDisk::new(200);
     let (store, cold, hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
@@ -131,7 +131,7 @@ fn a_tier_that_hangs_is_left_alone_and_asked_again() {
 }
 
 #[test]
-fn refused_writes_leave_what_is_on_disk_alone() {
+fn failed_writes_keep_chunks_on_disk() {
     for fail_frees in [false, true] {
         let disk = MemoryDisk::new(24);
         let store = disk.open(&settings(8, &disk), &[]);
@@ -143,10 +143,10 @@ fn refused_writes_leave_what_is_on_disk_alone() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes the frames of this one, and what was not tried by then never
-            // is.
+            // The next prompt takes this prompt's frames; chunks not tried by then are never
+            // written.
             let num_refused = stat(&store, "disk_write_errors");
-            assert!(save_all(&store, &prompt) > 0, "host memory serves on");
+            assert!(save_all(&store, &prompt) > 0, "host memory still works");
             until("one is tried", || {
                 stat(&store, "disk_broken") == 1 || stat(&store, "disk_write_errors") > num_refused
             });
@@ -157,7 +157,7 @@ fn refused_writes_leave_what_is_on_disk_alone() {
         assert!(stat(&store, "disk_write_errors") >= 1);
         assert_eq!(stat(&store, "disk_used"), left as u64);
         let read = store.acquire(&chains(1, 8, 0)[0]);
-        assert!(settled(&read).ready_units >= 4, "reads go on");
+        assert!(settled(&read).ready_units >= 4, "reads continue");
         drop(read);
         for fault in [&disk.fail_writes, &disk.fail_frees] {
             fault.store(false, Ordering::SeqCst);
@@ -188,7 +188,7 @@ fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
 }
 
 #[test]
-fn closing_clearing_and_asking_do_not_wait_for_io_that_hangs() {
+fn close_clear_and_lookups_do_not_wait_for_hung_io() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
     let gates = (
@@ -215,7 +215,7 @@ fn closing_clearing_and_asking_do_not_wait_for_io_that_hangs() {
 }
 
 #[test]
-fn a_clear_that_hung_comes_through_later() {
+fn a_clear_that_hung_finishes_later() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
@@ -231,7 +231,7 @@ fn a_clear_that_hung_comes_through_later() {
 }
 
 #[test]
-fn a_tier_that_cannot_be_opened_is_attached_later() {
+fn a_tier_that_fails_to_open_is_opened_later() {
     let disk = MemoryDisk::new(200);
     let (first, cold, hot) = cold_prompts(&disk);
     drop(first);
@@ -263,9 +263,9 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     store.check().unwrap();
 }
 
-/// Else a store that ends before its tier could be opened would leave there what was discarded.
+/// Otherwise a store that ends before its tier opens would leave discarded chunks on disk.
 #[test]
-fn a_discard_is_not_settled_while_the_tier_is_away() {
+fn a_discard_is_pending_until_the_tier_opens() {
     let disk = MemoryDisk::new(200);
     let (first, cold, _) = cold_prompts(&disk);
     drop(first);
@@ -288,7 +288,7 @@ fn a_discard_is_not_settled_while_the_tier_is_away() {
 /// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and
 /// nothing is in the trash.
 #[test]
-fn a_long_prefix_that_is_discarded_is_off_the_disk_once_it_settles() {
+fn a_discarded_long_prefix_is_removed_from_disk() {
     const CHUNKS: u32 = 1500;
     let disk = MemoryDisk::new(CHUNKS);
     let store = disk.open(&settings(CHUNKS, &disk), &[]);
@@ -303,7 +303,7 @@ fn a_long_prefix_that_is_discarded_is_off_the_disk_once_it_settles() {
 
 /// An engine that ends may still have the directory when the next one starts.
 #[test]
-fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
+fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let dir = tempfile::tempdir().unwrap();
     let tier = DiskConfig {
         dir: dir.path().to_owned(),
@@ -381,7 +381,7 @@ fn a_forged_record_is_a_miss() {
         assert_eq!(
             save_all(&store, &wanted),
             4 - progress.ready_units,
-            "what is forged is replaced"
+            "forged chunks are replaced"
         );
         assert!(disk.flush(&store));
         assert_eq!(store.lookup(&wanted).host_units, 4);
@@ -390,7 +390,7 @@ fn a_forged_record_is_a_miss() {
 }
 
 #[test]
-fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
+fn a_large_tree_is_removed_at_once_and_freed_in_slices() {
     const LEAVES: u32 = 3000;
     let store = Store::open(&config(LEAVES + 1, Eviction::Lru)).unwrap();
     let leaves: Vec<_> = (0..LEAVES).map(|leaf| chain(&[1, 10 + leaf])).collect();
@@ -421,7 +421,7 @@ fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
 }
 
 #[test]
-fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
+fn chunks_in_unusable_frames_do_not_fail_a_save() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let prompts = chains(3, 4, 0);
     for prompt in &prompts[..2] {
@@ -430,10 +430,10 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     drop(store.acquire(&prompts[0])); // in the lowest frames, and now used last
     store.limit_memory(4 * FRAME as u64);
     assert_eq!(save_all(&store, &prompts[2]), 4);
-    assert_eq!(stat(&store, "host_evictions"), 4, "none goes whose frame would not do");
+    assert_eq!(stat(&store, "host_evictions"), 4, "chunks with unusable frames are not evicted");
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     let _pinned = store.acquire(&prompts[2]);
-    assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no frame that would do can be had");
+    assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no usable frame is available");
     assert_eq!(stat(&store, "host_evictions"), 4);
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     store.limit_memory(8 * FRAME as u64);
@@ -442,7 +442,7 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
 }
 
 #[test]
-fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
+fn many_chunks_in_unusable_frames_do_not_block_saves() {
     let store = Store::open(&config(400, Eviction::Lru)).unwrap();
     let prompts = chains(100, 4, 0);
     for prompt in &prompts {
@@ -470,7 +470,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
 }
 
 #[test]
-fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
+fn reads_from_disk_use_any_frame() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _) = cold_prompts(&disk);
     for num_frames in [3, 0] {
@@ -492,7 +492,7 @@ fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
 }
 
 #[test]
-fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
+fn a_save_without_a_usable_frame_evicts_nothing() {
     let disk = MemoryDisk::new(200);
     let (store, cold, hot) = cold_prompts(&disk);
     store.limit_memory(0);
@@ -502,8 +502,8 @@ fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// The same behind an anchor: what is known before it is not looked at again while the lie is being
-/// forgotten.
+/// The same after an anchor: proven units before it are not looked up again while the forged chunk
+/// is removed.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));
@@ -532,6 +532,6 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     assert_eq!(store.lookup(Prefix { keys: &keys[..4], ..whole }).stored_units, 4);
     let begun = Prefix { first: 2, keys: &keys[2..], ..whole };
     assert_eq!(store.lookup(begun).stored_units, 4);
-    assert_eq!(store.lookup(&wanted).stored_units, 4, "the store goes on");
+    assert_eq!(store.lookup(&wanted).stored_units, 4, "the store still works");
     store.check().unwrap();
 }

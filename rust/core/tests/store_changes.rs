@@ -1,4 +1,4 @@
-//! What a store tells of chunks that come and go: a replay of it, at rest, has what lookups find.
+//! The change log of a store: a replay of it, once the store is idle, matches lookups.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -29,7 +29,7 @@ fn open(num_frames: u32, disk: &Arc<MemoryDisk>) -> Store {
     disk.open(&config, &disk.entries())
 }
 
-/// Somebody who listens, and where it believes each chunk to be.
+/// A listener, and the tiers of each chunk according to its rows.
 #[derive(Debug)]
 struct Hearer {
     listener: Listener,
@@ -177,19 +177,19 @@ impl Run {
         self.disk.wait(61);
     }
 
-    /// Nothing moves any more, and all is told: what was replayed is what is found.
+    /// Waits until the store is idle, then compares the replay with lookups.
     fn rest(&mut self) {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that no request wants any more still ends, and its chunk is then found.
+        // A read without a waiting request still ends, and lookups then find its chunk.
         let deadline = Instant::now() + Duration::from_secs(60);
         while stat(&self.store, "frames_reserved") > 0 {
             assert!(Instant::now() < deadline, "reads do not end");
             std::thread::sleep(Duration::from_micros(200));
         }
         assert!(self.disk.flush(&self.store));
-        self.disk.wait(600); // a disk that was left alone is asked again, so lookups find what is there
+        self.disk.wait(600); // paused disks are probed again, so lookups find chunks on disk
         self.store.check().unwrap();
         let on_disk = self.disk.chunks();
         let found: Vec<_> =
@@ -215,7 +215,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_replayed_is_what_lookups_find(
+    fn replayed_changes_match_lookups(
         steps in prop::collection::vec(step(), 1..60), num_frames in 3..12u32, num_slots in 2..20u32,
         capacity in prop_oneof![1..12usize, Just(4096)],
     ) {
@@ -228,7 +228,7 @@ proptest! {
 }
 
 #[test]
-fn a_key_says_where_its_chunk_is_when_it_is_taken() {
+fn a_row_has_the_tiers_at_the_time_of_the_call() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     assert_eq!(save(&store, &arena, &chain, 0..1), 1);
@@ -249,7 +249,7 @@ fn a_key_says_where_its_chunk_is_when_it_is_taken() {
 }
 
 #[test]
-fn a_save_that_brings_nothing_is_told() {
+fn a_save_that_fails_is_reported() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, listener) = (prompt_chain(0), store.watch(100));
     let key = chain.keys()[0];
@@ -260,7 +260,7 @@ fn a_save_that_brings_nothing_is_told() {
 }
 
 #[test]
-fn keys_that_are_not_taken_cost_no_memory_and_their_loss_is_told_once() {
+fn unread_keys_are_dropped_and_the_loss_is_reported_once() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     let listener = store.watch(4);
@@ -274,12 +274,12 @@ fn keys_that_are_not_taken_cost_no_memory_and_their_loss_is_told_once() {
     assert_eq!(rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
     assert!(!listener.changes(&[], 100).lost);
     save(&store, &arena, &chain, 0..2);
-    assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
+    assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "later changes arrive");
 }
 
 /// Lookups do not find a chunk whose slot is being freed; where that fails it is there again.
 #[test]
-fn a_chunk_that_stays_on_disk_after_all_is_told() {
+fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let disk = MemoryDisk::new(1);
     let store = open(8, &disk);
     let (old, new, arena) = (chain(&[1]), chain(&[2]), arena_of(&store));
@@ -303,7 +303,7 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
 
 /// Each hears everything, in its own time; only those that took too little lack something.
 #[test]
-fn each_listener_has_a_place_of_its_own() {
+fn each_listener_has_a_separate_position() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (one, other, arena) = (chain(&[1, 2, 3]), chain(&[4, 5, 6]), arena_of(&store));
     let (quick, slow, idle) = (store.watch(4), store.watch(3), store.watch(4));
@@ -325,7 +325,10 @@ fn each_listener_has_a_place_of_its_own() {
     assert_eq!(idle.changes(&[], 100), Changes { rows: Vec::new(), lost: true });
     drop((quick, late));
     store.clear();
-    assert!(slow.changes(&[], 100).lost && idle.changes(&[], 100).lost, "a clear is told to all");
+    assert!(
+        slow.changes(&[], 100).lost && idle.changes(&[], 100).lost,
+        "a clear reaches all listeners"
+    );
     save(&store, &arena, &one, 0..1);
     assert_eq!(
         (keys(&slow, 100), keys(&idle, 100)),
@@ -333,10 +336,9 @@ fn each_listener_has_a_place_of_its_own() {
     );
 }
 
-/// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at
-/// once.
+/// A large tree is removed in slices, its root last; the log reports at once that lookups miss it.
 #[test]
-fn what_is_forgotten_slice_by_slice_is_told_at_once() {
+fn a_tree_removed_in_slices_is_reported_at_once() {
     let store = Store::open(&config(2000, Eviction::Lru)).unwrap();
     let tokens: Vec<u32> = (0..2000).collect();
     let (long, arena) = (chain(&tokens), arena_of(&store));

@@ -1,4 +1,4 @@
-//! Giving up what hangs on the roots of a salt, against sets of keys that a person can read.
+//! Evicts the chunks under the roots of a salt, compared with simple sets of keys.
 //!
 //! Frames and slots are plentiful, so every answer is determined and must be equal.
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -52,7 +52,7 @@ fn soon() -> Instant {
     Instant::now() + LONG
 }
 
-/// Number that tells this life of a key from a later one.
+/// Distinguishes a chunk from later chunks with the same key.
 type Life = u64;
 
 #[derive(Debug, Default)]
@@ -269,7 +269,7 @@ impl World {
             let frames = lease.frames();
             assert!(
                 frames.iter().map(|frame| frame.key).eq(held.iter().map(|(key, _)| *key)),
-                "leases go on"
+                "leases stay valid"
             );
             assert!(
                 frames.iter().all(|frame| verify(&self.arena, frame.frame, frame.key).is_none())
@@ -281,7 +281,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
     #[test]
-    fn what_is_given_up_is_what_hangs_on_the_salts_roots(steps in prop::collection::vec(step(), 1..40)) {
+    fn evict_removes_exactly_the_trees_of_the_salt(steps in prop::collection::vec(step(), 1..40)) {
         let mut world = World::new();
         for step in &steps {
             world.apply(step);
@@ -294,7 +294,7 @@ proptest! {
 /// More first chunks than a slice of the walk, and a prefix that is longer than what one call
 /// evicts.
 #[test]
-fn many_chunks_go_in_slices() {
+fn many_chunks_are_evicted_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
     let arena = arena_of(&store);
     let deep = |salt| {
@@ -349,7 +349,7 @@ fn a_chunk_in_use_counts_once() {
 
 /// What a worker fills meanwhile is not visible afterwards.
 #[test]
-fn a_save_under_way_comes_to_nothing() {
+fn a_save_in_flight_is_dropped() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
     let chain = chain_of(1, 0);
     let reserved = store.reserve(&chain, 0..3).unwrap();
@@ -360,7 +360,7 @@ fn a_save_under_way_comes_to_nothing() {
 }
 
 #[test]
-fn it_is_over_only_when_a_write_under_way_is_undone() {
+fn a_clear_ends_after_the_write_in_flight_is_undone() {
     let disk = MemoryDisk::new(64);
     let store = disk
         .open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
@@ -378,7 +378,7 @@ fn it_is_over_only_when_a_write_under_way_is_undone() {
     assert_eq!(
         (said.num_chunks, said.num_in_use),
         (0, 1),
-        "what is on its way to disk stays in memory"
+        "chunks being written to disk stay in memory"
     );
     assert!(
         store
@@ -391,7 +391,7 @@ fn it_is_over_only_when_a_write_under_way_is_undone() {
 }
 
 #[test]
-fn a_disk_that_does_not_answer_is_told() {
+fn a_disk_that_does_not_answer_is_reported() {
     let disk = MemoryDisk::new(64);
     let store = disk
         .open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) }, &[]);
@@ -407,7 +407,7 @@ fn a_disk_that_does_not_answer_is_told() {
 }
 
 #[test]
-fn a_disk_that_is_opened_later_is_told() {
+fn a_disk_that_is_opened_later_is_reported() {
     let disk = MemoryDisk::new(64);
     let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, Eviction::Lru) };
     let store = disk.open(&config, &[]);
@@ -498,7 +498,7 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     assert_eq!(
         erase_closed(&settings, &shared, "", Some(tag)).unwrap(),
         beside,
-        "beside an open one"
+        "with another namespace open"
     );
     assert_eq!(
         erase_closed(&settings, &shared, "02", Some(tag)).unwrap(),

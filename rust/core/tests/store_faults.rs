@@ -1,9 +1,9 @@
 //! The store under pressure: few frames, few slots, a disk that fails, everything at once in any
 //! order.
 //!
-//! What is found depends on the policy and on timing here, so the properties are those that always
-//! hold: nothing is found that was not committed (I1, I3), leased frames never change (I4), counts
-//! come back to zero (I5), frames add up (I8), and the disk is used as its contract says.
+//! Hits depend on the policy and on timing here, so the checked properties are those that always
+//! hold: only committed chunks are found (I1, I3), leased frames never change (I4), counts return
+//! to zero (I5), frames add up (I8), and the disk is used according to its contract.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -178,7 +178,7 @@ impl Run {
             let stored = &chain.keys()[..found.stored_units as usize];
             assert!(
                 stored.iter().all(|key| self.committed.contains(key)),
-                "found what was not committed"
+                "found a chunk that was not committed"
             );
         }
         for lease in &self.reads {
@@ -192,7 +192,7 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that is not waited for any more still ends, and what cannot be read leaves the
+        // A read without a waiting lease still ends, and unreadable chunks are removed from the
         // disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
@@ -330,7 +330,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
 }
 
 #[test]
-fn flush_waits_for_slots_that_a_thread_is_giving_back() {
+fn flush_waits_for_slots_that_a_thread_is_freeing() {
     let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.free_gate.lock().unwrap();
@@ -340,14 +340,14 @@ fn flush_waits_for_slots_that_a_thread_is_giving_back() {
         assert!(Instant::now() < deadline, "no thread gives the slots back");
         std::thread::sleep(Duration::from_micros(200));
     }
-    assert!(!store.flush(Duration::from_millis(20)), "what was forgotten is on disk still");
+    assert!(!store.flush(Duration::from_millis(20)), "removed chunks still take slots");
     drop(gate);
     assert!(store.flush(LONG));
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
 }
 
 #[test]
-fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
+fn flush_waits_for_slots_of_removed_chunks_that_are_being_read() {
     for fail_reads in [false, true] {
         let disk = MemoryDisk::new(64);
         let (store, _arena, wanted) = on_disk_only(8, &disk);
@@ -373,7 +373,7 @@ fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
 }
 
 #[test]
-fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
+fn a_disk_that_accepts_no_writes_only_counts_errors() {
     let disk = MemoryDisk::new(64);
     disk.fail_writes.store(true, Ordering::SeqCst);
     let store = open(4, Eviction::Lru, &disk, 2);
@@ -462,7 +462,7 @@ fn clear_during_reads_and_writes_leaves_nothing_behind() {
 }
 
 #[test]
-fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
+fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
     let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
@@ -481,10 +481,10 @@ fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
     store.check().unwrap();
 }
 
-/// The other prompt's entry is where the child's was, of which its parent still thinks that it
-/// waits.
+/// The other prompt's entry has the number that the child had, which its parent still counts as
+/// waiting.
 #[test]
-fn a_save_that_fails_takes_no_other_prompt_with_it() {
+fn a_failed_save_removes_no_other_prompt() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (own, other) = (chain(&[1, 2]), chain(&[3]));
     let mut leases = store.reserve(&own, 0..2).unwrap().leases;

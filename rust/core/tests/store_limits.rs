@@ -1,8 +1,8 @@
-//! Quotas and ages by salt, against a dictionary of what was saved when. By example:
+//! Quotas and TTLs by salt, compared with a dictionary of saved chunks and their times. Examples:
 //! `store_quota.rs`.
 //!
-//! The quotas of the walk fit their tiers together. So no tenant may ever lose a chunk to another,
-//! whatever happens.
+//! The quotas of the walk fit into their tiers together, so no tenant may ever lose a chunk to
+//! another.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -94,7 +94,7 @@ struct Prompt {
     attached: (ChunkKey, Vec<ChunkKey>),
 }
 
-/// A store on a disk in memory, and what a person would note about it.
+/// A store on a disk in memory, and the record of its saves.
 struct World {
     disk: Arc<MemoryDisk>,
     store: Option<Store>,
@@ -174,7 +174,7 @@ impl World {
         found
     }
 
-    /// What is found now was saved at some moment that is known, and not too long ago.
+    /// Every chunk found has a known save time and has not expired.
     fn check_ages(&self, found: &[[BTreeSet<ChunkKey>; 2]]) {
         let now_s = self.now_s();
         for (salt, own) in found.iter().enumerate() {
@@ -329,7 +329,7 @@ impl World {
                 for tier in 0..2 {
                     assert!(
                         before[salt][tier].is_subset(&found[salt][tier]),
-                        "{step:?} took what is of {salt}"
+                        "{step:?} took chunks of salt {salt}"
                     );
                 }
             }
@@ -337,7 +337,7 @@ impl World {
         self.end();
     }
 
-    /// Nothing is left of leases, nor of what is too old.
+    /// Checks that leases and expired chunks leave nothing behind.
     fn end(&mut self) {
         self.writes.clear();
         self.reads.clear();
@@ -364,7 +364,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
     #[test]
-    fn everybody_keeps_to_its_quota_and_nothing_outlives_its_time(
+    fn no_tenant_exceeds_its_quota_and_no_chunk_its_ttl(
         steps in prop::collection::vec(step(), 1..60), is_adaptive: bool,
     ) {
         World::new(if is_adaptive { Eviction::Adaptive } else { Eviction::Lru }).run(&steps);

@@ -1,4 +1,4 @@
-//! The store against an independent model: a dictionary that a person can read in one look.
+//! The store against an independent model: a simple dictionary.
 //!
 //! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks:
 //! `store_faults.rs`.
@@ -21,7 +21,7 @@ enum Chunk {
     Visible,
 }
 
-/// key -> (parent key, state, number that tells this life of the key from a later one)
+/// key -> (parent key, state, number that distinguishes it from later chunks of the key)
 #[derive(Debug, Default)]
 struct Model {
     chunks: BTreeMap<ChunkKey, (ChunkKey, Chunk, u64)>,

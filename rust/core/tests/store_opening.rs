@@ -1,5 +1,5 @@
-//! A disk tier that takes long to open, beside others: its store is there before it is, and has it
-//! once it opened.
+//! A disk tier that is slow to open, with other tiers: the store works before the tier opens, and
+//! uses it afterwards.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -64,7 +64,7 @@ fn told(store: &Store) -> String {
 }
 
 #[test]
-fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_once_it_opened() {
+fn a_store_works_while_its_disk_opens() {
     let disk = Slow::new();
     let store = disk.open().unwrap(); // it does not wait for the disk, or it would have it
     assert!(told(&store).contains("not open after 1 s; using host memory only"));
@@ -80,13 +80,13 @@ fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_onc
 }
 
 #[test]
-fn what_a_late_try_fails_of_is_told_and_tried_again() {
+fn a_failed_late_open_is_logged_and_retried() {
     let disk = Slow::new();
     let store = disk.open().unwrap();
     told(&store);
     disk.answers.send(Err(Error::new(ErrorKind::Busy, "another has it"))).unwrap();
     let mut all = String::new();
-    until("it is told", || {
+    until("the failure is logged", || {
         all += &told(&store);
         all.contains("cannot be opened; using host memory only and retrying: another has it")
     });
@@ -98,7 +98,7 @@ fn what_a_late_try_fails_of_is_told_and_tried_again() {
 }
 
 #[test]
-fn a_store_ends_although_its_disk_has_not_opened_and_nothing_keeps_the_disk_afterwards() {
+fn a_store_closes_while_its_disk_opens() {
     let disk = Slow::new();
     let store = disk.open().unwrap();
     store.close(Duration::ZERO);

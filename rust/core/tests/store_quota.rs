@@ -29,7 +29,7 @@ fn in_host(store: &Store, salt: Option<&str>, prompts: std::ops::Range<u32>, len
 }
 
 #[test]
-fn a_salt_above_its_quota_loses_its_own_coldest() {
+fn a_tenant_at_its_quota_evicts_its_own_coldest_chunk() {
     let store = host_only(of_salts(Some(Quota::Share(250_000)))); // 8 frames
     let arena = arena_of(&store);
     for (salt, prompts) in [(Some("b"), 0..2), (None, 0..2), (Some("a"), 0..2)] {
@@ -75,7 +75,7 @@ fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
 }
 
 #[test]
-fn a_quota_of_nothing_keeps_nothing() {
+fn a_quota_of_zero_stores_nothing() {
     let store = host_only(TenantLimits {
         by_salt: vec![(SaltTag::of("a"), Limits { host: Some(bytes(0)), ..Limits::default() })],
         ..TenantLimits::default()
@@ -86,7 +86,7 @@ fn a_quota_of_nothing_keeps_nothing() {
     assert_eq!(stat(&store, "salts"), 1);
 }
 
-/// Workers cannot copy to all frames yet: room in others is of no use, and what is there stays.
+/// Workers cannot copy to all frames yet: other free frames do not help, and existing chunks stay.
 #[test]
 fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
     let store = host_only(of_salts(Some(bytes(8))));
@@ -105,7 +105,7 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
 }
 
 #[test]
-fn what_is_loaded_counts_for_the_quota() {
+fn chunks_in_use_by_loads_count_for_the_quota() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = of_salts(Some(bytes(6)));
     let config = StoreConfig {
@@ -132,7 +132,7 @@ fn what_is_loaded_counts_for_the_quota() {
 }
 
 #[test]
-fn the_clock_may_have_gone_back() {
+fn the_clock_may_go_backwards() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = TenantLimits {
         salted: Limits { ttl_s: Some(1000), ..Limits::default() },
@@ -156,13 +156,13 @@ fn the_clock_may_have_gone_back() {
         store.sweep();
         assert!(disk.flush(&store));
     }
-    assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
+    assert_eq!(disk.chunks().len(), 5, "chunks of unknown age are removed from disk");
 }
 
-/// What the disk turns out to hold is older than what was saved meanwhile: it would outlive its
-/// time under the other's.
+/// Chunks found on disk are older than those saved meanwhile, and would outlive their TTL with the
+/// newer time.
 #[test]
-fn an_old_copy_does_not_hide_behind_a_new_one() {
+fn an_old_copy_on_disk_keeps_its_age() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = TenantLimits {
         salted: Limits { ttl_s: Some(1000), ..Limits::default() },
@@ -195,9 +195,9 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
     store.check().unwrap();
 }
 
-/// What is found behind an expired chunk would be found with it.
+/// A chunk after an expired one would make the expired one visible.
 #[test]
-fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
+fn a_chunk_expires_with_its_older_parent() {
     let disk = MemoryDisk::new(SLOTS);
     let limits = TenantLimits {
         salted: Limits { ttl_s: Some(1000), ..Limits::default() },

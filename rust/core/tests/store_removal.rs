@@ -392,7 +392,7 @@ fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
 
 /// The store's time runs 500 times as fast, so that it looks every two milliseconds.
 #[test]
-fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_again_and_again() {
+fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     let place = Place::new();
     let (dir, start) = (place.disk(), Instant::now());
     let opener = move || {

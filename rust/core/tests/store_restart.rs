@@ -1,6 +1,6 @@
-//! What a caller was told is forgotten stays so after a restart, however the disk failed meanwhile.
+//! Removed chunks stay removed after a restart, even if the disk failed in between.
 //!
-//! The real store over the real tier over files that refuse, and do some of it all the same.
+//! The real store on the real tier over files whose calls fail, sometimes after taking effect.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -16,7 +16,7 @@ use kvloft_testing::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
-/// The store's time runs so much faster: what could not be freed is tried again soon.
+/// Factor between the store's clock and real time, so that failed frees are retried soon.
 const HASTE: u32 = 500;
 const WRITES: &[Call] = &[Call::Write];
 
@@ -61,7 +61,7 @@ impl Place {
     /// Chunks of `prompt` that another life finds.
     fn found_later(&self, prompt: &KeyChain) -> u32 {
         let store = self.open();
-        until("what was found is entered", || store.flush(LONG));
+        until("found chunks are indexed", || store.flush(LONG));
         store.lookup(prompt).stored_units
     }
 }
@@ -92,7 +92,7 @@ fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
 }
 
 #[test]
-fn a_refused_write_that_was_done_is_found_by_no_later_life_once_its_chunk_is_discarded() {
+fn a_failed_write_that_reached_the_disk_does_not_survive_a_discard() {
     let place = Place::new();
     let (store, prompt) = with_a_refused_write_that_was_done(&place);
     assert_eq!(store.discard(&prompt.keys()[..1]), 1);
@@ -102,7 +102,7 @@ fn a_refused_write_that_was_done_is_found_by_no_later_life_once_its_chunk_is_dis
 }
 
 #[test]
-fn a_refused_write_that_was_done_is_found_by_no_later_life_once_all_is_cleared() {
+fn a_failed_write_that_reached_the_disk_does_not_survive_a_clear() {
     let place = Place::new();
     let (store, prompt) = with_a_refused_write_that_was_done(&place);
     store.clear();
@@ -113,7 +113,7 @@ fn a_refused_write_that_was_done_is_found_by_no_later_life_once_all_is_cleared()
 
 /// Opening finds a chunk twice and cannot empty the older record; then the chunk is discarded.
 #[test]
-fn an_older_copy_that_opening_could_not_empty_does_not_outlive_a_discard() {
+fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     let place = Place::new();
     let (store, prompt) = (place.open(), chain(&[1]));
     save_all(&store, &prompt);
@@ -136,7 +136,7 @@ fn an_older_copy_that_opening_could_not_empty_does_not_outlive_a_discard() {
 
 /// One record can never be cleared; what all the others hold must not stay for it.
 #[test]
-fn a_slot_that_cannot_be_freed_keeps_no_other_chunk_from_being_cleared() {
+fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     let place = Place::new();
     let store = place.open();
     let prompts: Vec<_> = (1..4).map(|token| chain(&[token])).collect();
@@ -157,7 +157,7 @@ fn a_slot_that_cannot_be_freed_keeps_no_other_chunk_from_being_cleared() {
 /// A record found on disk may lie about its place, so the way up to it is compared with all keys
 /// once.
 #[test]
-fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
+fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     let (place, prompt, other) =
         (Place::new(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
     let before = place.open();
@@ -165,7 +165,7 @@ fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
     assert!(before.flush(LONG));
     drop(before);
     let store = place.open();
-    until("what was found is entered", || store.flush(LONG));
+    until("found chunks are indexed", || store.flush(LONG));
     let ends: Vec<_> = (1..).zip(prompt.keys().iter().copied()).collect();
     let begun = |end: u32| Prefix {
         first: end - 1,

@@ -1,6 +1,5 @@
-//! States of chats: new at each turn, of no use without the prefix before them, and the prefix of
-//! none without them. Where a store is told what they are kept beside, both tiers keep what goes
-//! on.
+//! Mamba states of chats: new in each turn, useless without the prefix before them, and required by
+//! it. If the store knows the prefix of a state, both tiers keep both for chats that continue.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -22,9 +21,9 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
     chain(&(0..num_blocks).map(|at| number * 100 + at).collect::<Vec<_>>())
 }
 
-/// Saves a prompt of so many blocks and the state behind it, which says what it is kept beside, or
-/// does not. ``after`` each.
-fn save_turn(store: &Store, number: u32, num_blocks: u32, says_beside: bool, after: impl Fn()) {
+/// Saves a prompt of `num_blocks` and the state after it, with or without the prefix it belongs to.
+/// Calls `after` after each.
+fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
     keys.extend(own.keys().last().filter(|_| says_beside));
@@ -70,7 +69,7 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
 
 /// Blocks that chats find of themselves, while prompts come that never do again. ``after`` each
 /// save.
-fn found_by_chats(store: &Store, says_beside: bool, after: impl Fn()) -> u32 {
+fn found_by_chats(store: &Store, has_prefix: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;
     for turn in 1..10 {
         for chat in 0..NUM_CHATS {
@@ -78,30 +77,30 @@ fn found_by_chats(store: &Store, says_beside: bool, after: impl Fn()) -> u32 {
             if before > 0 && finds(store, chat, before) {
                 num_found += before;
             }
-            save_turn(store, chat, turn * TURN, says_beside, &after);
-            save_turn(store, 1000 + turn * NUM_CHATS + chat, 2 * TURN, says_beside, &after);
+            save_turn(store, chat, turn * TURN, has_prefix, &after);
+            save_turn(store, 1000 + turn * NUM_CHATS + chat, 2 * TURN, has_prefix, &after);
         }
     }
     num_found
 }
 
 #[test]
-fn chats_find_more_in_host_where_states_say_what_they_are_kept_beside() {
-    let [told, not_told] = [true, false].map(|says_beside| {
+fn states_with_their_prefix_get_more_hits_in_host_memory() {
+    let [with, without] = [true, false].map(|has_prefix| {
         let store = Store::open(&config(300, Eviction::Adaptive)).unwrap();
-        found_by_chats(&store, says_beside, || ())
+        found_by_chats(&store, has_prefix, || ())
     });
-    assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
+    assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
 #[test]
-fn and_on_disk() {
-    let [told, not_told] = [true, false].map(|says_beside| {
+fn a_quota_holds_on_disk() {
+    let [with, without] = [true, false].map(|has_prefix| {
         let disk = MemoryDisk::new(300);
         let settings =
             StoreConfig { disk: Some(disk_settings(300, 1)), ..config(40, Eviction::Adaptive) };
         let store = disk.open(&settings, &[]);
-        found_by_chats(&store, says_beside, || assert!(disk.flush(&store)))
+        found_by_chats(&store, has_prefix, || assert!(disk.flush(&store)))
     });
-    assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
+    assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }

@@ -49,7 +49,7 @@ fn live(store: &Store, seed: usize) {
 }
 
 #[test]
-fn threads_share_a_store_without_harm() {
+fn threads_share_a_store() {
     for eviction in [Eviction::Lru, Eviction::Adaptive] {
         let disk = MemoryDisk::new(40);
         let settings = StoreConfig { disk: Some(disk_settings(40, 3)), ..config(48, eviction) };

@@ -111,14 +111,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_sound_tier_passes(ops in prop::collection::vec((any::<u8>(), any::<u32>()), 0..40)) {
+    fn a_correct_tier_passes(ops in prop::collection::vec((any::<u8>(), any::<u32>()), 0..40)) {
         let ops: Vec<_> = ops.into_iter().map(|(what, which)| Op::from_numbers(what, which)).collect();
         prop_assert_eq!(check(&in_memory(Flaw::None), &ops), Ok(()));
     }
 }
 
 #[test]
-fn each_broken_promise_is_found() {
+fn each_breach_of_the_contract_is_detected() {
     let ops =
         [Op::Put(1), Op::Put(2), Op::Get(3), Op::Misread(1), Op::Look(8), Op::Look(5), Op::Hang(0)];
     assert_eq!(check(&in_memory(Flaw::None), &ops), Ok(()));

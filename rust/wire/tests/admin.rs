@@ -108,7 +108,7 @@ fn evict_host_only_keeps_the_disk() {
         num_in_use: 6,
         ..EvictReport::default()
     };
-    assert_eq!((said, one.frames(lease).len()), (wanted, 6), "what is loaded now stays");
+    assert_eq!((said, one.frames(lease).len()), (wanted, 6), "chunks in use by a load stay");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
 }
@@ -218,5 +218,5 @@ fn status_requests_are_not_counted_as_connections() {
     assert_eq!(accepted(), 1);
     evict_tenant(&socket(dir.path()), "", "a", false).expect("done");
     assert_eq!((accepted(), stat(&server.status().stats, "server_accepted")), (2, 2));
-    assert_eq!(num("server_joined"), 1, "a person is no engine");
+    assert_eq!(num("server_joined"), 1, "a command is not an engine");
 }

@@ -250,7 +250,7 @@ fn large_batches_are_split_into_messages() {
     assert_eq!((engine.poll(lease).ready_units, engine.frames(lease).len()), (12_000, 12_000));
     let too_many = vec![prefixes[0]; MAX_PREFIXES as usize + 1];
     assert_eq!(engine.poll(engine.acquire_all(&too_many)), Progress::default());
-    assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection stands");
+    assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection is open");
 }
 
 /// Only the first of several long prefixes is cached, and no single block.
@@ -276,12 +276,12 @@ fn both_ends_cache_the_same_prefix() {
 /// Returns the blocks that chats find in a store with room for half of them, while other prompts
 /// never repeat. Each turn saves an attached state for the next turn, with or without its chunk's
 /// key.
-fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
+fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {
         let own = chain(prompt, end);
         let (root, mut keys) = own.attached(GROUP, end - 1..end).expect("its block");
-        keys.extend(own.keys().last().filter(|_| says_beside));
+        keys.extend(own.keys().last().filter(|_| has_prefix));
         (root, keys)
     };
     let save = |prompt, end: u32| {
@@ -327,13 +327,13 @@ fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
 const ROOM_FOR_CHATS: u64 = 300;
 
 fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
-    let [told, not_told] = [true, false].map(|says_beside| {
+    let [with, without] = [true, false].map(|has_prefix| {
         let session = open();
-        let found = found_by_chats(&*session, says_beside);
+        let found = found_by_chats(&*session, has_prefix);
         session.close(Duration::ZERO);
         found
     });
-    assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
+    assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
 /// A state is new at each turn. Without its chunk's key it would always be evicted before the

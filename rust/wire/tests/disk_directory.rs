@@ -32,7 +32,7 @@ fn second_server_reports_a_used_disk_and_claims_it_later() {
         std::process::id()
     );
     assert!(trouble.starts_with(&whose) && is_unused(&second), "{trouble}");
-    assert!(second.take_events().is_empty(), "who started it was told");
+    assert!(second.take_events().is_empty(), "the error was returned by the start");
     let engine = connect(dir.path());
     assert_eq!(save(&engine, &chain(1, 3)), 3, "host memory serves");
     assert_eq!(found(&engine, &chain(1, 3)), 3);

@@ -101,11 +101,7 @@ fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
     save(&engine, &long);
     assert_eq!(lookup(&engine, &long), 400);
     save(&other, &chain(2, 100)); // takes frames from the end of the long one
-    assert_eq!(
-        lookup(&engine, &long),
-        300,
-        "not known to the server any more, so asked about again"
-    );
+    assert_eq!(lookup(&engine, &long), 300, "no longer stored on the server, so looked up again");
     assert_eq!(leased(&engine, &long), &long.keys()[..300]);
     other.clear();
     assert_eq!(lookup(&engine, &long), 0);

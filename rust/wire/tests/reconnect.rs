@@ -151,7 +151,7 @@ fn stopped_server_costs_one_deadline() {
     let num_late = || late(&engine);
     let num_late_before = num_late().expect("it counts");
     signal(&child, "STOP");
-    until("it stands still", || all_stopped(child.id()));
+    until("it is stopped", || all_stopped(child.id()));
     let start = Instant::now();
     assert_eq!(engine.lookup(Prefix::from(&chain)), Lookup::default());
     let first = start.elapsed();
@@ -181,10 +181,10 @@ fn stopped_server_costs_one_deadline() {
     assert_eq!(
         engine.take_events().iter().filter(|event| is_late(event)).count(),
         1,
-        "the first is told at once"
+        "the first is logged immediately"
     );
     signal(&child, "CONT");
-    until("it goes on", || found(&engine, &chain) == 4);
+    until("it continues", || found(&engine, &chain) == 4);
     until("nothing that came late is held", || {
         let (rows, num_dropped) =
             engine.reserve(Prefix::from(&common::chain(7, 4)), 0..4).expect("in range");
@@ -196,7 +196,7 @@ fn stopped_server_costs_one_deadline() {
     for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
         let num_late_before = num_late().expect("it counts");
         signal(&child, "STOP");
-        until("it stands still", || all_stopped(child.id()));
+        until("it is stopped", || all_stopped(child.id()));
         match what {
             "a save" => {
                 assert_eq!(
@@ -220,7 +220,7 @@ fn stopped_server_costs_one_deadline() {
         }
         assert_eq!(num_late(), Some(num_late_before + 1), "{what} waited once");
         signal(&child, "CONT");
-        until("it goes on", || found(&engine, &chain) == 4 || save(&engine, &chain) == 4);
+        until("it continues", || found(&engine, &chain) == 4 || save(&engine, &chain) == 4);
         until("what came late is given back", || {
             let held =
                 status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
@@ -245,7 +245,7 @@ fn commit_after_an_unanswered_clear_releases_its_frames() {
         tickets.len() == 4
     });
     signal(&child, "STOP");
-    until("it stands still", || all_stopped(child.id()));
+    until("it is stopped", || all_stopped(child.id()));
     engine.clear();
     assert_eq!(engine.commit(&tickets), 0);
     signal(&child, "CONT");
@@ -268,7 +268,7 @@ fn saves_wait_for_a_server_that_pauses() {
     let chains: Vec<_> = (0..256).map(|seed| common::chain(seed, 2048)).collect(); // 16 MiB of keys
     let asked: Vec<_> = chains.iter().map(|chain| (Prefix::from(chain), 0..2048).into()).collect();
     signal(&child, "STOP");
-    until("it stands still", || all_stopped(child.id()));
+    until("it is stopped", || all_stopped(child.id()));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(500));
@@ -307,24 +307,24 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
         lost
     };
     let saved = || until("saved", || save(&engine, &chain) == 2 || found(&engine, &chain) == 2);
-    assert!(!ask().lost || engine.arena().is_some(), "nothing was told yet");
+    assert!(!ask().lost || engine.arena().is_some(), "no report yet");
     until("connected", || engine.renew() || engine.arena().is_some());
     saved();
     hear(host);
-    until("all is told", || ask() == told(host, false));
+    until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
-    until("it stands still", || all_stopped(child.id()));
+    until("it is stopped", || all_stopped(child.id()));
     assert_eq!(ask(), Changes::default(), "it may be back in a moment");
     signal(&child, "CONT");
     assert!(hear(host), "what the late answer said is lost");
-    until("all is told", || ask() == told(host, false));
+    until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
-    until("it stands still", || all_stopped(child.id()));
+    until("it is stopped", || all_stopped(child.id()));
     assert!(hear(nowhere));
     assert_eq!(ask(), told(nowhere, false));
     signal(&child, "CONT");
     assert!(hear(host));
-    until("all is told", || ask() == told(host, false));
+    until("all changes are reported", || ask() == told(host, false));
     child.kill().expect("it lives");
     child.wait().expect("it ended");
     assert!(hear(nowhere) && !ask().lost);

@@ -496,7 +496,7 @@ fn message_with_many_keys_keeps_the_connection() {
     assert_eq!(found(&engine, &long), 0);
     let (rows, num_dropped) = engine.reserve(Prefix::from(&long), 0..400_000).expect("in range");
     assert_eq!((rows.len(), num_dropped), (64, 400_000 - 64));
-    assert!(engine.renew() || engine.take_events().is_empty(), "the connection stands");
+    assert!(engine.renew() || engine.take_events().is_empty(), "the connection is open");
 }
 
 #[test]
@@ -506,7 +506,7 @@ fn number_of_leased_prefixes_is_bounded() {
     let engine = connect(dir.path());
     let nothing = vec![Prefix::new(ChunkKey([1; 32]), &[]); MAX_PREFIXES as usize];
     let num_leases = || {
-        assert_eq!(found(&engine, &chain(1, 1)), 0); // what was said before is heard
+        assert_eq!(found(&engine, &chain(1, 1)), 0); // earlier messages were received
         server.status().namespaces[0].engines[0].num_leases
     };
     let leases: Vec<_> = (0..66).map(|_| engine.acquire_all(&nothing)).collect();

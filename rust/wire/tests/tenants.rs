@@ -137,7 +137,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     let beside =
         ToSave { prefix: (&state).into(), units: 0..1, class: SizeClass(0), is_attached: true };
     assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
-    after(&state, 0, [5, 25, 18]); // saves of what is attached do not go on
+    after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
 }
 
 /// Percentages are of the namespace's share of memory, which another namespace halves.
@@ -185,7 +185,7 @@ fn expired_chunks_are_removed_for_good() {
     for (salt, len) in [(Some("a"), 0), (Some("b"), 0), (None, 6)] {
         assert_eq!(found(&one, &chain(7, salt, 0, 6)), len, "{salt:?}");
     }
-    assert_eq!(one.frames(lease).len(), 6, "I4: what is being loaded stays until that ends");
+    assert_eq!(one.frames(lease).len(), 6, "I4: chunks stay until their load ends");
     one.release(lease);
     until("its memory is free", || stat(&space(dir.path(), 7).stats, "frames_visible") == 6);
     assert!(one.flush(LONG));

@@ -1,6 +1,6 @@
-//! Hit ratio of each policy on a trace, beside LRU's and the optimum. Each request is looked up,
-//! leased and saved in a real store. The optimum knows the future: it keeps what is used soonest,
-//! which no policy can beat.
+//! Hit ratio of each policy on a trace, compared with LRU's and the optimum. Each request is looked
+//! up, leased and saved in a real store. The optimum uses the future: it keeps the chunks that are
+//! used soonest, which no policy can beat.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Keys of token ids and of embedding rows beside plain BLAKE3 of the same bytes, and the tag of a
-//! chunk beside a copy.
+//! Keys of token ids and of embedding rows compared with plain BLAKE3 of the same bytes, and the
+//! tag of a chunk compared with a copy.
 
 use std::time::Instant;
 

@@ -18,11 +18,9 @@ const FRAME_BYTES: u64 = 4096;
 /// Prompts that are looked up in turn.
 const NUM_PROBES: u32 = 61;
 
-/// A prompt of `num_blocks` one-token blocks, of which the first `num_shared` are those of prompt
-/// `seed`.
+/// A prompt of `num_blocks` one-token blocks; the first `num_shared` are those of prompt `seed`.
 ///
-/// A key is 32 bytes whatever its block holds, so one token a block makes the same lookup as 16 or
-/// 256.
+/// The size of a block does not change a lookup, because a key always has 32 bytes.
 pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let other = |at: u32| if at < num_shared { seed } else { u32::MAX };

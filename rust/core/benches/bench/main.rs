@@ -1,10 +1,10 @@
-//! What the core costs, beside its targets: `cargo bench` for all of it, in this order: hashing,
-//! lookup, eviction, saves, disk.
+//! Costs of the core compared with their targets. `cargo bench` runs all sections in this order:
+//! hashing, lookup, eviction, saves, disk.
 //!
-//! `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`: only these sections; replay this
-//! trace; measure this disk. What is compared takes turns within the run. `met` says whether a
-//! target is: where a table has a minimum, by that, for it is what the work costs when nothing else
-//! runs on the machine.
+//! `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`: runs only these sections; replays this
+//! trace; measures this disk. Compared variants alternate within a run. `met` is true if the target
+//! is met: by the minimum if a table has one, because it is the cost without other load on the
+//! machine.
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 #![expect(clippy::cast_precision_loss, reason = "figures of three digits")]
 

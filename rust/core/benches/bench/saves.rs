@@ -1,11 +1,11 @@
-//! A save of one chunk into a full store of a million, each of which evicts one: reserve and
-//! commit, one call each.
+//! Saves of one chunk into a full store of a million chunks. Each evicts one chunk: one reserve
+//! and one commit per save.
 //!
-//! Every fourth prompt was saved before and comes back, and as many are looked up again. So victims
-//! are found among chunks used once and again, and ghosts are called back. Frames are never
-//! written: they would cost memory and time, and neither is the store's. The store does the same in
-//! every round, so what a save takes in its shortest round is its own cost, and what it takes
-//! besides is the machine's: other processes have the core for milliseconds.
+//! Every fourth prompt was saved before and returns, and as many are looked up again, so victims
+//! include chunks used once and reused chunks, and ghosts return. Frames are never written, because
+//! that would cost memory and time that are not the store's. Every round does the same work, so the
+//! shortest round is the store's cost; the rest is the machine's, because other processes use the
+//! core for milliseconds.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ fn round(eviction: Eviction) -> Vec<Duration> {
     let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize); // growing would be measured too
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {
-        // Old prompts, of which some are gone by now, and new ones.
+        // Old prompts, some of them evicted, and new ones.
         let seed =
             if nth % 4 == 0 { nth.wrapping_mul(7919) % num_stored } else { num_stored + nth };
         let chain = prompt(seed, PROMPT_CHUNKS, PROMPT_CHUNKS);

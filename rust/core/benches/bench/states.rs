@@ -1,6 +1,6 @@
-//! Hit ratio where each prompt keeps states behind its last whole block: a hit needs all of them
-//! there, and all blocks before. Beside LRU's, and what adaptive eviction finds where states do not
-//! say what they are kept beside.
+//! Hit ratio with states after each prompt's last whole block: a hit needs all states and all
+//! blocks before them. Compared with LRU, and with adaptive eviction without the prefixes that
+//! states belong to.
 
 use kvloft_core::io::SizeClass;
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     for percent in SIZES {
         let frames = (unique * percent as usize).div_ceil(100);
         let ratio =
-            |policy, says_beside| replay(trace, frames, policy, says_beside) as f64 / total as f64;
+            |policy, has_prefix| replay(trace, frames, policy, has_prefix) as f64 / total as f64;
         let (lru, not_told) = (ratio(Eviction::Lru, true), ratio(Eviction::default(), false));
         let ours = ratio(Eviction::default(), true);
         let (more, met) = (ours / lru, verdict(ours >= TARGET * lru && ours >= not_told));
@@ -39,8 +39,8 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     }
 }
 
-/// Blocks of all hits in a store of so many frames.
-fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -> usize {
+/// Replays the trace in a store of `frames` frames; returns the blocks of all hits.
+fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) -> usize {
     let config = StoreConfig {
         frame_sizes: 4096_u64.into(),
         host_bytes: frames as u64 * 4096,

@@ -52,7 +52,7 @@ pub(crate) fn synthetic() -> Trace {
             let system = below(40) * below(40) / 40;
             chats.push((0..4).map(|at| system * 4 + at).collect());
         }
-        // Young chats go on more often than old ones.
+        // Young chats continue more often than old ones.
         let age = below(30) * below(30) % u32::try_from(chats.len()).expect("few chats");
         let at = chats.len() - 1 - age as usize;
         for _ in 0..=below(8) {

@@ -313,7 +313,7 @@ fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
 
 proptest! {
     #[test]
-    fn lru_takes_the_leaf_that_stamping_whole_prefixes_would_take(steps in steps()) {
+    fn lru_evicts_the_leaf_that_stamping_whole_prefixes_would_evict(steps in steps()) {
         let mut forest = Forest::new(Adaptive::lru());
         walk(&mut forest, &steps, oldest);
         prop_assert!(forest.policy.credit() <= 1.0, "LRU gives no credit");
@@ -321,7 +321,7 @@ proptest! {
 
     // Fewer than 64 chunks, where every touch counts.
     #[test]
-    fn adaptive_takes_the_oldest_leaf_where_reused_ones_age_more_slowly(steps in steps(), capacity in 32..64usize) {
+    fn adaptive_evicts_the_oldest_leaf_with_slower_aging_of_reused_ones(steps in steps(), capacity in 32..64usize) {
         walk(&mut Forest::new(Adaptive::new(capacity)), &steps, oldest);
     }
 

@@ -67,7 +67,7 @@ fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {
 
 proptest! {
     #[test]
-    fn each_save_is_settled_once_with_what_became_of_it(steps in prop::collection::vec(step(), 1..60)) {
+    fn each_save_is_settled_once_with_its_outcome(steps in prop::collection::vec(step(), 1..60)) {
         let (mut flights, mut model) = (InFlight::new(), BTreeMap::<u64, Row>::new());
         let (mut next, mut number) = (1, 1);
         for step in steps {

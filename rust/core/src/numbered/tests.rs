@@ -29,7 +29,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #[test]
-    fn is_a_map_whose_places_are_no_more_than_twice_its_values(steps in prop::collection::vec(step(), 1..40)) {
+    fn is_a_map_with_bounded_empty_places(steps in prop::collection::vec(step(), 1..40)) {
         let (mut row, mut model, mut next) = (Numbered::default(), BTreeMap::new(), 1_u64);
         let mut is_gone = std::collections::BTreeSet::new();
         for step in steps {

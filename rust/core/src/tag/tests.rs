@@ -68,14 +68,14 @@ proptest! {
     }
 
     #[test]
-    fn any_flipped_bit_shows((payload, pages, blocks) in chunk(), at in any::<prop::sample::Index>(), bit in 0..8u32) {
+    fn any_flipped_bit_changes_the_tag((payload, pages, blocks) in chunk(), at in any::<prop::sample::Index>(), bit in 0..8u32) {
         let mut damaged = payload.clone();
         damaged[at.index(payload.len())] ^= 1u8 << bit;
         prop_assert_ne!(chunk_tag(&payload, &pages, blocks).unwrap(), chunk_tag(&damaged, &pages, blocks).unwrap());
     }
 
     #[test]
-    fn a_swapped_zeroed_stale_or_shifted_page_shows(
+    fn a_swapped_zeroed_stale_or_shifted_page_changes_the_tag(
         (payload, page, blocks) in equal_pages(), one in any::<prop::sample::Index>(), two in any::<prop::sample::Index>(),
         seed in any::<u64>(),
     ) {
@@ -95,7 +95,7 @@ proptest! {
     }
 
     #[test]
-    fn the_cut_into_pages_shows(seed in any::<u64>(), words in 2u32..20) {
+    fn the_division_into_pages_changes_the_tag(seed in any::<u64>(), words in 2u32..20) {
         let payload = noise(words as usize * 16, seed);
         let tags = [(words * 16, 1), (words * 8, 2), (16, words), (8, 2 * words)]
             .map(|(page, blocks)| chunk_tag(&payload, &[page], blocks).unwrap());
@@ -176,7 +176,7 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
 /// The same accident in two words, or one in one and another in the other: none of 2^43 pairs
 /// cancels out.
 #[test]
-fn signs_tops_and_lanes_flipped_in_two_words_show() {
+fn flipped_signs_and_lanes_of_two_words_change_the_tag() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];
     for (lanes, width) in
         [(1, 64), (0x1_0000_0001, 32), (0x0001_0001_0001_0001, 16), (0x0101_0101_0101_0101, 8)]

@@ -1,9 +1,9 @@
-//! Storage under fire: the real store over the real disk tier over files that fail, against a
-//! recorder of what was acknowledged.
+//! Storage under fire: the real store on the real disk tier over files that fail, checked against a
+//! record of acknowledged chunks.
 //!
-//! Lives of a store on one directory follow each other, under other caps, after clean ends, under
-//! fire and while calls hang. `KV_FIRE_SECONDS` says how long (20 s unless given), `KV_FIRE_SEED`
-//! which choices; a line of JSON has the counts.
+//! Stores open the same directory one after another, with different caps, after clean ends, after
+//! faults and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and `KV_FIRE_SEED`
+//! the choices; the result is a line of JSON with counts.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod counting;
@@ -26,11 +26,11 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// The store's time runs so much faster than the clock: its breakers, back-offs and hangs come and
-/// go in milliseconds.
+/// Factor between the store's clock and real time, so that breakers open and close, back-offs end
+/// and hangs are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
-/// A life without any operation for so long hangs.
+/// A run without any operation for this long hangs.
 const HANGS: Duration = Duration::from_secs(120);
 
 /// The whole run.
@@ -199,7 +199,7 @@ impl Fire {
             return;
         }
         if what < 20 {
-            // A new disk; of what was saved before, nothing can come back.
+            // A new disk: earlier chunks must not return.
             std::fs::remove_dir_all(&self.disk.dir).unwrap();
             self.recorder.forget(&self.recorder.all());
             self.disk.has_lied.store(false, Ordering::SeqCst);
@@ -246,7 +246,7 @@ impl Fire {
     }
 }
 
-/// Whether the directory has no owner any more: the last call inside a closed tier gives it up.
+/// True if the directory has no owner: the last call inside a closed tier releases it.
 struct DirIsFree;
 
 impl DirIsFree {
@@ -264,11 +264,11 @@ impl DirIsFree {
 }
 
 fn env(name: &str, default: u64) -> u64 {
-    // The environment is how a person and scripts/soak.sh say how long; a test has no arguments.
+    // Set by the environment (scripts/soak.sh), because a test has no arguments.
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// Ends the process where nothing moves any more: a hang is a failure, not a wait.
+/// Ends the process if there is no progress: a hang fails the test.
 fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
     let (mut last, mut since) = (0, Instant::now());
     while !over.load(Ordering::SeqCst) {
@@ -285,7 +285,7 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 }
 
 #[test]
-fn what_was_acknowledged_is_served_right_or_not_at_all() {
+fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
     // Past the harness, as the report at the end: a run that fails does not come that far.

@@ -1,5 +1,5 @@
-//! What was acknowledged, kept apart from the store: every chunk's versions, and what a leased
-//! frame must hold.
+//! Records acknowledged chunks independently of the store: every chunk's versions, and the bytes
+//! that a leased frame must hold.
 //!
 //! Each save of a chunk is another version with other bytes. A lease may hand out only a version
 //! that was committed, of the chunk at that place of the prefix, and none from before a discard
@@ -171,7 +171,7 @@ impl Recorder {
         }
     }
 
-    /// What was forgotten may be found again: the disk was not told.
+    /// Removed chunks may be found again: their removal did not reach the disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
@@ -198,8 +198,8 @@ impl Recorder {
         Ok(())
     }
 
-    /// Compares every byte of a chunk's frame with what was committed, from version `floor` on; the
-    /// error says how it is wrong.
+    /// Compares a chunk's frame with the committed bytes, from version `floor` on; the error
+    /// describes the difference.
     pub(crate) fn check_bytes(
         &self,
         key: &ChunkKey,

@@ -170,7 +170,7 @@ impl Disk {
 }
 
 const FRAME_BITS: usize = 4096 * 8;
-/// Kinds of spells that report what was not done, or give other bytes.
+/// Kinds of spells that report success without an effect, or return wrong bytes.
 const LIES: std::ops::Range<usize> = 8..16;
 
 /// Flips bits in the files themselves, while no tier is open.

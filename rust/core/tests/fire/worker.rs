@@ -28,7 +28,7 @@ pub(crate) struct Loan<'a> {
     chain: &'a KeyChain,
     lease: ReadLease,
     floors: Vec<u64>,
-    /// What was compared once must never change.
+    /// Frames that were compared and must not change.
     seen: Vec<(LeasedFrame, u64)>,
 }
 

@@ -57,7 +57,7 @@ pub(crate) fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyC
     chain
 }
 
-/// Of so many frames.
+/// A quota of `num_frames` frames.
 pub(crate) fn bytes(num_frames: u32) -> Quota {
     Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
@@ -112,7 +112,7 @@ pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<
 pub(crate) struct MemoryDisk {
     tier: Arc<MemoryTier>,
     pub(crate) fail_opens: AtomicBool,
-    /// Time of the store, in milliseconds: it stands still until a test moves it.
+    /// The store's clock, in milliseconds; tests advance it.
     now_ms: AtomicU64,
 }
 
@@ -153,7 +153,7 @@ impl MemoryDisk {
         self.now_ms.fetch_add(1000 * seconds, Ordering::SeqCst);
     }
 
-    /// Flushes, while time goes by for what is tried again later.
+    /// Flushes while the clock advances, so that failed operations are retried.
     pub(crate) fn flush(&self, store: &Store) -> bool {
         let deadline = Instant::now() + Duration::from_secs(60);
         while Instant::now() < deadline {

@@ -20,7 +20,7 @@ fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
 }
 
 #[test]
-fn adaptive_finds_what_comes_back_after_it_was_evicted_and_needs_its_ghosts_for_that() {
+fn adaptive_hits_returning_chunks_with_ghosts_only() {
     const CAPACITY: u32 = 60;
     let hits = |policy: Adaptive| {
         Forest::new(policy).replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY))
@@ -35,7 +35,7 @@ fn adaptive_finds_what_comes_back_after_it_was_evicted_and_needs_its_ghosts_for_
 }
 
 #[test]
-fn what_is_used_stays_through_a_flood_of_what_is_not() {
+fn used_chunks_survive_a_flood_of_unused_ones() {
     let mut forest = Forest::new(Adaptive::new(20));
     let used: Vec<_> = (0..5).map(|number| forest.insert(None, number)).collect();
     for number in 100..300 {

@@ -86,7 +86,7 @@ fn replaced_entries_leave_no_tombstones() {
 }
 
 #[test]
-fn memory_follows_what_is_stored() {
+fn memory_follows_the_number_of_chunks() {
     let mut table = Table::default();
     assert_eq!(table.size_bytes(), 0);
     for number in 0..1 << 20 {

@@ -51,7 +51,7 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn keys_are_those_of_each_alone(cases in prop::collection::vec(case(), 0..40)) {
+    fn keys_equal_those_of_separate_chains(cases in prop::collection::vec(case(), 0..40)) {
         let mut wanted: Vec<_> = cases.iter().enumerate().map(|(nth, case)| case.chain(nth)).collect();
         let mut chains = wanted.clone();
         let mut pairs: Vec<_> = chains.iter_mut().zip(&cases).map(|(chain, case)| (chain, case.ids.as_slice())).collect();

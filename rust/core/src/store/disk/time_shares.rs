@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_direction_that_had_no_work_saves_up_nothing() {
+    fn an_idle_direction_gains_no_credit() {
         let mut shares = TimeShares::default();
         for _ in 0..100 {
             shares.forfeit(Direction::Write);

@@ -29,7 +29,7 @@ fn host_only() -> StoreConfig {
 
 /// After a panic under the lock, everything is a miss and guards can still be dropped.
 #[test]
-fn a_store_that_failed_inside_misses() {
+fn a_store_misses_after_a_panic_under_its_lock() {
     let store = Store::open(&host_only()).unwrap();
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2, 3]).unwrap();

@@ -131,7 +131,7 @@ fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
 }
 
 #[test]
-fn the_time_that_reads_take_counts_once_however_many_are_wanted() {
+fn time_of_reads_counts_once_for_any_number_of_leases() {
     let mut run = reads_and_writes();
     while run.do_job(Duration::from_millis(10)).is_some() {}
     let stats = run.state.stats();
