@@ -1,15 +1,14 @@
-"""Shared by all tests: hypothesis profiles, a guard that the installed wheel is what is being
-tested, vLLM's release, and time.
+"""Shared by all tests: hypothesis profiles, a guard that the installed wheel is tested, vLLM's
+release, and time.
 
-Time: no test asserts on it, but each waits for what must happen, and a starved machine needs longer
-for everything. So waits are scaled by this machine's pace (TEST_PACE, measured here), properties
-get fewer examples where it is slow, and with TEST_DEADLINE (seconds since 1970; TEST_LAST_DEADLINE
-for those marked short) tests that have not begun by then are left out and counted, in the summary
-and in the file that TEST_LEFT_OUT names.
+Time: no test asserts on it, but each waits for events, and a busy machine needs longer for
+everything. Waits are therefore scaled by this machine's pace (TEST_PACE, measured here), and
+properties get fewer examples on a slow machine. With TEST_DEADLINE (seconds since 1970;
+TEST_LAST_DEADLINE for tests marked short), tests that have not started by then are skipped and
+counted, in the summary and in the file TEST_LEFT_OUT.
 
-Leftovers: a test that leaves a thread or a process behind fails itself. Otherwise a later one
-would, now and then, in which the thread logs a warning or the process has not ended yet.
-"""
+Leftovers: a test that leaves a thread or a process behind fails. Otherwise a later test would fail
+now and then, when the thread logs a warning or the process still runs."""
 
 import gc
 import importlib.metadata
@@ -31,7 +30,7 @@ USUAL_START_S = 0.25
 LEFT_OUT = pytest.StashKey[int]()
 TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
-"""Longest wait, at the usual pace, for what a test has ended already and what is not quite gone."""
+"""Longest wait, at the usual pace, for threads, processes and files of a test to disappear."""
 COLLECT_S = 0.1
 """After this long, what only a cycle of objects keeps is collected; and again after twice as long,
 and so on.
@@ -144,9 +143,8 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 
 
 def children(since_s: float) -> dict[object, str]:
-    """Child processes that have not ended, and began after so many seconds since boot. Linux may
-    leave some out, as others end.
-    """
+    """Child processes that have not ended and started later than ``since_s`` after boot. Linux may
+    leave some out while others end."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -194,9 +192,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Set up before all other fixtures of a test (of which `monkeypatch` is one), so it looks when
-    these are gone.
-    """
+    """Set up before all other fixtures of a test, including `monkeypatch`, so it checks after they
+    are torn down."""
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),
         running(),

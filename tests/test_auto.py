@@ -208,7 +208,7 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
         lambda: host.servers() not in ([], [server]) and host.num_engines() == 2,
         "no other takes its place",
     )
-    until(lambda: len(host.servers()) == 1, "the one that came second goes on")
+    until(lambda: len(host.servers()) == 1, "the second server continues")
     until(lambda: not any(map(has_zombies, engines)), "what has ended is not waited for")
 
 

@@ -71,7 +71,7 @@ CASES = {
         {"lib": MODULES + "pub use a::A;\npub use b::B;", "a": "use crate::B;"},
         None,
     ),
-    "a module named for what is below it": (
+    "a module that is used for its submodule": (
         {
             "a": "mod d;\nuse crate::b::B;",
             "a/d": "pub struct D;",

@@ -1,6 +1,5 @@
-"""Settings: which source wins, what is read back, and that every mistake gives one sentence that
-helps.
-"""
+"""Settings: which source wins, how values are read back, and that every mistake gives one helpful
+sentence."""
 
 import json
 import re
@@ -264,7 +263,7 @@ def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
         "auto",
         1 << 30,
         300.0,
-    ), "it is told to the server"
+    ), "it is passed to the server"
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config(
         {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}

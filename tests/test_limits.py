@@ -1,6 +1,5 @@
-"""Limits of tenants: what the settings and the file of single salts come to, and that no message
-tells a salt.
-"""
+"""Tenant limits: the result of the settings and the file of individual salts. No message reveals a
+salt."""
 
 from pathlib import Path
 

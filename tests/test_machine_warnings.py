@@ -279,22 +279,21 @@ def test_a_refusal_names_the_setting_and_where_it_is_from(
         refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
 
 
-def test_a_directory_that_may_not_be_written_yet_stops_no_start(
+def test_an_unwritable_directory_does_not_block_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As one that others may write, or another process has: host memory serves until a person has
-    mended it.
-    """
+    """The same as for a directory that is writable by others or in use: host memory works until the
+    operator fixes it."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
     refuse_here(config)
     (text,) = warnings(config)
     assert "is not writable" in text
-    assert warnings(config, opens_disk=True) == [], "who opens it tells by itself, once"
+    assert warnings(config, opens_disk=True) == [], "the open logs it once"
 
 
 @pytest.mark.parametrize(
-    ("lock", "is_told"), [("4711\n", True), ("", False), ("a person's own\n", False), (None, False)]
+    ("lock", "is_told"), [("4711\n", True), ("", False), ("a user's own\n", False), (None, False)]
 )
 def test_a_disk_directory_in_anothers_is_told(
     lock: str | None, is_told: bool, tmp_path: Path
@@ -325,7 +324,7 @@ def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
     assert any("chmod go-w" in text for text in warnings(config))
     assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), (
-        "it is told as the disk is opened"
+        "the open of the disk logs it"
     )
     disk.chmod(0o755)
     assert not any("chmod go-w" in text for text in warnings(config))

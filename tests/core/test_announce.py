@@ -1,5 +1,5 @@
-"""What is announced of the real store, replayed, is what it answers: after any steps, lost keys, a
-full book, restarts.
+"""KV events of the real store, replayed, match its lookups: after any steps, lost keys, a full
+book, and restarts.
 
 The store is the engine's own or a server's (`announced.py`). Steps: ``KV_EVENT_STEPS``.
 """
@@ -158,7 +158,7 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.save((1, 1), whole=True)
     world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, (
-        "another request has it: it is told again"
+        "another request has it: it is announced again"
     )
     longest = max(world.prompts, key=len)
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""What is announced of several KV cache groups, replayed, is what the real store answers of each:
-windows and states, too.
+"""KV events of several KV cache groups, replayed, match lookups in the real store, also for windows
+and states.
 
 Groups' blocks have one size, or several. The oracle is lookups of every prefix, and of a window's
 blocks what a hit can need.
@@ -47,9 +47,8 @@ Place = tuple[int, bytes]
 
 
 class World:
-    """A store with few frames and slots, and a subscriber, for whom an event that contradicts what
-    it was told is an error.
-    """
+    """A store with few frames and slots, and a subscriber that fails on an event which contradicts
+    an earlier one."""
 
     def __init__(self, seed: int, groups: tuple[GroupShape, ...], disk: str) -> None:
         self.rng, self.shape = random.Random(seed), CacheShape(groups)

@@ -1,11 +1,10 @@
-"""What subscribers know, in any order of what can happen: requests, chunks that come and go, lost
-keys, resets, late subscribers.
+"""Subscribers' knowledge under any order of requests, added and removed chunks, lost keys, resets,
+and late subscribers.
 
-The store is a model here, so that a tier may change between any two looks at it. One subscriber
-hears all from the start, others join later and take every event for granted. The oracle: at rest,
-all that is there of the chunks that the book has room for (`Book`) is known, and nothing that is
-not there. Rest comes although requests go on (`calm`), and however often keys were lost before.
-"""
+The store is a model here, so that a tier may change between any two lookups. One subscriber listens
+from the start, others join later and trust every event. The oracle: once idle, subscribers know
+exactly the stored chunks that the book has room for (`Book`). The announcer becomes idle even while
+requests continue (`calm`), and after any number of lost keys."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -90,10 +89,10 @@ class Store:
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes
-    first, by row and place in it.
+    """The most that can be announced if nothing leaves the store for good: the least recent leaf is
+    dropped first, by row and position.
 
-    What a leaf hangs on was of use as long as the leaf.
+    The chunks before a leaf are as recent as the leaf.
     """
 
     def note(self, keys: list[Key], nth_row: int, most: int) -> None:
@@ -107,7 +106,8 @@ class Book(dict[Key, tuple[int, int]]):
 
 
 def parent(key: Key) -> Key | None:
-    """The main group's chunk before, or beside one of another group."""
+    """The chunk before a chunk of the main group, or the main group's chunk of another group's
+    chunk."""
     group, prefix = key
     above = prefix[:-SIZE] if group == SHAPE.main else prefix
     return (SHAPE.main, above) if above else None
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.noted = OrderedDict[Key, None]()
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
-        """As the scheduler half does. What is not there or under way is saved."""
+        """As the scheduler side does. Chunks that are neither stored nor being saved are saved."""
         chain: Any = Chain(prompt)
         live: Any = SimpleNamespace(prompt=prompt)
         self.announcer.note(live, chain, range(start, stop))
@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
                 self.noted.move_to_end(key)
                 if (
                     not self.store.where.get(key, 0) & HOST
-                ):  # also what is on disk: it may leave that meanwhile
+                ):  # also chunks on disk: they may leave it meanwhile
                     self.store.coming.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
@@ -201,7 +201,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.store.coming)
     def drop(self, data: st.DataObject) -> None:
-        """It got no frame, or its save failed; what is on disk is not told."""
+        """A chunk got no frame, or its save failed; chunks on disk are not reported."""
         key = data.draw(st.sampled_from(sorted(self.store.coming)))
         self.store.coming.discard(key)
         if not self.store.where.get(key, 0):
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(is_busy=st.booleans())
     def calm(self, is_busy: bool) -> None:
-        """Nothing comes or goes any more, though requests may."""
+        """The store is idle, but requests may continue."""
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]
@@ -275,7 +275,7 @@ class Machine(RuleBasedStateMachine):
             assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
         if not self.is_shared:
             asked = self.announcer._known.keys() - self.announcer._to_look_up.keys()
-            assert all(map(self.store.say, asked)), "what is not to come is not waited for"
+            assert all(map(self.store.say, asked)), "chunks that will not appear are not waited for"
 
     @rule()
     def withdraw(self) -> None:

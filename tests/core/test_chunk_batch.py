@@ -1,6 +1,5 @@
-"""`_core.ChunkBatch` is `chunk_batch.Chunks`, however it is cut, sorted, joined and sent; and what
-is no batch is refused.
-"""
+"""`_core.ChunkBatch` equals `chunk_batch.Chunks` after any split, sort, join and transfer; invalid
+batches are rejected."""
 
 import pickle
 import struct

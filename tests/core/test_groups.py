@@ -1,6 +1,5 @@
-"""Hits, leases and saves of several KV cache groups over the real store, against brute force over
-what was saved.
-"""
+"""Hits, leases and saves of several KV cache groups on the real store, against brute force over the
+saved chunks."""
 
 from dataclasses import dataclass, field
 
@@ -70,7 +69,7 @@ def block_of(nth: int, block: int) -> int:
 
 @dataclass
 class Bench:
-    """A store with one prompt, of which some chunks are there: (group, unit)."""
+    """A store with some chunks of one prompt: (group, unit)."""
 
     shape: CacheShape
     num_units: int

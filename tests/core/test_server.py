@@ -75,10 +75,9 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     assert lease.poll() == (0, 0)
 
 
-def test_a_look_after_a_save_without_a_place_is_no_lookup(socket: str) -> None:
-    """As the scheduler half asks: the chain is as long as the save left it, and may go on behind
-    what is saved.
-    """
+def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> None:
+    """As the scheduler side calls: the chain is as long as at the save, and may continue after the
+    saved units."""
     server = _core.Server(socket, host_bytes=8 * FRAME)
     engine, long, short = connect(socket), chain_of([]), chain_of([])
 

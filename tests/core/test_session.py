@@ -58,7 +58,7 @@ def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
     "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
 )
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
-    """What the worker is told is made here: there the request would hear nothing of it."""
+    """The worker's batch is made here, and the worker could not report an error to the request."""
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
     lease = store.acquire(chain)
@@ -138,7 +138,7 @@ def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
 
 
 class Saves(RuleBasedStateMachine):
-    """Reports of ranks over chunks of one block; beside them the model's count."""
+    """Reports of ranks over chunks of one block, compared with the model's count."""
 
     @initialize(num_ranks=st.integers(1, 3))
     def open(self, num_ranks: int) -> None:

@@ -63,7 +63,7 @@ def spec(key: bytes) -> dict[str, Any]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store, and beside it the model of everything that was committed and not forgotten."""
+    """A store, compared with a model of all committed and not removed chunks."""
 
     tickets: Bundle[int] = Bundle("tickets")
     leases: Bundle[Any] = Bundle("leases")

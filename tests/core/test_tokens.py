@@ -1,4 +1,4 @@
-"""A scheduler's columns, of which few rows have something."""
+"""Columns from a scheduler in which few rows have values."""
 
 import pytest
 from hypothesis import given

@@ -1,9 +1,8 @@
-"""A store, what is announced of it and a subscriber, in any order of steps: for tests of what is
-told, by whatever way.
+"""A store, its announcer and a subscriber, in any order of steps: for tests of KV events.
 
-It is the engine's own store, or a server's, where another engine saves and evicts too and the
-server goes and comes back. The oracle is lookups of every prefix, and what a subscriber may assume
-of each event. How events get to the subscriber, and how a server is started, is the test's.
+The store is the engine's own or a server's, where another engine saves and evicts too and the
+server is stopped and restarted. The oracle is lookups of every prefix, and what a subscriber may
+assume of each event. The test decides how events reach the subscriber and how a server is started.
 """
 
 import hashlib
@@ -47,7 +46,7 @@ def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
 
 
 class Index:
-    """A subscriber. Events that contradict what it was told before, or the prompts, fail."""
+    """A subscriber. Fails on events that contradict earlier ones or the prompts."""
 
     def __init__(self, prompts: set[Prompt]) -> None:
         self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}
@@ -74,7 +73,8 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """The engine forgot its own blocks, and says so: what others hold is told again."""
+        """The engine dropped its own blocks and reports it: chunks in other tiers are announced
+        again."""
         self.tiers = {HOST: set(), DISK: set()}
 
     def close(self) -> None:
@@ -207,9 +207,8 @@ class World:
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:
-        """Nothing moves, and everything is told: the index is what lookups find of what requests
-        had.
-        """
+        """Wait until the store is idle and everything is announced; then compare the index with
+        lookups of all requested prompts."""
         self.leases.clear()
         self.store.abort(self.tickets)
         self.tickets.clear()
@@ -218,7 +217,7 @@ class World:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert self.store.flush(30 * PACE)
-        # In slices: what was lost meanwhile is asked for once more.
+        # In slices: chunks whose keys were lost are looked up again.
         for _ in range(300):
             self.index.replay(self.announcer.take())
         host, stored = set[bytes](), set[bytes]()
@@ -233,7 +232,7 @@ class World:
         assert told[HOST] | told[DISK] == stored
         if not self.is_shared:
             rows, _ = self.store.changes(list(self.announcer._known), 0)
-            assert all(where for _, where in rows), "what is not to come is not waited for"
+            assert all(where for _, where in rows), "chunks that will not appear are not waited for"
 
 
 class SharedWorld(World):

@@ -33,7 +33,7 @@ def reserve(
 
 
 def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int]]:
-    """(frame, key, unit) of what is ready."""
+    """(frame, key, unit) of the ready chunks."""
     num_units, _ = lease.poll()
     chunks, _ = lease.batch([range(1, num_units + 1)], 0, num_units)
     return [(c.frame, c.key, c.blocks[0] - 1) for c in chunks]

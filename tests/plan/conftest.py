@@ -1,4 +1,4 @@
-"""Lets these tests import the symbolic engine beside them and the model store."""
+"""Makes the symbolic engine in this folder and the model store importable."""
 
 import sys
 from pathlib import Path

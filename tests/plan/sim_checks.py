@@ -1,6 +1,5 @@
-"""What a symbolic engine checks of kvloft: frames that become visible, plans, what is held, tokens
-that come out.
-"""
+"""Checks of kvloft by a symbolic engine: visible frames, plans, held resources and output
+tokens."""
 
 from typing import Any
 
@@ -49,7 +48,7 @@ def check_load(engine: Any, load: LoadPlan) -> None:
     promised = request.blocks[local // size : (local + external) // size]
     named = [block for copy in load.chunks for block in copy.blocks] + list(load.lost)
     assert named == promised, "I6: a load names other blocks than were given for it"
-    assert not load.lost, "what was pinned was lost"
+    assert not load.lost, "a pinned chunk was lost"
 
 
 def reference(engine: Any, request: Request) -> list[int]:

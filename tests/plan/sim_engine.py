@@ -475,9 +475,8 @@ class SymbolicEngine:
             self._continue_session(request)
 
     def _continue_session(self, request: Request) -> None:
-        """vLLM's `_update_request_as_session`: what was computed stays, the last sampled token
-        goes, the prompt grows.
-        """
+        """Do as vLLM's `_update_request_as_session`: computed tokens stay, the last sampled token
+        is dropped, and the prompt grows."""
         assert request.updates
         update = request.updates.pop(0)
         if update is None:

@@ -178,7 +178,7 @@ class Workers:
         assert start <= work.num_computed, "the scheduler may only be ahead of the worker"
         num_real = work.num_scheduled - work.num_drafts
         inputs = contents[start : start + num_real]
-        assert len(inputs) == num_real, "scheduled beyond what is known"
+        assert len(inputs) == num_real, "scheduled more tokens than the request has"
         samples = start + num_real == len(contents)
         assert samples or not work.num_drafts
         read = self.ranks[0].read(work.table, start)
@@ -200,9 +200,8 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Gather what is to be saved as it is right after this step's forward; loads wait for their
-        turn.
-        """
+        """Copy the blocks to save as they are right after this step's forward pass; loads run
+        later."""
         for rank in self.ranks:
             for load in plan.loads:
                 rank.in_flight.append(InFlight(None, None, load))
@@ -216,9 +215,8 @@ class Workers:
     def finish_copies(
         self, num_items: Sequence[int]
     ) -> tuple[list[StepReport], list[str], set[int]]:
-        """Let each rank finish so many copies: (reports, request ids of finished loads, blocks that
-        hold nothing).
-        """
+        """Let each rank finish up to ``num_items`` copies. Return reports, ids of finished loads,
+        and blocks without content."""
         reports: list[StepReport] = []
         loaded: list[str] = []
         bad: set[int] = set()
@@ -242,7 +240,7 @@ class Workers:
     def _write_frame(self, rank: Rank, item: InFlight) -> Ticket:
         copy = item.copy
         entry = self.store.tickets.get(copy.ticket)
-        assert entry is not None, "I4: a worker writes a frame that is not reserved any more"
+        assert entry is not None, "I4: a worker writes a frame that is no longer reserved"
         assert (entry.frame, entry.key) == (copy.frame, copy.key)
         parts = self.store.arena.get(copy.frame)
         if parts is None:

@@ -1,4 +1,4 @@
-"""What the trap tests share: one prompt, serving it to its end, and asking what is stored of it."""
+"""Helpers of the trap tests: a prompt, serving it to its end, and lookups of its chunks."""
 
 from collections.abc import Iterable
 from typing import cast

@@ -26,7 +26,7 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
 
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
-    """The second request has the first one's blocks, and goes on otherwise in its second chunk."""
+    """The second request has the first one's blocks and differs in its second chunk."""
     known = BlockWriters(4, sees_grants=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     same, other = (

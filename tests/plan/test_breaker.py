@@ -74,7 +74,7 @@ def test_while_loads_fail_nothing_is_saved_and_later_all_of_it_is() -> None:
     engine = tripped()
     request = engine.add(Request("new", [1] * 9, 30))
     engine.run(6)
-    assert engine.num_saved_blocks == 4, "only what was saved before"
+    assert engine.num_saved_blocks == 4, "only earlier saves"
     engine.now += RETRY_S
     engine.run(6)
     assert engine.num_saved_blocks >= 4 + request.num_computed_tokens // 4 - 1

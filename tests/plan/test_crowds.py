@@ -175,7 +175,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
 
 
 def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Request]]:
-    """Prompts of four blocks, of which only the disk has anything."""
+    """Prompts of four blocks that are stored on disk only."""
     engine = SymbolicEngine(Setup(with_disk=True, num_blocks=60, **setup))
     prompts = [[i % 3, i // 3 % 3, i // 9, *PROMPT[:14]] for i in range(num_prompts)]
     for i, prompt in enumerate(prompts):
@@ -235,7 +235,7 @@ def test_those_who_wait_pin_half_of_what_is_the_stores_in_a_shared_arena() -> No
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
     engine.core.count_on(100 * 4096)
     ask(engine, requests)
-    assert pinned_frames(engine) == 12, "there are no more"
+    assert pinned_frames(engine) == 12, "all 12 frames are pinned"
     engine.core._admission.release_all()
     engine.core.count_on(16 * 4096)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What a long prompt is offered and what of it is saved, whatever it is cut into."""
+"""Offers and saves of long prompts, for any division into steps and lookups."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
 
 
 def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
-    """What is offered of a prompt of which so many tokens are stored; how many got keys for it, in
-    how many lookups; whether its lease is kept when it is asked for again."""
+    """Return the offer for a prompt with ``stored`` stored tokens, the number of keys computed and
+    of lookups, and whether the lease is kept when vLLM calls again."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
     blocks = list(map(BlockId, range(1, stored // 2 + 1)))
@@ -78,7 +78,7 @@ def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
     assert is_kept
     assert found == offered(num_tokens, stored, 1 << 30)[0]
     assert num_keyed <= max(first_look, 4 * (stored + 4)), (
-        "the keys of what is not stored were waited for"
+        "keys of chunks that are not stored were computed"
     )
 
 

@@ -1,6 +1,5 @@
-"""Beside a drafter whose KV of a position depends on the next token: a block counts with the token
-behind it, or not at all.
-"""
+"""With a draft model whose KV at a position depends on the next token: a block is valid only with
+the token after it."""
 
 from typing import Any
 
@@ -44,10 +43,8 @@ def test_a_prompts_end_is_saved_once_its_next_token_is_known() -> None:
     settle(engine)
 
 
-def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
-    """vLLM gives up the last block that its own cache has: to wait for that one would be for
-    nothing.
-    """
+def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
+    """vLLM drops the last block of its own cache hit, so waiting for that block is useless."""
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)

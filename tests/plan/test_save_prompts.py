@@ -1,4 +1,4 @@
-"""What is saved of requests whose generated tokens are of no use to others."""
+"""Saves of requests whose generated tokens are useless to other requests."""
 
 import pytest
 from sim_engine import SymbolicEngine

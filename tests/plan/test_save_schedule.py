@@ -1,6 +1,5 @@
-"""Which running requests are due, against looking at each: those whose frontier has reached what
-was put down.
-"""
+"""The schedule of saves against a check of every running request: due are the requests whose
+frontier has reached their threshold."""
 
 from random import Random
 
@@ -23,10 +22,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=400)
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
-def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, odd: float) -> None:
-    """Requests come and go, take several tokens, or are set back (a failed load, rejected
-    drafts).
-    """
+def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, odd: float) -> None:
+    """Requests are added and removed, take several tokens, or are set back (a failed load, rejected
+    draft tokens)."""
     rng, names, ours = Random(seed), iter(range(1000)), SaveSchedule()
     computed: dict[ReqId, int] = {}
     due_at: dict[ReqId, int] = {}

@@ -1,6 +1,5 @@
-"""The scheduler half with several KV cache groups, or windows only, over the real store: what is
-saved, when not, and loaded.
-"""
+"""The scheduler side with several KV cache groups, or windows only, on the real store: saves,
+skipped saves, and loads."""
 
 from typing import Any
 
@@ -128,7 +127,7 @@ def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> No
     for now_s, answer in ((0.0, None), (9.9, None), (10.0, 0), (30.0, 0)):
         bench.now_s = now_s
         assert bench.match(second, 0) == answer
-    assert bench.store.stats()["pins"] == pins, "it pins nothing any more"
+    assert bench.store.stats()["pins"] == pins, "it no longer pins chunks"
     bench.core.finish(ReqId("b"))
     assert bench.match(second, 0) == 16, "there is room again"
 

@@ -1,6 +1,5 @@
-"""One test for each known trap of vLLM's connector contract, on the symbolic engine: what is found
-again, and what must not be.
-"""
+"""One test for each known trap of vLLM's connector contract, on the symbolic engine: what must be a
+hit, and what must be a miss."""
 
 from random import Random
 from typing import Any
@@ -14,7 +13,7 @@ from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 from kvloft.plan.admission import LEASE_S
 from kvloft.seam.views import MediaItem, NewRequest, StepView
 
-# -- what is saved
+# -- saves
 # -------------------------------------------------------------------------------------------------
 
 

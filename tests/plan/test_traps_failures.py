@@ -24,7 +24,7 @@ def test_a_chunk_is_visible_only_when_every_rank_saved_it() -> None:
     engine.execute(None, [100, 0])
     engine.update()
     assert stored(engine, request) == 0
-    assert engine.core.has_work_in_flight, "an idle engine must go on polling"
+    assert engine.core.has_work_in_flight, "an idle engine must keep polling"
     engine.schedule()
     engine.execute(None, [100, 2])
     engine.update()
@@ -78,7 +78,7 @@ def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_poli
     assert request.tainted == fail_policy
     if not fail_policy:
         assert stored(engine, request) == whole_blocks(request.num_tokens - 1), (
-            "saved again, from what was computed"
+            "the computed blocks are saved again"
         )
 
 
@@ -151,7 +151,7 @@ def test_chunks_in_flight_over_a_reset_stay_invisible(run_ahead: bool) -> None:
     assert stored(engine, request) == 0, "its KV is of two makes"
 
 
-def test_a_session_that_goes_on_after_a_reset_does_not_save_what_it_computed_before() -> None:
+def test_a_session_does_not_save_kv_computed_before_a_reset() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     request = engine.add(Request("a", PROMPT[:8], 2, updates=[]))
     engine.run(4)

@@ -1,4 +1,4 @@
-"""Lets these tests import the paged KV beside them, and the models of `tests/model`."""
+"""Makes the paged KV in this folder and the models of `tests/model` importable."""
 
 import sys
 from pathlib import Path

@@ -253,7 +253,7 @@ def test_a_good_chunk_beside_a_bad_one_is_loaded(bench: Bench) -> None:
 
 
 def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
-    """A block the pool does not have: a failed ticket or a bad load, and the rest goes on."""
+    """A block outside the pool is a failed ticket or a bad load, and the other copies succeed."""
     assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == (
         [2],
         [1],
@@ -384,9 +384,7 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
 
 
 def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
-    """Their layers share block ids, and a load is reported once, with what was wrong in any
-    group.
-    """
+    """Their layers share block ids. A load is reported once, with the errors of all groups."""
     benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
     one, other = benches
     mover = CpuMover([one.layout, other.layout], [GroupFrames(one.frames, 0)] * 2)

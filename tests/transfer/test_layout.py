@@ -163,7 +163,7 @@ def test_digest_tells_apart_what_is_laid_out_differently_in_a_page_and_nothing_e
     for one, other in itertools.combinations(different, 2):
         assert one != other
     assert digest() == digest(blocks=11), "another pool size is the same layout"
-    assert digest() == digest("BLHNC"), "where pages lie in the pool is not what is in them"
+    assert digest() == digest("BLHNC"), "only the order of pages differs"
 
 
 def test_planes_keep_the_memory_alive() -> None:

@@ -29,7 +29,7 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
     for _ in range(2):
         worker.suspend()
     report = worker.take_report()
-    assert report is not None and report.saved == (11,), "what was in flight is reported as before"
+    assert report is not None and report.saved == (11,), "saves in flight are reported as usual"
     pages = [tensor.clone() for tensor in CACHES.values()]
     run(worker, store, 2)
     assert_all_failed(worker)
@@ -103,12 +103,11 @@ def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(
     assert closed == ["mine"]
 
 
-def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pinned(
+def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     store: _core.Session,
 ) -> None:
-    """The first saves after it wakes may take every frame that the scheduler half was told of, and
-    those not pinned would fail.
-    """
+    """The first saves after it wakes may take every frame reported to the scheduler side, and saves
+    to unregistered frames would fail."""
     mover = IdleMover()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register([CACHES], 7, "test")

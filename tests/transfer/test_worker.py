@@ -322,7 +322,7 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) 
     worker.stop("test")
     report = worker.take_report()
     assert report is not None
-    assert report.saved == (11,), "what was in flight is reported as usual"
+    assert report.saved == (11,), "saves in flight are reported as usual"
     worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store, 2))
     worker.run_saves()

@@ -257,7 +257,7 @@ impl State {
     }
 
     /// Ends a read. After an error, the chunk stays on disk and is retried later. A damaged chunk
-    /// is removed with all its descendants, none of which is visible in host memory.
+    /// is removed with all its descendants; none is visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
