@@ -375,7 +375,7 @@ def test_the_report_compares_one_process_with_its_connector_and_without(
         in out
     )
     assert "| - from there to the end of the last forward | 980.00 | 982.00 | | |" in out
-    assert "of that, between forwards" not in out, "what was not measured of both"
+    assert "of that, between forwards" not in out, "not measured for both"
     del measured["attached"]["waves"]["attached"]["ms"]
     assert "one process" not in report(
         tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}}

@@ -238,7 +238,7 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     collected = gc.collect
 
     def collect() -> int:
-        assert settled == [True], "what was saved before has landed"
+        assert settled == [True], "earlier saves are complete"
         settled.clear()
         return collected()
 

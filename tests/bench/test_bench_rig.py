@@ -105,7 +105,7 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(
             2 if what == "both" else 1
         )
         assert not link.touched["read"] & link.touched["written"], (
-            "what is loaded is saved anew meanwhile"
+            "a block is loaded and saved at once"
         )
         assert begin <= min(when for when, _ in link.copies), (
             "a copy began before the time that it counts from"

@@ -1,6 +1,5 @@
-"""The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine
-takes another's figures with it.
-"""
+"""The closed loop of chats without a GPU: the content of a turn, the counts, and that a failing
+engine does not lose another's results. """
 
 import json
 import re
@@ -115,9 +114,7 @@ def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
 
 
 class Child(subprocess.Popen[bytes]):
-    """Has all the time that it needs; the one that goes on once its figures are printed is late
-    then.
-    """
+    """Never times out, except the child that keeps running after it printed its results."""
 
     def __init__(self, argv: list[str], **more: Any) -> None:
         self._goes_on, self._log = "none" in argv, Path(more["stdout"].name)
@@ -177,7 +174,7 @@ def test_whatever_becomes_of_an_engine_the_others_are_measured(
         and "not installed" in found["lmcache"]["error"]
     )
     assert len(kept) == 2 * len(chats.CONNECTORS) and json.loads(kept[0])["none"]["runs"], (
-        "what is there is kept after each"
+        "results are kept after each engine"
     )
     rows = {row[0]: row for row in chats.table(found)}
     assert rows["kvloft"][1:5] == ("2.0", "2.0, 2.0", "10 of 20 (50.0%)", "7, 7")

@@ -1,6 +1,5 @@
-"""Lets these tests import the models of `tests/model` and what is beside them, and gives them a
-server to watch.
-"""
+"""Makes the models of `tests/model` and the helpers of this folder importable, and starts a server
+to watch. """
 
 import sys
 import tempfile

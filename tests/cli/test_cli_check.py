@@ -1,6 +1,5 @@
-"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is
-printed. Without vLLM.
-"""
+"""`kvloft check`: arguments, engines that always end, the meaning of answers, and the output.
+Without vLLM. """
 
 import json
 import os

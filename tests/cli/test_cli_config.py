@@ -1,4 +1,4 @@
-"""`kvloft config`: what a person and a script read, and how mistakes end."""
+"""`kvloft config`: its output for users and scripts, and its errors."""
 
 import json
 import re

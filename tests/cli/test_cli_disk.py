@@ -1,6 +1,5 @@
-"""`kvloft inspect` and `kvloft verify`: what a person and a script read, and the exit status on
-damage.
-"""
+"""`kvloft inspect` and `kvloft verify`: their output for users and scripts, and the exit status on
+damage. """
 
 import json
 import os
@@ -178,7 +177,7 @@ def test_verify_of_a_truncated_file_is_status_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty beside")]
+    ("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty")]
 )
 def test_verify_of_a_lost_index_is_status_1(
     folder: Path, capsys: pytest.CaptureFixture[str], num_bytes: int | None, says: str

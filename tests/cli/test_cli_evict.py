@@ -84,7 +84,7 @@ def test_a_tenant_is_gone_after_a_kill_too(
         process.wait()
     with serving(folder) as (socket, _):
         assert found(connect(socket)) == [3, 0, 0, 3], (
-            "what was evicted is not found after a restart"
+            "evicted chunks are not found after a restart"
         )
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
         assert capsys.readouterr().out == "there are no chunks with that salt\n"

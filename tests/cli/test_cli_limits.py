@@ -1,6 +1,5 @@
-"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and no salt is
-shown.
-"""
+"""`kvloft serve` with tenant limits: settings reach the store, the output has tags, and no salt is
+shown. """
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
+"""`kvloft serve` and `kvloft status`: their output for users and scripts, and their errors."""
 
 import contextlib
 import fcntl
@@ -118,8 +118,8 @@ def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 200
 
 
-def test_a_terminal_that_closes_ends_it_with_its_last_writes(folder: Path) -> None:
-    """The kernel sends SIGHUP then, and what is printed has nowhere to go."""
+def test_a_closing_terminal_ends_the_server_after_its_last_writes(folder: Path) -> None:
+    """The kernel then sends SIGHUP, and output fails."""
     ours, its = pty.openpty()
     try:
         with served(
@@ -205,7 +205,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
         )
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is told once, where both are one log"
+        assert "chmod" not in rest, "it is logged once if both streams are one log"
 
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])
@@ -335,9 +335,8 @@ def without_nohup() -> None:
 def served(
     folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
-    """A server with a disk in ``folder``, once it said a first line that holds what is ``wanted``,
-    if that can be read.
-    """
+    """Start a server with a disk in ``folder``; wait for a first line that contains ``wanted``, if
+    its output can be read. """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     keywords = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": without_nohup} | more

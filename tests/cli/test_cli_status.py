@@ -19,7 +19,7 @@ from kvloft.config import size_text
 
 
 def shown_first(status: dict[str, Any]) -> list[str]:
-    """What status says before it tells of namespaces."""
+    """The part of the status before the namespaces."""
     console = Console(width=200, record=True, file=io.StringIO())
     status_command._print(status, "/kv.sock", console)
     return console.export_text().split("\n\n")[0].splitlines()

@@ -553,7 +553,7 @@ def test_what_a_namespace_depends_on_is_a_table(
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20)):
-            for nth, text in enumerate([json.dumps(fields), "[a person's own]"]):
+            for nth, text in enumerate([json.dumps(fields), "[a user's own]"]):
                 engine = _core.Session.connect(
                     path,
                     frame_bytes=4096,
@@ -567,7 +567,7 @@ def test_what_a_namespace_depends_on_is_a_table(
     assert [line.split() for line in lines if line.startswith("model")] == [
         ["model", "a/model", "dtype", "bfloat16"]
     ]
-    assert "[a person's own]" in lines and not any(
+    assert "[a user's own]" in lines and not any(
         "empty" in line or "nothing" in line for line in lines
     )
     assert max(map(len, lines)) <= 80 and "".join(lines).replace(" ", "").count("[4,5]") == 30

@@ -33,7 +33,7 @@ DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """``mounts``: path inside -> what is there."""
+    """``mounts``: path inside -> content."""
 
     argv: list[str]
     mounts: dict[str, str]

@@ -1,10 +1,10 @@
-"""A GPU in numpy for the movers' own streams, ring and kernels: commands of different streams run
-in an order that chance picks.
+"""A GPU in numpy for the movers' streams, ring and kernels: commands of different streams run in a
+random order.
 
-It stands in for `driver` and the compiled kernels and does what CUDA promises, no more: a stream's
-commands run in their order, an event stands for its latest record, what no event orders may run in
-any order. A mover that is right here for many seeds has no missing wait that these show; that the
-real kernels do the same with bytes is what the tests marked gpu are for.
+It replaces `driver` and the compiled kernels and guarantees exactly as much as CUDA does: a
+stream's commands run in order, an event stands for its latest record, and commands that no event
+orders run in any order. If a mover is correct here for many seeds, none of these waits is missing;
+the tests marked gpu check that the real kernels treat bytes the same way.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ class Gpu:
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
                 assert inside, (
-                    "the driver refuses a copy over the end of what was registered at once"
+                    "the driver rejects a copy across two registrations"
                 )
 
     def check_registered(self, address: int, num_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Gpu:
                 assert self.num_run > before, "the GPU waits for something that was not enqueued"
 
     def stop_forever(self) -> None:
-        """A sticky error: what was enqueued never runs, and every call fails from now on."""
+        """A sticky error: enqueued commands never run, and every later call fails."""
         with self.lock:
             self.is_broken = True
             for stream in self.streams:
@@ -331,9 +331,8 @@ def fake_driver(gpu: Gpu) -> Any:
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        gpu.kept.append(
-            memory
-        )  # for the life of the test: a late write may not hit what is somebody else's by then
+        # Kept for the life of the test: a late write must not hit reused memory.
+        gpu.kept.append(memory)
         return memory.ctypes.data
 
     stream = SimpleNamespace(create=lambda **_: Stream(gpu), view=lambda _: gpu.compute)

@@ -179,8 +179,8 @@ def make_mover(
     kind_of: Sequence[int] = (0,),
     encodes: bool = False,
 ) -> CudaMover:
-    """``blocks_per_chunk``: of all kinds, or of each. ``ring``: staging slots, and bytes of each.
-    ``others``: kinds of pages beside ``paged``; ``kind_of``: each group's.
+    """``blocks_per_chunk``: for all kinds, or one per kind. ``ring``: staging slots and their size.
+    ``others``: further kinds of pages; ``kind_of``: the kind of each group.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(

@@ -41,12 +41,11 @@ test_a_damaged_trailer_of_a_group_without_pages_is_told = (
 )
 
 
-def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have_one_mover(
+def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows beside full attention have the same pages: one batch, one tile table. The digest
-    alone does not say so.
-    """
+    """Windows and full attention have the same pages: one batch, one tile table. Equal digests
+    alone do not imply that. """
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
     monkeypatch.setattr(

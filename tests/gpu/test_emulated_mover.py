@@ -114,12 +114,11 @@ def test_many_short_runs_are_one_command(
 
 
 @given(seed=st.integers(0, 2**32), fails_at=st.integers(1, 70))
-def test_one_failed_call_is_told_once_and_nothing_is_written_after(
+def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
-    """A call of the driver fails once, wherever it is and on whichever thread: what was reported
-    may be somebody else's by then.
-    """
+    """One driver call fails, at any place and on any thread: reported frames and blocks may have
+    new owners by then. """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
         paged = per_layer(2, 60, 900)

@@ -1,11 +1,10 @@
 """CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a
-dict of what each block holds.
+dict of each block's content.
 
-What a save stores is what its block held when it was asked for, whatever is rewritten since; what a
-forward reads is what was written, whatever is loaded meanwhile; a damaged frame is reported. One
-group may have no pages, as on some pipeline stage: of its frames only the trailer is written, and
-of its blocks nothing. Needs no GPU.
-"""
+A save stores the content of its block at the time of the request, whatever is rewritten later; a
+forward pass reads the bytes written last, whatever is loaded in between; a damaged frame is
+reported. One group may have no pages, as on some pipeline stages: only trailers of its frames are
+written, and no blocks. Needs no GPU. """
 
 import os
 from dataclasses import dataclass
@@ -224,7 +223,7 @@ class Steps(RuleBasedStateMachine):
 
         def read() -> None:
             if not np.array_equal(self.now(block), want):
-                self.wrong.append(f"a forward read what was not in block {block}")
+                self.wrong.append(f"a forward pass read wrong bytes of block {block}")
 
         self.gpu.compute.enqueue(read)
 
@@ -293,9 +292,8 @@ class Steps(RuleBasedStateMachine):
         )
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
-        """Blocks as the group's layers see them, out of them as the first's do; and the other way
-        round, for it turns a block.
-        """
+        """Convert blocks from the first group's layout to this group's, or back: the conversion is
+        its own inverse. """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]
         return (
@@ -360,9 +358,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def engine_sleeps(self) -> None:
-        """What is saved by then can be loaded: without this, most lives end before they load
-        anything.
-        """
+        """Earlier saves can then be loaded: without this rule, most runs end before a load."""
         self.take(self.mover.drain())
 
     @rule()
@@ -418,7 +414,7 @@ class Steps(RuleBasedStateMachine):
 
     def take(self, done: Finished) -> None:
         broken = self.mover._shared.broken
-        assert broken is None or self.gpu.is_broken, f"the mover gave up: {broken}"
+        assert broken is None or self.gpu.is_broken, f"the mover stopped: {broken}"
         suspects = {
             int(b)
             for chunks in self.loads.values()
@@ -439,12 +435,12 @@ class Steps(RuleBasedStateMachine):
                 blocks = list(map(int, wanted.copy.blocks))
                 if wanted.is_bad or self.bad_blocks.issuperset(blocks):
                     assert self.bad_blocks.issuperset(blocks), (
-                        "a chunk that is not what was saved may be read"
+                        "a chunk with wrong content may be read"
                     )
                     self.bad_blocks.difference_update(blocks)
                     continue
                 if not len(wanted.payload):
-                    continue  # what is there is as it was: `held` says it still
+                    continue  # the content is unchanged, as in `held`
                 got = np.concatenate([self.now(block) for block in blocks])
                 assert np.array_equal(got, wanted.payload), "a load brought something else"
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))

@@ -1,6 +1,5 @@
-"""Feeders alone, on the emulated GPU: what is not polled for is sent all the same, and lands where
-it belongs. Needs no GPU.
-"""
+"""Feeders on the emulated GPU: copies are sent without polls and reach the right place. Needs no
+GPU. """
 
 import os
 import queue

@@ -178,8 +178,8 @@ def test_saves_that_are_not_taken_are_told_each_once(
     assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
 
 
-def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
-    """They share a piece; what is said to be bad is thrown away."""
+def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
+    """They share a piece; bad blocks are discarded."""
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     wanted = [
         ("a", (0, 70), (1, 71)),

@@ -227,9 +227,8 @@ def test_an_encoded_part_is_a_miss_where_parts_are_raw() -> None:
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Parts are smaller than a payload, and noise does not shrink. What is behind a part stays as
-    it was.
-    """
+    """Parts are smaller than a payload, and noise does not compress. Bytes after a part are
+    unchanged."""
     paged = bf16("pages_of_4k")
     frames = Frames(12, part_bytes_for(paged.block_bytes * 3) - 4096, 0, 2)
     copies = copies_of(range(9), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(9)])
@@ -285,7 +284,7 @@ def test_ranks_stay_in_their_part() -> None:
 
 
 def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) -> None:
-    """Change what is stored, above all the table."""
+    """Change stored bytes, mostly of the table."""
     kind = rng.choice(
         ("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate")
     )

@@ -1,4 +1,4 @@
-"""Random damage to frames, 10,000 times: the tag (or the trailer) of the load tells every one."""
+"""Random damage to frames, 10,000 times: the load's tag (or trailer) check detects all of it."""
 
 import os
 import random

@@ -198,7 +198,7 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
     assert not done.bad_blocks
     for now, then in zip(rig.paged.buffers, want_pages, strict=True):
         assert torch.equal(now, then)
-    assert rig.save(), "and it goes on"
+    assert rig.save(), "saves still work"
     rig.mover.close()
 
 

@@ -153,9 +153,8 @@ class Engine:
         self.num_saves = self.num_checked = 0
 
     def step(self, number: int) -> None:
-        """One forward that rewrites blocks while older copies are under way; loads go to blocks
-        that it leaves alone.
-        """
+        """One forward pass that rewrites blocks while older copies are in flight; loads go to other
+        blocks. """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}
         usable = [block for block in range(BLOCKS) if block not in held]

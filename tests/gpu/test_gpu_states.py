@@ -1,10 +1,9 @@
-"""CudaMover with state-space layers beside attention: tensors as vLLM makes them, in every layout
-it has, each byte compared.
+"""CudaMover with state-space layers and attention: tensors in every layout that vLLM has, with each
+byte compared.
 
-A state's page is shorter than attention's, so there is padding behind it that belongs to none; its
-tensors (convolution and recurrence) have types of their own, and, since vLLM 0.32, come as one
-tensor of bytes. The emulated GPU runs the same functions (`test_emulated_states.py`).
-"""
+A state's page is shorter than attention's, so unused padding follows it; its tensors (convolution
+and recurrence) have separate types and, since vLLM 0.32, are one tensor of bytes. The emulated GPU
+runs the same functions (`test_emulated_states.py`). """
 
 from itertools import product
 from math import prod

@@ -13,11 +13,11 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.submitter import Submitter
 
 WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
-"""For what must happen; a failing test waits so long."""
+"""Longest wait for an expected event."""
 
 
 class Lane:
-    """Counts of what was queued, sent and done, and events that a test lets pass."""
+    """Counts queued, sent and finished copies; a test sets its events."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -121,7 +121,7 @@ def test_parts_of_both_encodings_are_read_where_parts_are_encoded_and_raw_ones_e
     assert encoded(frames).are_raw([0, 1]).tolist() == [True, False]
     assert encoded(frames).read([0, 1], keys, blocks)[1] == {}
     assert plain.read([0, 1], keys, blocks)[1] == {1: "shape"}
-    raw[0, 0, -128 + 104] = 2  # an encoding that nobody has
+    raw[0, 0, -128 + 104] = 2  # an unknown encoding
     raw[1, 0, -128 + 105] = 1
     assert encoded(frames).read([0, 1], keys, blocks)[1] == {0: "shape", 1: "shape"}
 

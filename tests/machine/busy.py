@@ -1,9 +1,8 @@
-"""The correctness machine where most requests hit: what was asked before is asked again, as it was,
-cut, or a turn further.
+"""The correctness machine with mostly hits: earlier prompts are requested again, unchanged, cut, or
+with another turn.
 
-Everything else that may happen to `ServedMachine` happens here, too, in shapes of the same kinds.
-It is for the many hits of the long form; only rules and what is remembered for them are here.
-"""
+All other rules of `ServedMachine` apply too, with shapes of the same kinds. It provides the many
+hits of the long form; this file has only the rules for them and their data. """
 
 from collections import Counter
 from dataclasses import replace
@@ -24,14 +23,13 @@ again = {
     "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
     "ahead": st.integers(0, 8),
 }
-"""``count`` requests of before, from the ``first``-last on; ``cut``: so many tokens shorter, each
-one more, below ten.
-"""
+"""``count`` earlier requests, from the ``first``-last on; ``cut``: drops this many tokens, each
+request one more, up to ten. """
 
 
 @st.composite
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Served ones, of which some run many requests in one step."""
+    """Shapes of the served models; some run many requests in one step."""
     shape = draw(served_groups(names))
     return replace(
         shape,

@@ -1,4 +1,4 @@
-"""Bugs beside a drafter with KV of its own, each put into kvloft by one patch."""
+"""Bugs with a draft model that has its own KV, each put into kvloft by one patch."""
 
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache: only the target's layers are loaded, and the drafter reads what was there",
+    "LMCache: only the target's layers are loaded, and the draft model reads stale KV",
     "WrongKV|position",
 )
 def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:

@@ -130,9 +130,8 @@ class Engine:
             )
             assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
             assert self.half._adapters._looks._timeout_s < 30.0
-            self.half._adapters._looks = LooksInTime(
-                30.0
-            )  # a busy machine's file system would decide what is found
+            # With a short timeout, a busy machine's file system would decide the result.
+            self.half._adapters._looks = LooksInTime(30.0)
             self._aggregator = KVOutputAggregator.from_connector(
                 self.scheduler.connector, shape.num_ranks
             )
@@ -414,8 +413,8 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Whether a block is where the state after so many tokens belongs: vLLM may have given it
-        up in the same pass, and may have given it out again, also to the same request."""
+        """Whether a block is where the state after ``num_tokens`` belongs: vLLM may have freed it
+        in the same pass, and may have allocated it again, even to the same request."""
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
 

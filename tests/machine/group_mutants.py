@@ -1,9 +1,8 @@
-"""Bugs of several KV cache groups, each put into vLLM's own cache: whoever serves groups must keep
-what these break.
+"""Bugs of several KV cache groups, each put into vLLM's own cache: they break what a connector with
+groups relies on.
 
-They keep the oracle honest: a machine that sees none of them would see nothing of kvloft's
-(`served_mutants.py`).
-"""
+They check the oracle: a machine that detects none of them would detect none of kvloft's
+(`served_mutants.py`). """
 
 from typing import Any
 

@@ -409,7 +409,7 @@ class Ledger:
             whole = num_tokens - num_tokens % unit
             found = self.num_stored(prefix, num_tokens, unit, states=False)
             self.expect(
-                found >= whole, f"{req_id} ended, and of its {whole} tokens only {found} are stored"
+                found >= whole, f"{req_id} ended, but only {found} of its {whole} tokens are stored"
             )
 
     def check_at_rest(self) -> None:

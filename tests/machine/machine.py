@@ -393,7 +393,7 @@ class Machine(RuleBasedStateMachine):
             {hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits}
         )
         self.seen[f"{hits}, async"] += engine.num_hits * engine.shape.async_scheduling
-        self.seen[f"{hits}, beside drafts"] += engine.num_hits * (engine.shape.num_drafts > 0)
+        self.seen[f"{hits}, with drafts"] += engine.num_hits * (engine.shape.num_drafts > 0)
         self.seen.update(
             {
                 "loads": engine.num_loaded,

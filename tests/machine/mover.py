@@ -233,5 +233,5 @@ class SlowMover:
         for key, problem in self._done.loads[-1].bad_keys:
             expect(
                 key in self._trouble.damaged,
-                f"{plan.req_id}: a frame is not what was promised: {problem} (I4)",
+                f"{plan.req_id}: a frame has wrong content: {problem} (I4)",
             )

@@ -185,7 +185,7 @@ def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> 
 
 @mutant(
     "Mooncake #45785: what is decoded is never saved, and nothing says so",
-    r"ended, and of its \d+ tokens only",
+    r"ended, but only \d+ of its \d+ tokens",
 )
 def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     with_frontier(mp, lambda request, frontier: min(frontier, request.num_prompt_tokens))
@@ -193,7 +193,7 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none",
-    r"ended, and of its \d+ tokens only",
+    r"ended, but only \d+ of its \d+ tokens",
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     def due(original: Any, request: Any, unit_tokens: int, frontier: int) -> Any:
@@ -383,7 +383,7 @@ def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     swap(mp, KVLoftConnector, "get_finished", finished)
 
 
-@mutant("a failed save is committed", "not what was promised|WrongKV")
+@mutant("a failed save is committed", "wrong content|WrongKV")
 def failed_save_is_committed(mp: pytest.MonkeyPatch) -> None:
     def settle(self: Any, saved: Any, failed: Any = ()) -> Any:
         return self.session.settle([*saved, *failed], [])
@@ -393,7 +393,7 @@ def failed_save_is_committed(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "a chunk is visible when the first of two ranks has written it",
-    "not all of them saved|not what was promised|does not hold its key's KV",
+    "not all of them saved|wrong content|does not hold its key's KV",
 )
 def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
     def open_session(original: Any, self: Any, **settings: Any) -> Any:

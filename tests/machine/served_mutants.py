@@ -28,9 +28,9 @@ WINDOWS, LOCALS, STATES = (
     ("state", "three states"),
 )
 DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
-NEXT_TO_STATES = ("state and drafter", "state, drafter beside attention")
-OF_DRAFT_MODELS = ("state and draft model", "states, draft model beside attention")
-DRAFTED_STATES = (*STATES, *NEXT_TO_STATES, *OF_DRAFT_MODELS, "state, dflash beside attention")
+NEXT_TO_STATES = ("state and drafter", "state, drafter with attention")
+OF_DRAFT_MODELS = ("state and draft model", "states, draft model with attention")
+DRAFTED_STATES = (*STATES, *NEXT_TO_STATES, *OF_DRAFT_MODELS, "state, dflash with attention")
 OF_DFLASH = ("window and dflash", "dflash with a window")
 ONLY_WINDOWS = ("one window", "two windows")
 """No group keeps a whole prefix."""

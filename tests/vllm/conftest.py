@@ -1,6 +1,4 @@
-"""Lets these tests import the helpers beside them and of `tests/model`, and what several of them
-need.
-"""
+"""Makes the helpers in this folder and in `tests/model` importable, and defines shared fixtures."""
 
 import sys
 from collections.abc import Callable

@@ -69,8 +69,8 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     )
 
 
-def test_an_adapter_that_was_another_meanwhile_is_not_shared(adapter: Path) -> None:
-    """Put back as it was, to the last time: workers may have loaded what was there in between."""
+def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -> None:
+    """Restored including its times: workers may have loaded the other one in between."""
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
     names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers go on with the one that they have."""
+    """Workers keep the adapter that they loaded."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))
@@ -175,10 +175,8 @@ def test_a_file_system_that_hangs_delays_no_request(
         time.sleep(0.01)
 
 
-def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:
-    """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by
-    hand.
-    """
+def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(adapter: Path) -> None:
+    """A field of vLLM 0.31 and older; 0.32's LoRARequest lacks it, so the test sets it."""
     lora: Any = SimpleNamespace(
         lora_name="a",
         lora_int_id=1,

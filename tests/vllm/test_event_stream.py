@@ -1,10 +1,10 @@
-"""What a router learns over ZMQ is what the store answers: random steps through vLLM's own
-publisher, and a gap now and then.
+"""A router's knowledge over ZMQ matches the store: random steps through vLLM's own publisher, with
+occasional gaps.
 
-The store is the engine's own, or that of a `kvloft serve`, which is killed and started again while
-another engine saves, evicts and clears. The subscriber reads what is on the wire: it has a SUB
-socket, falls out of the stream now and then, and asks the publisher's replay socket for what it
-missed. Steps: ``KV_EVENT_STEPS`` (the whole acceptance: 100000).
+The store is the engine's own, or that of a `kvloft serve` which is killed and restarted while
+another engine saves, evicts and clears. The subscriber reads the wire format: it has a SUB socket,
+loses messages now and then, and requests them from the publisher's replay socket. Steps:
+``KV_EVENT_STEPS`` (acceptance: 100000). """
 """
 
 import os
@@ -80,7 +80,7 @@ class Router:
             self._take(int.from_bytes(number, "big"), payload)
 
     def catch_up(self, num_published: int) -> None:
-        """All that was published, of which no more need be published."""
+        """Receive all published batches, without further publications."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
             assert time.monotonic() < deadline, f"batch {self._next} of {num_published} never came"
@@ -98,7 +98,7 @@ class Router:
                 self._learn(event)
 
     def _ask(self) -> None:
-        """Has what was missed sent again. The last of an answer has no number."""
+        """Request missed batches again. The last message of a reply has no number."""
         first = self._next
         self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
@@ -107,7 +107,7 @@ class Router:
             if int.from_bytes(number, "big", signed=True) < 0:
                 break
             assert int.from_bytes(number, "big") <= self._next, (
-                "the publisher does not keep what was missed"
+                "the publisher dropped missed batches"
             )
             self._take(int.from_bytes(number, "big"), payload)
         self.num_missed += self._next - first
@@ -182,7 +182,7 @@ class Stream:
         if self._rng.random() < 0.02:
             self._router.stumble()
         if self._num_unheard == BUFFERED:
-            self._catch_up()  # what is older is lost, as vLLM says
+            self._catch_up()  # vLLM's documented limit: older batches are lost
         elif self._rng.random() < 0.3:
             self._router.hear()
 

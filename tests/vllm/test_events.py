@@ -1,6 +1,4 @@
-"""What the store wants a person to see reaches vLLM's log: as a warning, with the namespace, each
-once.
-"""
+"""Log lines of the store reach vLLM's log: as warnings, with the namespace, once each."""
 
 import os
 from collections import Counter
@@ -17,7 +15,7 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 def test_events_are_logged_once(logged: Any) -> None:
     events = [
-        ["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"],
+        ["/cache/x starts afresh: its superblock is damaged", "disk tier: pausing writes"],
         [],
         ["it is back"],
     ]

@@ -1,6 +1,4 @@
-"""KVLoftGroupsConnector: how loads that failed are told, with one KV cache group and with
-several.
-"""
+"""KVLoftGroupsConnector: how it reports failed loads, with one KV cache group and with several."""
 
 from types import SimpleNamespace
 from typing import Any

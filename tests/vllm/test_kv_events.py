@@ -1,6 +1,5 @@
-"""What is announced in vLLM's words, which requests are not, and what is said where nothing can
-be.
-"""
+"""KV events in vLLM's format: which requests are announced, and the log line if events are
+impossible. """
 
 from array import array
 from types import SimpleNamespace
@@ -151,8 +150,8 @@ def test_a_store_that_is_not_asked_about_is_not_watched(config: Any) -> None:
     assert announcer_of(config, None, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
 
 
-def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
-    """Of what was lost with it nothing is known: better nothing than wrong."""
+def test_an_error_retracts_all_events_and_stops_them() -> None:
+    """The lost changes are unknown, and no events are better than wrong ones."""
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(
@@ -168,10 +167,9 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
     assert half.take_kv_events() == [] and not answers
 
 
-def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() -> None:
-    """It is in no book any more: nothing but the event that was lost says that others believe in
-    it.
-    """
+def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
+    """The announcer no longer has the chunk: only the lost event shows that subscribers believe in
+    it. """
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(

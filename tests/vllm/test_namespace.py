@@ -223,7 +223,7 @@ def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pages_of_every_rank_count() -> None:
-    """vLLM tells the scheduler of the first one's layers only."""
+    """vLLM gives the scheduler the first rank's layers only."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
     def rank(name: str, head_size: int) -> KVCacheConfig:

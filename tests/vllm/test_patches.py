@@ -1,6 +1,5 @@
-"""The table of what is wrapped in vLLM: each target is there in this release; where one is missing,
-what its row says follows.
-"""
+"""The table of wrapped vLLM calls: each target exists in this release; if one is missing, its row
+defines the consequence. """
 
 import gc
 import importlib
@@ -145,10 +144,8 @@ def methods_of_workers() -> set[str]:
     return found
 
 
-def test_each_method_of_vllms_workers_was_judged() -> None:
-    """A new one counts as replacing weights until somebody has read it and put it into one of the
-    two sets.
-    """
+def test_each_method_of_vllms_workers_is_classified() -> None:
+    """A new method counts as replacing weights until it is added to one of the two sets."""
     assert methods_of_workers() - HARMLESS - NOT_HARMLESS == set()
     assert not HARMLESS & NOT_HARMLESS
 

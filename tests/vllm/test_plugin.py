@@ -1,6 +1,5 @@
-"""Wrong settings are told while vLLM checks its arguments: by vLLM's own factory, before anything
-else is made or loaded.
-"""
+"""Wrong settings are reported while vLLM checks its arguments, by vLLM's own factory, before it
+creates or loads anything. """
 
 from collections.abc import Iterator
 from pathlib import Path

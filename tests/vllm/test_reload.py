@@ -16,7 +16,7 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 class Core:
-    """What is to be stopped, and its watch."""
+    """Stands for the part of the connector that stops, with its weights watch."""
 
     watch: WeightsWatch
 
@@ -58,7 +58,7 @@ AUTO, DUMMY = SimpleNamespace(load_format="auto"), SimpleNamespace(load_format="
 
 
 def watched(model: Any, load: Any = AUTO) -> tuple[Any, Core]:
-    """A worker, and what is to be stopped."""
+    """Return a worker and the core that its watch stops."""
     worker, core = new_worker(), Core()
     core.watch = WeightsWatch(model, load, core.stop)
     for _ in range(2):

@@ -109,7 +109,7 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
-    """vLLM tells the scheduler of one size only, and each rank of all: that of the ranks counts."""
+    """vLLM gives the scheduler one size only, and each rank all sizes: those of the ranks count."""
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
     specs: Any = {
         "a": FullAttentionSpec(head_size=32, **kv),
@@ -270,10 +270,9 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
-def test_engines_that_vllm_makes_independent_have_one_too(is_moe: bool) -> None:
-    """As vLLM's engine process does it: a dense model's engine is told that it is the only one, but
-    for its index.
-    """
+def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
+    """As in vLLM's engine process: a dense model's engine sees itself as the only one, except for
+    its index. """
     paths = []
     for index in range(3):
         parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
@@ -344,9 +343,8 @@ def test_each_group_has_frames_of_its_own_size() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where vLLM's hits do; of a window that is shorter than that, no more is kept
-    than it reaches.
-    """
+    """All chunks end where vLLM's hits end; a window shorter than a unit keeps only the blocks it
+    reaches. """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)
     windows = SlidingWindowSpec(block_size=sizes[1], sliding_window=window, **kv)

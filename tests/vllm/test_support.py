@@ -1,6 +1,5 @@
-"""What is refused at start: each with one sentence, nothing half-served. Real KV specs, settings as
-plain namespaces.
-"""
+"""Unsupported configurations are rejected at start with one sentence each. Real KV specs, settings
+as plain namespaces. """
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -215,12 +214,11 @@ def test_local_chunks_in_every_layer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("layers", [(WINDOW, WINDOW), (WINDOW, replace(WINDOW, head_size=64))])
-def test_windows_in_every_layer_are_served_where_failed_loads_can_be_told(
+def test_windows_in_every_layer_are_supported_if_failed_loads_can_be_reported(
     layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM leaves such a model as it is, and gives away what is out of the window: it cannot go on
-    from the first bad block.
-    """
+    """vLLM does not convert such a model and frees blocks outside the window, so it cannot continue
+    before the first bad block. """
     config = merged(*layers)
     assert len(config.kv_cache_groups) == 1
     monkeypatch.setattr(support, "HAS_GROUPS", True)

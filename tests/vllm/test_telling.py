@@ -1,4 +1,4 @@
-"""What a server does is told although the engine makes no step."""
+"""Server events are logged even if the engine makes no step."""
 
 import os
 import tempfile
@@ -37,5 +37,5 @@ def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
         del server  # only then is the socket free
         _server = _core.Server(path, host_bytes=1 << 20)
         teller.close()
-        assert not heard, "nothing is told after its end"
+        assert not heard, "nothing is logged after close"
         session.close()

@@ -22,7 +22,7 @@ from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, Patch, listen
 
 
 class Allocator:
-    """vLLM's, as far as it matters: says what was done in which order."""
+    """Stands for vLLM's allocator: logs the order of calls."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
