@@ -8,7 +8,8 @@ TEST_LAST_DEADLINE for tests marked short), tests that have not started by then 
 counted, in the summary and in the file TEST_LEFT_OUT.
 
 Leftovers: a test that leaves a thread or a process behind fails. Otherwise a later test would fail
-now and then, when the thread logs a warning or the process still runs."""
+now and then, when the thread logs a warning or the process still runs.
+"""
 
 import gc
 import importlib.metadata
@@ -144,7 +145,8 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 
 def children(since_s: float) -> dict[object, str]:
     """Child processes that have not ended and started later than ``since_s`` after boot. Linux may
-    leave some out while others end."""
+    leave some out while others end.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -193,7 +195,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set up before all other fixtures of a test, including `monkeypatch`, so it checks after they
-    are torn down."""
+    are torn down.
+    """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),
         running(),

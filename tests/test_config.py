@@ -1,5 +1,6 @@
 """Settings: which source wins, how values are read back, and that every mistake gives one helpful
-sentence."""
+sentence.
+"""
 
 import json
 import re

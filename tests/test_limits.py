@@ -1,5 +1,6 @@
 """Tenant limits: the result of the settings and the file of individual salts. No message reveals a
-salt."""
+salt.
+"""
 
 from pathlib import Path
 

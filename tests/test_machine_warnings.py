@@ -283,7 +283,8 @@ def test_an_unwritable_directory_does_not_block_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The same as for a directory that is writable by others or in use: host memory works until the
-    operator fixes it."""
+    operator fixes it.
+    """
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
     refuse_here(config)

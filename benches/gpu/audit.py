@@ -96,7 +96,8 @@ class PageAudit:
 
     def take_counts(self) -> dict[str, int]:
         """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved,
-        unknown; of several groups also loaded_0, saved_0, loaded_1, ..."""
+        unknown; of several groups also loaded_0, saved_0, loaded_1, ...
+        """
         counts = dict.fromkeys(
             ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
         )

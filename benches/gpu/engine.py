@@ -30,7 +30,8 @@ from kvloft.errors import UnsupportedError
 
 ALONE = ("decode", "attached", "startup")
 """Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than
-alone; servers do not run so. And what is compared within one process needs no other."""
+alone; servers do not run so. And what is compared within one process needs no other.
+"""
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Of the Llama shape, in bfloat16; other shapes have less."""
 OTHER_BYTES = 5 << 30

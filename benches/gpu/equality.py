@@ -84,7 +84,8 @@ SETUPS["flash-groups"] = Setup(
 )
 """For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with
 `plain-flash`. In the phase `kept` a prompt comes alone: with as much of it cached, an answer must
-be that of vLLM's own cache."""
+be that of vLLM's own cache.
+"""
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ ENV = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """Ranks are forked, so that they are what the child made of kvloft. They add what they have by
-plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs."""
+plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs.
+"""
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def tiny_mla(num_layers: int) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's
-    settings for it. ``drafts``: the drafter's method and how many tokens it guesses."""
+    settings for it. ``drafts``: the drafter's method and how many tokens it guesses.
+    """
 
     num_layers: int
     changes: Callable[[int], Mapping[str, Any]]

@@ -1,5 +1,6 @@
 """`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are one sentence, and an
-engine that dies costs only its own row. What it measures runs on a GPU."""
+engine that dies costs only its own row. What it measures runs on a GPU.
+"""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
 """The closed loop of chats without a GPU: the content of a turn, the counts, and that a failing
-engine does not lose another's results. """
+engine does not lose another's results.
+"""
 
 import json
 import re

@@ -1,5 +1,6 @@
 """Makes the models of `tests/model` and the helpers of this folder importable, and starts a server
-to watch. """
+to watch.
+"""
 
 import sys
 import tempfile

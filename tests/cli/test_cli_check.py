@@ -1,5 +1,6 @@
 """`kvloft check`: arguments, engines that always end, the meaning of answers, and the output.
-Without vLLM. """
+Without vLLM.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """`kvloft inspect` and `kvloft verify`: their output for users and scripts, and the exit status on
-damage. """
+damage.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """`kvloft serve` with tenant limits: settings reach the store, the output has tags, and no salt is
-shown. """
+shown.
+"""
 
 import json
 import subprocess

@@ -336,7 +336,8 @@ def served(
     folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
     """Start a server with a disk in ``folder``; wait for a first line that contains ``wanted``, if
-    its output can be read. """
+    its output can be read.
+    """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     keywords = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": without_nohup} | more

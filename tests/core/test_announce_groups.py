@@ -48,7 +48,8 @@ Place = tuple[int, bytes]
 
 class World:
     """A store with few frames and slots, and a subscriber that fails on an event which contradicts
-    an earlier one."""
+    an earlier one.
+    """
 
     def __init__(self, seed: int, groups: tuple[GroupShape, ...], disk: str) -> None:
         self.rng, self.shape = random.Random(seed), CacheShape(groups)

@@ -4,7 +4,8 @@ and late subscribers.
 The store is a model here, so that a tier may change between any two lookups. One subscriber listens
 from the start, others join later and trust every event. The oracle: once idle, subscribers know
 exactly the stored chunks that the book has room for (`Book`). The announcer becomes idle even while
-requests continue (`calm`), and after any number of lost keys."""
+requests continue (`calm`), and after any number of lost keys.
+"""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -107,7 +108,8 @@ class Book(dict[Key, tuple[int, int]]):
 
 def parent(key: Key) -> Key | None:
     """The chunk before a chunk of the main group, or the main group's chunk of another group's
-    chunk."""
+    chunk.
+    """
     group, prefix = key
     above = prefix[:-SIZE] if group == SHAPE.main else prefix
     return (SHAPE.main, above) if above else None

@@ -1,5 +1,6 @@
 """`_core.ChunkBatch` equals `chunk_batch.Chunks` after any split, sort, join and transfer; invalid
-batches are rejected."""
+batches are rejected.
+"""
 
 import pickle
 import struct

@@ -1,5 +1,6 @@
 """Hits, leases and saves of several KV cache groups on the real store, against brute force over the
-saved chunks."""
+saved chunks.
+"""
 
 from dataclasses import dataclass, field
 

@@ -77,7 +77,8 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
 
 def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> None:
     """As the scheduler side calls: the chain is as long as at the save, and may continue after the
-    saved units."""
+    saved units.
+    """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     engine, long, short = connect(socket), chain_of([]), chain_of([])
 

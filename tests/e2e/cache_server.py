@@ -1,4 +1,4 @@
-"""`kvloft serve` beside the engines of a test, and the same tests with one in place of each
+"""`kvloft serve` with the engines of a test, and the same tests with a server instead of each
 engine's own store.
 
 `KV_STORE=server pytest tests/e2e` gives every engine that would have a store of its own a server
@@ -81,7 +81,7 @@ class CacheServer:
         self._process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until every thread stands still."""
+        """SIGSTOP, and wait until every thread is stopped."""
         self.send(signal.SIGSTOP)
         assert self._process is not None
         tasks = Path(f"/proc/{self._process.pid}/task")
@@ -89,7 +89,7 @@ class CacheServer:
             lambda: all(
                 (t / "stat").read_text().rpartition(") ")[2][0] == "T" for t in tasks.iterdir()
             ),
-            "it goes on",
+            "the server does not stop",
         )
 
     def end(self, number: int = signal.SIGKILL) -> int:

@@ -279,9 +279,8 @@ class Engine:
         I8).
         """
         state, store = self.state(), self.store()
-        for _ in range(
-            int(1200 * PACE)
-        ):  # a disk read that is not waited for any more takes its time
+        # A disk read without a waiting request takes its time.
+        for _ in range(int(1200 * PACE)):
             if not store["pins"] and not store["frames_reserved"]:
                 break
             time.sleep(0.05)
@@ -325,9 +324,8 @@ class Engine:
             end(self._servers, signal.SIGKILL)
 
     def _close(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # an engine that was killed did not read what it was told last
+        # A killed engine did not read the last message.
+        with contextlib.suppress(OSError):
             self._stream.close()
         self._socket.close()
 
@@ -511,7 +509,8 @@ ENV = {
 """Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the
 gigabyte. Engines run eagerly, and so does the one function that the sampler compiles: it would cost
 each new environment a run of the C++ compiler. Numba, which drafts by ngram, would have OpenMP take
-a thread for each core, and on a busy machine they wait for each other most of the time."""
+a thread for each core, and on a busy machine they wait for each other most of the time.
+"""
 
 
 def engine_kwargs(

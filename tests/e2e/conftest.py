@@ -14,9 +14,10 @@ from . import tiny
 from .client import Engine, Req, Result, Zygote, engine_kwargs
 
 CLEAR, MARGIN = 1e-4, 4e-5
-"""Least distance of the two best logits along a truth: what is chosen, and what is accepted.
-Rounding differs by about 1e-5 between batch shapes, so a request below cannot be compared
-exactly."""
+"""Least distance of the two best logits along a truth: for the choice of prompts, and for an
+accepted answer. Rounding differs by about 1e-5 between batch shapes, so a request below cannot be
+compared exactly.
+"""
 
 
 ZYGOTE = pytest.StashKey[Zygote]()
@@ -30,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The zygote imports vLLM for half a minute: it begins at once, beside the tests that come
-    before these.
+    """The zygote imports vLLM for half a minute: it starts at once, while the tests before these
+    run.
     """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
     if (
@@ -63,7 +64,9 @@ class Truth:
     """Outputs of an engine without any cache, remembered by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
-        """``book``: what is said is written down there, for drafters (zoo/draft_kernels.py)."""
+        """``book``: a file to which outputs are written, for draft models
+        (zoo/draft_kernels.py).
+        """
         self._book = book
         if book is not None:
             book.touch()
@@ -133,7 +136,7 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills
-    what is left of them.
+    those that still run.
     """
     engines: list[Engine] = []
 

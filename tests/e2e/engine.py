@@ -1,9 +1,9 @@
 """One real vLLM engine in this process, driven by JSON lines over a socket.
 
+
 Every message is ``{"op": name, ...}``, every answer ``{"ok": value}`` or ``{"error": text}``. The
-engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a
-step happens. Must know nothing of what is tested: kvloft is only named in the arguments that the
-test sends.
+engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a step
+happens. Must not depend on the tests: kvloft is named only in the arguments that the test sends.
 """
 
 import base64

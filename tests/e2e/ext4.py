@@ -1,6 +1,6 @@
-"""A real ext4 in a file, mounted by loop, that a test can make sick: read-only, frozen or full.
+"""A real ext4 in a file, mounted by loop, that a test can make read-only, frozen or full.
 
-Needs root and loop devices. It must not know what is stored there.
+Needs root and loop devices. Must not depend on the files stored there.
 """
 
 import os
@@ -22,7 +22,7 @@ class Ext4:
         """What the kernel does after an error (``errors=remount-ro``), although files are open for
         writing.
 
-        What was written before is on the device. It lasts until `mount_again`.
+        Earlier writes are on the device. The state lasts until `mount_again`.
         """
         os.sync()
         subprocess.run(
@@ -30,7 +30,7 @@ class Ext4:
         )
 
     def mount_again(self) -> None:
-        """Heal it; no file may be open any more."""
+        """Heal the file system; no file may be open."""
         subprocess.run(["umount", str(self.path)], check=True)
         subprocess.run(
             ["mount", "-o", "loop", str(self._image), str(self.path)],

@@ -1,5 +1,5 @@
-"""How the long runs (soak.py, storm.py) end: what they counted in a file, what was wrong in red,
-and an exit status.
+"""The end of the long runs (soak.py, storm.py): counts in a file, problems in red, and an exit
+status.
 """
 
 import json

@@ -1,10 +1,9 @@
 """Makes vLLM's CPU engine take shapes it would take on a GPU: async scheduling, and Model Runner
 V2's scheduler output.
 
-The CPU platform switches async scheduling off, and always runs Model Runner V1. Its runner can do
-the former; for the latter the scheduler is told it feeds V2, kvloft sees what V2's scheduler says,
-and the output is put into V1's shape just before the (V1) worker gets it. Runs in the engine's
-process only.
+The CPU platform disables async scheduling and always runs Model Runner V1. Its runner supports the
+former; for the latter, the scheduler's output has V2's shape, which kvloft sees, and is converted
+to V1's shape just before the (V1) worker gets it. Runs in the engine's process only.
 """
 
 from typing import Any

@@ -147,7 +147,7 @@ def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> di
 
 
 def judge(result: dict[str, Any]) -> list[str]:
-    """Sentences about what is worse than it should be."""
+    """Return one sentence for each result that misses its target."""
     problems = []
     for row in result["rows"]:
         most = 0.8 if row["mib_s"] >= 1.9 * row["prefill_mib_s"] else 1.1
@@ -156,7 +156,9 @@ def judge(result: dict[str, Any]) -> list[str]:
                 f"{row['speed']}: {row['ratio']:.2f} times the time of vLLM alone, more than {most}"
             )
         if row["found"] < 0.9:
-            problems.append(f"{row['speed']}: only {row['found']:.0%} of what was saved is found")
+            problems.append(
+                f"{row['speed']}: only {row['found']:.0%} of the saved tokens are found"
+            )
     return problems
 
 

@@ -33,7 +33,7 @@ MAX_GROWTH = {"memory MiB": 48.0, "handles": 4.0, "threads": 2.0}
 
 
 class Subject:
-    """One engine with a disk, its faults, and what was seen of it."""
+    """One engine with a disk, its faults, and its results."""
 
     def __init__(
         self, name: str, start: Callable[[Path], Engine], folder: Path, disk: Ext4 | None
@@ -92,7 +92,7 @@ class Subject:
                 self.engine.run()
             case "freeze" | "fill":
                 assert self.disk is not None
-                self.heal()  # what is frozen cannot be filled
+                self.heal()  # a frozen file system cannot be filled
                 self.disk.freeze() if kind == "freeze" else self.disk.fill()
                 self._sick_until = time.monotonic() + pick.uniform(1, 8)
             case _:
@@ -147,7 +147,7 @@ def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
 
 
 def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Soak for ``minutes``; everything that was counted and what was wrong."""
+    """Soak for ``minutes``; return all counts and problems."""
     pick, problems, num_wrong = random.Random(seed), list[str](), 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-soak-")))

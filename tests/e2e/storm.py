@@ -41,7 +41,7 @@ def prompts(truth: Truth) -> list[Req]:
 
 @contextlib.contextmanager
 def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
-    """One, beside what the block does, over at its end."""
+    """Cause one fault during the block; it is over when the block ends."""
 
     def strike() -> None:
         time.sleep(after_s)
@@ -65,8 +65,8 @@ def storm(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """So many faults at moments that chance picks, in turns with rounds without: seconds in kvloft
-    of every step, and problems.
+    """Cause ``num_faults`` faults at random times, alternating with rounds without faults. Return
+    kvloft's seconds in every step, and problems.
     """
     pick, asked = random.Random(seed), prompts(truth)
     found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()

@@ -1,5 +1,4 @@
-"""Defect 2: what was generated is found again, under every way of scheduling, and not one token
-more.
+"""Defect 2: generated tokens are a hit with every kind of scheduling, and not one token more.
 
 Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7),
 rejected drafts neither.

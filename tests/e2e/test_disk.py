@@ -119,7 +119,7 @@ def replace_superblock(folder: Path) -> None:
 
 
 def add_foreign_files(folder: Path) -> None:
-    (folder / "README").write_text("what is this doing here")
+    (folder / "README").write_text("not kvloft's")
     (folder / "0123456789abcdef").mkdir()
     (folder / "0123456789abcdef" / "frames.dat").write_bytes(b"x" * 12345)
     (the_file(folder, "index.dat").parent / "frames.dat.tmp").write_bytes(b"y" * 99)
@@ -222,9 +222,7 @@ def test_another_model_finds_nothing_of_this_one(
 def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """Nothing of vLLM's tells a connector; the namespace is still that of the weights from the
-    start.
-    """
+    """vLLM does not report it to connectors; the namespace is still that of the first weights."""
     other = tiny.write_model(tmp_path / "other", seed=99)
     others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))
     known, new = PROMPTS[:2]

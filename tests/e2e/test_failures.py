@@ -1,4 +1,4 @@
-"""Loads that fail: what was promised to vLLM turns out damaged.
+"""Failed loads: chunks offered to vLLM turn out to be damaged.
 
 Recompute gives the truth, fail gives a clean error; the engine lives.
 """

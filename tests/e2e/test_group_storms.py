@@ -2,7 +2,7 @@
 memory, so that groups are evicted unevenly, salts, a sick disk, damaged frames, aborts, resets,
 restarts and kills, at moments that chance picks.
 
-Every answer is compared with vLLM without any cache; what is found and how much is not asked here.
+Every answer is compared with vLLM without any cache; hits are not checked here.
 KV_STORM_ROUNDS makes it long.
 """
 
@@ -72,8 +72,8 @@ class Storm:
         self.num_asked = self.num_external = 0
 
     def ask(self) -> None:
-        """Some requests, of which one may end early, and resets beneath them; all that end well say
-        the truth.
+        """Run some requests with resets in between; one request may end early; all that finish
+        must give the truth.
         """
         pick, engine = self._pick, self.engine
         chosen = [pick.choice(self._prompts) for _ in range(pick.randrange(2, 8))]

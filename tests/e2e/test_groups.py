@@ -1,5 +1,5 @@
-"""kvloft beside models with several KV cache groups, states and drafters: what is said is the
-truth, cold and on every kind of hit.
+"""kvloft with models with several KV cache groups, states and draft models: outputs are right, cold
+and with every kind of hit.
 
 The oracle is exact: the same vLLM without connector, prefix cache and drafter; zoo/test_zoo.py
 shows that it sees any wrong page. The yardstick of a hit is vLLM's own prefix cache: at least what
@@ -25,10 +25,12 @@ from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 from .zoo.test_zoo import needed
 
 REFUSED = {
-    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: vLLM alone answers some hits wrongly (zoo/test_faults.py)",  # noqa: E501
-    "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",  # noqa: E501
+    "ngram-mamba2": "kvloft rejects draft tokens with Mamba2: vLLM alone answers some hits wrongly "
+    "(zoo/test_faults.py)",
+    "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM computes prompts only "
+    "whole there",
 }
-"""What kvloft does not serve yet, and why: when it does, its row goes."""
+"""Unsupported models and the reason; remove the row when kvloft supports one."""
 VLLM_DIFFERS = {"lfm2": {65}}
 """Lengths of prompts that vLLM's CPU build, without kvloft, answers otherwise where its prefix
 cache is on: it cuts them at 64.
@@ -197,17 +199,17 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # Beside such a drafter a state is saved only where the token behind it is known as vLLM offers
+    # With such a draft model a state is saved only if the token after it is known when vLLM offers
     # it: see the next test.
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
 
 
-def beside_drafts(place: Place) -> None:
+def require_drafts_with_states(place: Place) -> None:
     """Skip models without both."""
     if place.model.draft is None or "state (align)" not in place.model.kinds:
-        pytest.skip("no drafts beside states")
+        pytest.skip("no draft model with states")
 
 
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
@@ -216,7 +218,7 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     """vLLM moves such a state to its block behind sampling only. It offers few of them: one of
     these prompts must find one.
     """
-    beside_drafts(place)
+    require_drafts_with_states(place)
     size = place.model.hit_tokens
     engine = serve(prefix_cache_retention_interval=size)
     prompts = [place.prompt(9650 + i, size - 12 + i, max_tokens=20) for i in range(12)]
@@ -243,7 +245,7 @@ def test_a_loaded_state_that_is_overwritten_changes_what_is_said(
     """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test
     changes a worker's memory.
     """
-    beside_drafts(place)
+    require_drafts_with_states(place)
     prompt = place.prompt(9690, 418)
     for group, kind in enumerate(place.model.kinds):
         engine = serve()
@@ -323,8 +325,8 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(
 def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """So that the test above can fail. Tokens stay right, fewer drafts are: kvloft loaded what is
-    damaged here.
+    """Shows that the test above can fail: tokens stay right, but fewer draft tokens are accepted,
+    so kvloft loaded the page that this test damages.
     """
     draft = place.model.draft
     if draft is None or not draft.layer:
@@ -397,9 +399,9 @@ def block_sizes(engine: Engine) -> list[int]:
     return [group["block_tokens"] for group in engine.probe("groups")["groups"]]
 
 
-def foretold(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
-    """Tokens of the deepest boundary at which each group has what a hit needs, by what a router was
-    told.
+def predicted_hit(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
+    """Tokens of the deepest boundary at which each group has the chunks of a hit, according to a
+    router's events.
     """
     unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
     names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
@@ -420,11 +422,11 @@ def test_events_say_what_each_group_has(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Few frames and slots, so that chunks of each group come and go; then a restart: a disk is
-    told of when it is asked about.
+    """Few frames and slots, so that chunks of each group are saved and evicted; then a restart:
+    chunks on disk are announced when they are looked up.
     """
     if place.model.draft is not None:
-        pytest.skip("beside a drafter a block has a key for each token behind it")
+        pytest.skip("with a draft model a block has a key for each token after it")
     config = kvloft(
         tmp_path / "disk", kv_groups=place.model.kv_groups, host_size="1MiB", disk_size="4MiB"
     )
@@ -442,12 +444,12 @@ def test_events_say_what_each_group_has(
                 num_cleared = router.num_cleared
                 assert engine.reset()
                 settle(engine)
-                step(engine)  # what was told before is told again, and may take a step more
+                step(engine)  # earlier events are sent again, and may take one more step
                 until(
                     lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1],
-                    "no word of the reset",
+                    "no event for the reset",
                 )  # type: ignore[misc]
-                expected = foretold(place, router, sizes, prompt)
+                expected = predicted_hit(place, router, sizes, prompt)
                 found += ask(place, engine, prompt)
                 # On a busy machine, tokens on disk may be computed because that is expected to be
                 # faster.
@@ -469,8 +471,8 @@ def test_blocks_are_called_what_vllm_calls_them_however_it_hashes(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """vLLM, told to keep all, says the same of each block of each group: its size, name, parent,
-    tokens and what else it is of.
+    """vLLM, set to keep everything, sends the same for each block of each group: size, name,
+    parent, tokens and extra keys.
     """
     if len(place.model.kinds) == 1 or any(kind.startswith("state") for kind in place.model.kinds):
         pytest.skip("with one group vLLM refuses --prefix-match-unit, with states kvloft does")

@@ -1,8 +1,8 @@
-"""A real ZMQ subscriber of a real engine's publisher: before each prompt, what it learned says how
-many tokens kvloft will give.
+"""A real ZMQ subscriber of a real engine's publisher: before each prompt, its events predict how
+many tokens kvloft will offer.
 
-It reads what is on the wire, as a router in another language would, and knows neither vLLM's
-classes nor kvloft's.
+It reads the wire format, as a router in another language would, and uses neither vLLM's classes nor
+kvloft's.
 """
 
 import shutil
@@ -92,8 +92,8 @@ class Subscriber:
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
-            # of windows that vLLM keeps in part it tells the tokens of all blocks, and not which
-            # those are that it has
+            # For windows that vLLM keeps in part, it sends the tokens of all blocks without naming
+            # those that it has.
             return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
@@ -187,8 +187,8 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_say_before_each_prompt_what_the_store_gives(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk is told of
-    only when it is asked about.
+    """Few frames and few slots: chunks are evicted from both. Then a restart, whose chunks on disk
+    are announced when they are looked up.
     """
     config = kvloft(
         tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB"
@@ -228,8 +228,8 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     router: Subscriber,
     server: CacheServer,  # noqa: F811
 ) -> None:
-    """Another engine fills memory, a person clears, and the server is killed: kill -9. What its
-    disk has is told again.
+    """Another engine fills memory, the operator clears it, and the server is killed with kill -9.
+    Chunks on its disk are announced again.
     """
     server.end()
     server.start(host_size=f"{12 * FRAME_KIB}KiB")
@@ -320,7 +320,7 @@ def test_blocks_are_called_what_vllm_calls_them(
     settle(engine)
     router.hear()
     assert not router.blocks["GPU"] and router.blocks["CPU"] == host, (
-        "kvloft's blocks are told again"
+        "kvloft's blocks are announced again"
     )
 
 

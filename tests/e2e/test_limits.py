@@ -1,5 +1,5 @@
-"""Real engines and tenants with limits on one `kvloft serve`: who is over its quota pays for it
-alone, and what is old is gone.
+"""Real engines and tenants with limits on one `kvloft serve`: a tenant at its quota evicts only its
+own chunks, and expired chunks are removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def tenants(server: CacheServer) -> list[dict[str, Any]]:
 
 
 def others(server: CacheServer) -> list[int]:
-    """Chunks in host memory of what is below its quota."""
+    """Chunks in host memory of the tenants below their quota."""
     small = min(row["host"] for row in tenants(server) if row["tag"] is not None)
     return [small, *(row["host"] for row in tenants(server) if row["tag"] is None)]
 
@@ -75,7 +75,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     )
     before = others(server)
     for _ in range(2):
-        assert external(truth, engines[-1], big) <= most * BLOCK, "no more is kept of it"
+        assert external(truth, engines[-1], big) <= most * BLOCK, "it has more than its quota"
         for row in tenants(server):
             assert row["tag"] is None or (row["host"] <= most and row["disk"] <= most), row
     assert others(server) == before, "no other lost memory"

@@ -27,7 +27,7 @@ STAGES: dict[str, Any] = {
     "enable_prompt_embeds": False,
 }
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
-"""Layers of each stage; the scheduler is told of the first stage's only."""
+"""Layers of each stage; vLLM gives the scheduler the first stage's only."""
 MIXED = ("state", "full", "state", "full")
 """Of a model whose stages have states and attention each."""
 

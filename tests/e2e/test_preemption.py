@@ -124,9 +124,7 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     preemptions: list[float] = []
     for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
         engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
-        engine.ask(
-            Req(random_ids(2399, 5), max_tokens=1)
-        )  # what is decided at the first request is decided
+        engine.ask(Req(random_ids(2399, 5), max_tokens=1))  # triggers first-request decisions
         engine.preempt_as_0_26(deferred=deferred)
         results = engine.ask(*[r.again() for r in requests])
         assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]

@@ -184,7 +184,7 @@ def test_a_frozen_server_costs_a_lookup_and_a_save_their_deadline_and_goes_on_wh
     server.freeze()
     assert ask_all(truth, engine) == 0
     assert engine.store()["server_late"] <= num_late + 2, (
-        "a lookup and a save wait for a server that stands still, and no other call"
+        "only a lookup and a save wait for a stopped server"
     )
     server.send(signal.SIGCONT)
     until_full(truth, engine)

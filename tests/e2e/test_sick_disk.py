@@ -1,7 +1,7 @@
 """A disk that goes read-only, freezes or is full, under a real engine on a real file system.
 
-Host memory serves on, saves into it go on, every token is right, the engine stops, and what was
-good on disk before is there after.
+Host memory and saves into it still work, every token is right, the engine stops, and earlier chunks
+on disk are still good.
 """
 
 import shutil
@@ -58,7 +58,7 @@ def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
     return engine
 
 
-def goes_on(truth: Truth, engine: Engine) -> None:
+def still_works(truth: Truth, engine: Engine) -> None:
     """Hits in host memory, and saves into it."""
     assert ask(truth, engine, OLD) == FULL_HIT
     assert ask(truth, engine, NEW) == 0
@@ -67,7 +67,7 @@ def goes_on(truth: Truth, engine: Engine) -> None:
 
 
 def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> None:
-    """A new engine finds on the healed disk what was good before."""
+    """A new engine finds earlier chunks on the healed disk."""
     engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB"), num_blocks=120)
     assert ask(truth, engine, OLD) == FULL_HIT
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == FULL_HIT
@@ -80,7 +80,7 @@ def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.read_only()
-    goes_on(truth, engine)
+    still_works(truth, engine)
     for i in range(10):  # more saves than the tier has room for
         ask(truth, engine, [Req(random_ids(7200 + i, 300), max_tokens=2)])
     engine.stop()
@@ -93,12 +93,12 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.freeze()
-    # Should the stop hang, the file system thaws so that the test ends; the flag tells.
+    # If the stop hangs, the file system thaws so that the test ends; the flag records that.
     rescued = threading.Event()
     rescue = threading.Timer(100.0 * PACE, lambda: (rescued.set(), disk.thaw()))
     rescue.start()
     try:
-        goes_on(truth, engine)
+        still_works(truth, engine)
         engine.stop()
         assert not rescued.is_set(), "the engine waited for a frozen disk"
     finally:
@@ -112,7 +112,7 @@ def test_a_full_disk_keeps_what_it_has(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.fill()
-    goes_on(truth, engine)
+    still_works(truth, engine)
     engine.stop()
     disk.make_room()
     is_there_after(truth, start, disk.path / "cache")
@@ -127,7 +127,7 @@ def test_an_engine_starts_on_a_disk_that_takes_nothing(
     )
     assert ask(truth, engine, OLD) == 0
     assert ask(truth, engine, OLD) == FULL_HIT
-    until(lambda: "host memory only" in engine.store_log(), "nothing tells that there is no disk")
+    until(lambda: "host memory only" in engine.store_log(), "no log line about the missing disk")
     engine.stop()
 
 

@@ -1,9 +1,9 @@
-"""Sliding windows beside full attention (a small random Gemma 3): kvloft serves them, for vLLM then
-keeps the KV of every token.
+"""Sliding windows with full attention (a small random Gemma 3): kvloft supports them, because vLLM
+then keeps the KV of every token.
 
-With a connector that knows one block table a request, vLLM puts all layers into one group of full
-attention; only the computation keeps its windows. Were a block out of the window given away, a load
-would bring back what was in it.
+With a connector for one block table per request, vLLM puts all layers into one group of full
+attention; only the computation has windows. If vLLM freed a block outside the window, a load would
+restore the content of another.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""How vLLM finds kvloft and how a mistake in its settings is told: by name, by module path, inside
-MultiConnector.
+"""How vLLM finds kvloft (by name, by module path, inside MultiConnector), and how wrong settings
+are reported.
 """
 
 import json
@@ -108,7 +108,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
         assert engine.ask(request.again())[0].tokens == truth.tokens(request)
 
     ask(requests[0])
-    ask(Req(random_ids(6300, 5), max_tokens=2))  # what was saved lands
+    ask(Req(random_ids(6300, 5), max_tokens=2))  # saves finish
     before = saved_and_loaded()
     assert before == (3, 0)
     running = Req(random_ids(6301, 5), max_tokens=10)

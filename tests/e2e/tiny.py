@@ -161,8 +161,8 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
-    """Write a random adapter on q, k, v and o of every layer, strong enough to change what is
-    said.
+    """Write a random adapter for q, k, v and o of every layer, strong enough to change the
+    output.
     """
     from safetensors.numpy import save_file
 

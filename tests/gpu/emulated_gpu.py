@@ -67,9 +67,7 @@ class Gpu:
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
-                assert inside, (
-                    "the driver rejects a copy across two registrations"
-                )
+                assert inside, "the driver rejects a copy across two registrations"
 
     def check_registered(self, address: int, num_bytes: int) -> None:
         """A kernel that touches host memory which is not registered faults."""

@@ -45,7 +45,8 @@ def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows and full attention have the same pages: one batch, one tile table. Equal digests
-    alone do not imply that. """
+    alone do not imply that.
+    """
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
     monkeypatch.setattr(

@@ -118,7 +118,8 @@ def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
     """One driver call fails, at any place and on any thread: reported frames and blocks may have
-    new owners by then. """
+    new owners by then.
+    """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
         paged = per_layer(2, 60, 900)

@@ -36,7 +36,8 @@ test_a_states_frame_is_not_read_as_another_groups = (
 
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
     """vLLM copies a running state into a new block, and copies on write, before the connector hears
-    of the step: the block's last owner may be gone, and no step names it as rewritten."""
+    of the step: the block's last owner may be gone, and no step names it as rewritten.
+    """
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)
     before = rig.raw.clone()

@@ -4,7 +4,8 @@ dict of each block's content.
 A save stores the content of its block at the time of the request, whatever is rewritten later; a
 forward pass reads the bytes written last, whatever is loaded in between; a damaged frame is
 reported. One group may have no pages, as on some pipeline stages: only trailers of its frames are
-written, and no blocks. Needs no GPU. """
+written, and no blocks. Needs no GPU.
+"""
 
 import os
 from dataclasses import dataclass
@@ -293,7 +294,8 @@ class Steps(RuleBasedStateMachine):
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
         """Convert blocks from the first group's layout to this group's, or back: the conversion is
-        its own inverse. """
+        its own inverse.
+        """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]
         return (

@@ -1,5 +1,6 @@
 """Feeders on the emulated GPU: copies are sent without polls and reach the right place. Needs no
-GPU. """
+GPU.
+"""
 
 import os
 import queue

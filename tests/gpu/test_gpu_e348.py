@@ -228,7 +228,8 @@ def test_an_encoded_part_is_a_miss_where_parts_are_raw() -> None:
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
     """Parts are smaller than a payload, and noise does not compress. Bytes after a part are
-    unchanged."""
+    unchanged.
+    """
     paged = bf16("pages_of_4k")
     frames = Frames(12, part_bytes_for(paged.block_bytes * 3) - 4096, 0, 2)
     copies = copies_of(range(9), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(9)])

@@ -154,7 +154,8 @@ class Engine:
 
     def step(self, number: int) -> None:
         """One forward pass that rewrites blocks while older copies are in flight; loads go to other
-        blocks. """
+        blocks.
+        """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}
         usable = [block for block in range(BLOCKS) if block not in held]

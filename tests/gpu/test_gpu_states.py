@@ -3,7 +3,8 @@ byte compared.
 
 A state's page is shorter than attention's, so unused padding follows it; its tensors (convolution
 and recurrence) have separate types and, since vLLM 0.32, are one tensor of bytes. The emulated GPU
-runs the same functions (`test_emulated_states.py`). """
+runs the same functions (`test_emulated_states.py`).
+"""
 
 from itertools import product
 from math import prod

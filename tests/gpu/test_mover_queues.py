@@ -35,7 +35,8 @@ LOADED = 64
 
 class Clock:
     """Records commands enqueued on the GPU, in order: the compute stream's marks and waits, and the
-    pieces of both lanes. """
+    pieces of both lanes.
+    """
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

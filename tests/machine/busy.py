@@ -2,7 +2,8 @@
 with another turn.
 
 All other rules of `ServedMachine` apply too, with shapes of the same kinds. It provides the many
-hits of the long form; this file has only the rules for them and their data. """
+hits of the long form; this file has only the rules for them and their data.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +25,8 @@ again = {
     "ahead": st.integers(0, 8),
 }
 """``count`` earlier requests, from the ``first``-last on; ``cut``: drops this many tokens, each
-request one more, up to ten. """
+request one more, up to ten.
+"""
 
 
 @st.composite

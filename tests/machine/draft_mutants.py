@@ -16,7 +16,7 @@ DRAFT_MUTANTS: list[Mutant] = []
 
 
 def mutant(bug: str, says: str) -> Any:
-    """Put the patch into the table, under its function's name."""
+    """Add the patch to the table under its function's name."""
 
     def add(patch: Patch) -> Patch:
         DRAFT_MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
@@ -26,7 +26,7 @@ def mutant(bug: str, says: str) -> Any:
 
 
 @mutant(
-    "vLLM #46971, #55503: the drafter's last block of a hit is kept, whatever token follows it",
+    "vLLM #46971, #55503: the draft model's last block of a hit is kept for any next token",
     "one key, two prefixes|another prefix's chunk|does not hold its key's KV|known \\(I7\\)",
 )
 def last_block_of_a_drafter_is_kept(mp: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def last_block_of_a_drafter_is_kept(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "blocks are saved with drafts that are rejected later",
+    "blocks are saved with draft tokens that are rejected later",
     r"known \(I7\)|computed \(I2\)|does not hold its key's KV",
 )
 def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM takes results before the drafter ran; who saves there saves what its layers held before",
+    "vLLM processes results before the draft model runs; saves at that time read stale KV",
     "does not hold its key's KV|position",
 )
 def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM leaves a drafter with a shorter limit than the model out of a step, and what it left is "
-    "saved as its KV",
+    "vLLM skips a draft model with a shorter context limit in a step, and stale blocks are saved "
+    "as its KV",
     "does not hold its key's KV",
 )
 def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the longest request of a step decides on the drafter, and new ones are not looked at",
+    "the longest request of a step decides about the draft model, and new requests are ignored",
     "does not hold its key's KV",
 )
 def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "DFlash asks for one token more than other drafters, and runs a step less",
+    "DFlash needs one token more than other draft models, and runs in one step fewer",
     "does not hold its key's KV",
 )
 def drafters_limit_is_two_tokens_too_long(mp: pytest.MonkeyPatch) -> None:

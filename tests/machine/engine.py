@@ -311,7 +311,8 @@ class Engine:
     def _end_a_session_that_blocks(self) -> None:
         """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can
         fill the pool and wait for each other without end, with or without a connector. Their user
-        would end one."""
+        would end one.
+        """
         self._steps_without_tokens += 1
         sessions = (
             [r for r in self.unfinished if self.specs[r].turns]
@@ -324,7 +325,8 @@ class Engine:
 
     def _lost_session(self) -> str | None:
         """Under async scheduling vLLM 0.32 takes a session out of every queue if it was preempted
-        in the step that ends a turn of it, with or without a connector. Its user would end it."""
+        in the step that ends a turn of it, with or without a connector. Its user would end it.
+        """
         scheduler = self.scheduler
         queued = {
             request.request_id
@@ -414,7 +416,8 @@ class Engine:
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
         """Whether a block is where the state after ``num_tokens`` belongs: vLLM may have freed it
-        in the same pass, and may have allocated it again, even to the same request."""
+        in the same pass, and may have allocated it again, even to the same request.
+        """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
 
@@ -474,7 +477,8 @@ class Engine:
 
     def run(self, max_steps: int = 3000) -> None:
         """Step until nothing is left to do. Each session may block the others for a hundred steps
-        until it is ended; of hundreds of requests each may take some steps alone."""
+        until it is ended; of hundreds of requests each may take some steps alone.
+        """
         sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
         for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
             if not self.scheduler.has_requests() and not self._flying:

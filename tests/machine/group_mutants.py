@@ -2,7 +2,8 @@
 groups relies on.
 
 They check the oracle: a machine that detects none of them would detect none of kvloft's
-(`served_mutants.py`). """
+(`served_mutants.py`).
+"""
 
 from typing import Any
 
@@ -16,7 +17,7 @@ GROUP_MUTANTS: list[Mutant] = []
 
 
 def mutant(bug: str, says: str, *where: str) -> Any:
-    """Put the patch into the table, under its function's name."""
+    """Add the patch to the table under its function's name."""
 
     def add(patch: Patch) -> Patch:
         GROUP_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
@@ -26,7 +27,7 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 
 
 def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
-    """``change(blocks, length, kwargs)`` on what a group finds of itself."""
+    """``change(blocks, length, kwargs)`` changes a group's own hit."""
     original = manager.find_longest_cache_hit
 
     def find(cls: Any, **kwargs: Any) -> Any:
@@ -69,7 +70,7 @@ def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4674: one group is not asked at a hit, and its blocks hold anything",
+    "LMCache #4674: one group is not looked up, and its blocks have arbitrary content",
     r"\(window, target\)|null block",
     "window",
 )
@@ -108,9 +109,7 @@ def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     swap(mp, managers.MambaManager, "cache_blocks", cache)
 
 
-@mutant(
-    "a local chunk is taken for one of another length", r"\(local, target\)|null block", "local"
-)
+@mutant("a local chunk is treated as another length", r"\(local, target\)|null block", "local")
 def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -120,7 +119,9 @@ def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("weights were replaced, and blocks of the old ones are hit", "WrongKV|position|state after")
+@mutant(
+    "weights were replaced, and blocks of the old weights are hit", "WrongKV|position|state after"
+)
 def reset_keeps_blocks(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(
         BlockPool,

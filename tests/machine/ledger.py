@@ -1,9 +1,8 @@
-"""What the correctness machine knows of everything that was planned, saved, offered and reported,
-and what is wrong with it.
+"""The machine's records of all plans, saves, offers and reports, and the breaches that it found.
 
-Breaches are collected and not raised, because they are noticed inside hooks, where the connector
-turns exceptions into misses. It knows plans and vLLM's block tables; it must not know how kvloft
-makes a plan, nor how a store keeps anything.
+Breaches are collected and not raised, because they are found inside hooks, where the connector
+turns exceptions into misses. Uses plans and vLLM's block tables; must not depend on how kvloft
+makes a plan or how a store keeps chunks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ State = tuple[int, int, int]
 
 
 def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
-    """Each chunk of a plan, and of which group it is."""
+    """Each chunk of a plan, with its group."""
     for group, batch in chunks.by_group() if chunks else ():
         yield from ((group, copy) for copy in batch)
 
@@ -40,17 +39,17 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """One for all lives of an engine on one disk."""
+    """Shared by all engines that run one after another on one disk."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
     weights: int = 0
     namespace: str = ""
-    """The user's, which says that a new life has other weights."""
+    """The user's namespace, which changes with the weights."""
     num_lives: int = 1
     breaches: list[str] = field(default_factory=list)
     truth: dict[bytes, list[int]] = field(default_factory=dict)
-    """Words that the frame of a key holds, under the weights at hand."""
+    """Content of each key's frame under the current weights."""
     saved: set[int] = field(default_factory=set)
     """Symbols of prefixes that were saved to their ends."""
     tickets: dict[int, Planned] = field(default_factory=dict)
@@ -60,16 +59,15 @@ class Ledger:
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First token and number of tokens of each request's load."""
     before: dict[int, int] = field(default_factory=dict)
-    """Of KV in a drafter's layers, the prefix that it follows, whatever its next token; also of
-    lives before, whose frames are loaded again."""
+    """For KV in a draft model's layers: the prefix before it, without the next token; including KV
+    of earlier engines, whose frames are loaded again.
+    """
     why_lossy: str | None = None
-    """Why something that was saved may be missing now; None: nothing may."""
+    """Why saved chunks may be missing now; None: none may."""
     doubtful: set[str] = field(default_factory=set)
     """Requests for which a load failed: they need not be offered anything."""
     standing: set[str] = field(default_factory=set)
-    """Requests with an offer of an earlier step, which stands: what was saved since is not in
-    it.
-    """
+    """Requests with an offer of an earlier step that is still valid: later saves are not in it."""
     num_saved: int = 0
     num_offered: int = 0
 
@@ -150,11 +148,11 @@ class Ledger:
         computed: int,
         states: Iterable[State] = (),
     ) -> None:
-        """A save names blocks of its request (I6), whole ones, all of whose tokens are known and
+        """A save names whole blocks of its request (I6), with tokens that are all known and
         computed in this step (I2, I7).
 
-        ``states`` are what vLLM offers of the request in this step; there are no others in state
-        groups.
+        ``states`` are the request's states that vLLM offers in this step; state groups have no
+        others.
         """
         for number, copy in copies(save.chunks):
             table, blocks, block = (
@@ -209,7 +207,7 @@ class Ledger:
         for number, _, num_tokens in states if self.why_lossy is None else ():
             is_known = num_tokens + self.ahead <= min(
                 limit + self.ahead, len(prefix)
-            )  # beside a drafter, the token behind it too
+            )  # with a draft model, the token after it too
             is_kept = (
                 not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
             )
@@ -260,7 +258,7 @@ class Ledger:
             wanted = list(
                 tables[number][first // group.block_tokens : (begin + count) // group.block_tokens]
             )
-            # with several groups nothing of it is loaded, and what is lost is told in the main one
+            # with several groups nothing is loaded, and lost blocks are reported in the main group
             if load.lost:
                 is_main = number == self._main
                 named, wanted = (
@@ -341,7 +339,7 @@ class Ledger:
     def check_offer(
         self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int
     ) -> None:
-        """What is offered was saved; and all that was saved is offered, unless something may be
+        """All offered tokens were saved; and all saved tokens are offered, unless chunks may be
         missing.
         """
         self.asked[req_id] = (local, answer)

@@ -94,9 +94,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
 
 
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
-    """Rows of which equal ids have equal ones, so that embeddings share prefixes among
-    themselves.
-    """
+    """Embedding rows; equal ids have equal rows, so that embeddings share prefixes."""
     ids = plain.contents
     rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
     mask = tuple(i % 3 == 0 for i in ids) if mixed else None
@@ -277,8 +275,8 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """``budget`` tokens a step at most, of which some requests get none; copies are ``delay``
-        steps late at most.
+        """At most ``budget`` tokens a step, so some requests get none; copies are at most ``delay``
+        steps late.
         """
         engine = self.engine
         engine.trouble.max_delay = delay
@@ -359,8 +357,8 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """The engine ends with all its requests; another one finds what is on disk, unless it has
-        other weights.
+        """The engine ends with all its requests; the next one finds the chunks on disk, unless it
+        has other weights.
         """
         engine = self.engine
         for req_id in engine.unfinished:
@@ -413,7 +411,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class DraftMachine(Machine):
-    """kvloft beside a drafter, whose layers are in the one group."""
+    """kvloft with a draft model whose layers are in the one group."""
 
     shapes = one_group(has_drafter=True)
     seen: ClassVar[Counter[str]] = Counter()
@@ -445,8 +443,8 @@ def check(
     steps: int = 30,
     shrinks: bool = True,
 ) -> None:
-    """Runs the machine on so many lives of an engine; the same ones for the same seed. Raises what
-    it finds.
+    """Run the machine ``lives`` times; the same runs for the same seed. Raise the breaches
+    found.
     """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     chosen = settings(

@@ -267,8 +267,8 @@ class Memory:
     def _write_draft_layer(
         self, number: int, group: Group, work: Work, plane: int, computed: int
     ) -> None:
-        """What is confirmed knows its next token, if it needs one; what was rejected, or drafted
-        ahead, holds garbage.
+        """A confirmed position includes its next token, if needed; rejected and future draft
+        positions have garbage.
         """
         symbols, layer = work.state.prefix.symbols, group.layers[plane]
         shift = int(layer == "draft")

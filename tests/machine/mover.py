@@ -134,7 +134,7 @@ class SlowMover:
         self._gather_before(rewritten)
 
     def _gather_before(self, rewritten: Sequence[int]) -> None:
-        """Read now what is about to be rewritten: the fence of a GPU mover (I2)."""
+        """Gather blocks now that are about to be rewritten: the fence of a GPU mover (I2)."""
         for saving in [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]:
             self._saves.remove(saving)
             self._gather(saving)

@@ -1,9 +1,8 @@
-"""Real bugs of this field, each put into kvloft by one patch: the correctness machine must see
-every one.
+"""Real bugs of KV connectors, each put into kvloft by one patch: the correctness machine must
+detect every one.
 
-``says`` is what it must say, so that a patch that only crashes proves nothing. Where the product
-changes so that a patch has no target, the test fails: bring the mutant up to date, it is a row of
-the table and not a relic.
+``says`` is the expected message, so that a patch that only crashes proves nothing. If a product
+change removes a patch's target, the test fails: update the mutant, never delete it.
 """
 
 from collections.abc import Callable
@@ -33,8 +32,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``bug``: as it was seen in the field; ``says``: a regular expression for what the machine
-    says of it.
+    """``bug``: as reported in the field; ``says``: a regular expression for the machine's
+    message.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Mutant:
     says: str
     patch: Patch
     where: tuple[str, ...] = ()
-    """Names of the groups it is looked for in; none: all."""
+    """Names of the groups to test with; none: all."""
 
 
 MUTANTS: list[Mutant] = []
@@ -51,7 +50,7 @@ BARE = r"^AssertionError\s*$"
 
 
 def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
-    """Put the patch into the table, under its function's name."""
+    """Add the patch to the table under its function's name."""
 
     def add(patch: Patch) -> Patch:
         MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
@@ -61,7 +60,7 @@ def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
 
 
 def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """``around(original, *args, **kwargs)`` in the place of a function, method or property."""
+    """``around(original, *args, **kwargs)`` replaces a function, method or property."""
     original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     if isinstance(original, property):
         mp.setattr(owner, name, property(lambda self: around(original.fget, self)))
@@ -90,8 +89,8 @@ def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]
 
 
 @mutant(
-    "LMCache: the table of a request resumed after preemption is appended to its old one",
-    "out of order|not all of|ended, and of|one key, two prefixes|another prefix's chunk",
+    "LMCache: the block table of a resumed request is appended to its old one",
+    "out of order|not all of|ended, but only|one key, two prefixes|another prefix's chunk",
 )
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any, *more: Any) -> Any:
@@ -105,7 +104,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache: KV is loaded for new requests only, and resumed ones read stale blocks",
+    "LMCache: KV is loaded for new requests only, and resumed requests read stale blocks",
     r"were given for it \(I6\)",
 )
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
@@ -165,15 +164,15 @@ def media_identifiers_are_cut(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "sglang, LMCache: frames on disk are found again under other weights",
+    "sglang, LMCache: frames on disk are found with other weights",
     "not all of them saved|not saved under these",
 )
 def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler_half, "namespace_fields", lambda original, *args: [("engine", "vllm")])
 
 
-# -- what is saved
-# ------------------------------------------------------------------------------------------------
+# -- saves
+# -------------------------------------------------------------------------------------------------
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
@@ -184,7 +183,7 @@ def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> 
 
 
 @mutant(
-    "Mooncake #45785: what is decoded is never saved, and nothing says so",
+    "Mooncake #45785: decoded tokens are never saved, without an error",
     r"ended, but only \d+ of its \d+ tokens",
 )
 def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
@@ -192,7 +191,7 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none",
+    "LMCache: decoded tokens are read after num_computed_tokens, where async scheduling has none",
     r"ended, but only \d+ of its \d+ tokens",
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
@@ -206,14 +205,15 @@ def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)"
+    "the whole of a chunked prompt is saved with its first chunk",
+    r"tokens saved, \d+ computed \(I2\)",
 )
 def saved_before_computed(mp: pytest.MonkeyPatch) -> None:
     with_frontier(mp, lambda request, frontier: max(frontier, request.num_prompt_tokens))
 
 
 @mutant(
-    "vLLM hashes blocks before they are computed; who saves by hash gathers before the forward",
+    "vLLM hashes blocks before they are computed; saves by hash gather before the forward pass",
     "does not hold its key's KV",
 )
 def saved_before_the_forward(mp: pytest.MonkeyPatch) -> None:
@@ -224,9 +224,7 @@ def saved_before_the_forward(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "begin", begin)
 
 
-@mutant(
-    "the last sampled token is saved, which has no KV yet", r"tokens saved, \d+ computed \(I2\)"
-)
+@mutant("the last sampled token is saved without KV", r"tokens saved, \d+ computed \(I2\)")
 def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -237,7 +235,7 @@ def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a table is read one block late",
+    "a block table is read one block late",
     r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)",
 )
 def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
@@ -249,17 +247,17 @@ def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
     swap(mp, SteadyStore, "reserve", reserve)
 
 
-@mutant("a request that asked for its prompt only has its answer saved too", "its prompt only")
+@mutant("the answer of a request with prompt-only saves is saved", "its prompt only")
 def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "saves", lambda original, self: None)
 
 
-# -- blocks and frames under way
+# -- blocks and frames in flight
 # ----------------------------------------------------------------------------------
 
 
 @mutant(
-    "LMCache #5248, vLLM #45704: a block is written anew while its save still reads it",
+    "LMCache #5248, vLLM #45704: a block is rewritten while a save reads it",
     "does not hold its key's KV",
 )
 def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
@@ -267,7 +265,7 @@ def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a load is reported when it is submitted, and its request reads what was there before",
+    "a load is reported when it is submitted, and its request reads stale KV",
     "WrongKV|position",
 )
 def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
@@ -283,7 +281,7 @@ def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "dynamo #14416: tokens that vLLM has itself are counted twice",
+    "dynamo #14416: tokens of vLLM's own cache are counted twice",
     f"tokens offered|not all of them|{BARE}",
 )
 def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
@@ -291,7 +289,7 @@ def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4247: chunks of the prefix's begin land behind the local hit",
+    "LMCache #4247: chunks of the prefix's start are loaded after the local hit",
     r"for tokens \d+ on|\(I6\)",
 )
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
@@ -304,7 +302,7 @@ def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
     swap(mp, load_planner, "plan_load", plan)
 
 
-@mutant("vLLM's KV-load checks were an assert: a damaged frame is served", "WrongKV|position")
+@mutant("vLLM's KV-load checks were an assert: a damaged frame is loaded", "WrongKV|position")
 def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
     swap(mp, PrivatePart, "fetch", lambda original, *args: original(*args) and None)
 
@@ -407,26 +405,27 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}"
+    "a hit is one block longer than the stored prefix",
+    f"not all of them saved|tokens offered|{BARE}",
 )
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens)
 
 
-@mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", BARE)
+@mutant("vLLM: a synchronous load is visible to other requests before its bytes arrive", BARE)
 def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False)
     )
 
 
-@mutant("a request that must not read the cache is offered it", "asked for no cached KV")
+@mutant("a request that must not read the cache gets an offer", "asked for no cached KV")
 def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "skip_load", lambda original, self: False)
 
 
 @mutant(
-    "a hit is missed: nothing that was saved is offered to requests that vLLM has the begin of",
+    "hits are missed: requests with a local hit get no offer",
     "tokens are stored, only",
 )
 def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
@@ -436,7 +435,7 @@ def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     swap(mp, Admission, "match", match)
 
 
-@mutant("sglang: an aborted request's pins stay forever", "pins|frames_reserved")
+@mutant("sglang: an aborted request's pins are never released", "pins|frames_reserved")
 def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (request := self._requests.get(req_id)) is not None:
@@ -450,7 +449,7 @@ def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "weights were replaced, and the cache was not emptied",
+    "weights were replaced without clearing the cache",
     "not all of them saved|not saved under these",
 )
 def reset_keeps_the_store(mp: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
 
 @lru_cache
 def _adapter(name: str) -> LoRARequest:
-    """With a number and a folder of its own; what is in it is never loaded."""
+    """An adapter with a separate number and folder; its content is never loaded."""
     folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
     (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
     (folder / "adapter_model.safetensors").write_bytes(name.encode())

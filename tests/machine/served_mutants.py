@@ -40,7 +40,7 @@ LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
 def mutant(bug: str, says: str, *where: str) -> Any:
-    """Put the patch into the table, under its function's name."""
+    """Add the patch to the table under its function's name."""
 
     def add(patch: Patch) -> Patch:
         SERVED_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
@@ -58,7 +58,7 @@ Row = tuple[int | None, str, int, int, int, int]
 
 
 def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
-    """``change(row)`` for what the session is told of each group."""
+    """``change(row)`` changes the session's row of each group."""
     swap(mp, store, "groups_of", lambda original, shape: list(map(change, original(shape))))
 
 
@@ -70,7 +70,7 @@ def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int],
 
 
 def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
-    """The group that is picked needs nothing at a hit."""
+    """The picked group needs no blocks at a hit."""
 
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)
@@ -83,7 +83,7 @@ def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
 
 
 def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) -> None:
-    """Of groups' tables: states come one by one."""
+    """For groups with block tables: states are saved one by one."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         tables_of = lambda tables: [  # noqa: E731
@@ -94,18 +94,18 @@ def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) 
     swap(mp, SteadyStore, "reserve", reserve)
 
 
-@mutant("LMCache #4463: a window is taken for one block shorter", LOAD, *WINDOWS)
+@mutant("LMCache #4463: a window is treated as one block shorter", LOAD, *WINDOWS)
 def window_is_a_block_short(mp: pytest.MonkeyPatch) -> None:
     change_reach(mp, "window", lambda reach, unit: max(0, reach - unit))
 
 
-@mutant("a local chunk is taken to begin where the hit ends", LOAD, *LOCALS)
+@mutant("a local chunk is treated as starting where the hit ends", LOAD, *LOCALS)
 def local_chunk_is_not_loaded(mp: pytest.MonkeyPatch) -> None:
     change_reach(mp, "local", lambda reach, unit: unit)
 
 
 @mutant(
-    "sglang #38031, LMCache #4674: a hit goes as deep as attention does, whatever states there are",
+    "sglang #38031, LMCache #4674: a hit is as deep as attention's, without regard to states",
     LOAD,
     *STATES,
 )
@@ -115,7 +115,7 @@ def states_are_not_asked(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4674: one group is not asked at a hit, and its blocks hold anything",
+    "LMCache #4674: one group is not looked up, and its blocks have arbitrary content",
     LOAD,
     *WINDOWS,
     *STATES,
@@ -126,8 +126,8 @@ def last_group_is_missing_at_a_hit(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM #46971: the drafter's own group is neither saved nor loaded",
-    f"{LOAD}|ended, and of its",
+    "vLLM #46971: the draft model's group is neither saved nor loaded",
+    f"{LOAD}|ended, but only",
     *DRAFTERS,
     OF_DRAFT_MODELS[0],
 )
@@ -145,7 +145,7 @@ def group_of_the_drafter_is_missing(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM cannot compute the last token alone beside windows and states: a hit of the whole prompt",
+    "a hit of the whole prompt: vLLM cannot compute the last token alone with windows and states",
     "tokens offered beyond",
 )
 def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("LMCache #4247: chunks before the local hit's end are loaded, too", LOAD)
+@mutant("LMCache #4247: chunks inside the local hit are loaded too", LOAD)
 def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -167,7 +167,7 @@ def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("LMCache #4247: behind a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
+@mutant("LMCache #4247: after a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
 def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     def batch(original: Any, self: Any, tables: Any, begin: int, end: int) -> Any:
         chunks, by_tier = original(self, tables, begin, end)
@@ -182,14 +182,14 @@ def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4463: with windows only, each is taken for one block shorter", LOAD, *ONLY_WINDOWS
+    "LMCache #4463: with windows only, each is treated as one block shorter", LOAD, *ONLY_WINDOWS
 )
 def only_windows_are_a_block_short(mp: pytest.MonkeyPatch) -> None:
     change_reach(mp, "window", lambda reach, unit: max(0, reach - unit))
 
 
 @mutant(
-    "with windows only, a hit is as deep as the prompt has blocks",
+    "with windows only, a hit is always as long as the prompt",
     "tokens are stored, only",
     *ONLY_WINDOWS,
 )
@@ -200,7 +200,7 @@ def only_windows_are_not_asked(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "with windows only, the whole prompt is offered, and vLLM goes back a token out of its window",
+    "with windows only, the whole prompt is offered, and vLLM goes back a token before its window",
     "offered beyond",
     *ONLY_WINDOWS,
 )
@@ -214,7 +214,7 @@ def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "of a window that failed to load vLLM is told blocks, and goes on before them",
+    "bad blocks of a window are reported, and vLLM continues before them",
     "null block|WrongKV|position",
     "one window",
 )
@@ -232,7 +232,7 @@ def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the blocks of a chunk are taken the wrong way round",
+    "the blocks of a chunk are in reverse order",
     r"out of order",
     *HALF_BLOCKS,
     "window of long blocks",
@@ -259,7 +259,7 @@ def blocks_of_a_chunk_are_turned(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
-    """Of the window: its table is read a block further on."""
+    """For the window: its table is read one block too far."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         move = (  # noqa: E731
@@ -273,8 +273,8 @@ def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "chunks are as long as the main group's blocks, whatever the others have",
-    r"not all of them saved|ended, and of its|were given for it \(I6\)",
+    "chunks are as long as the main group's blocks in all groups",
+    r"not all of them saved|ended, but only|were given for it \(I6\)",
     *HALF_BLOCKS,
 )
 def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
@@ -282,8 +282,8 @@ def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "of a chunk with several blocks of a window only the last is kept",
-    "not all of them saved|ended, and of its",
+    "only the last of a window's several blocks per chunk is kept",
+    "not all of them saved|ended, but only",
     *HALF_BLOCKS,
 )
 def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
@@ -296,23 +296,23 @@ def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM has a hit's blocks in units of its own",
+    "a hit is not a multiple of vLLM's blocks",
     f"offered beyond|not all of them saved|{BARE}",
     *HALF_BLOCKS,
 )
 def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
-    """Half a unit more is offered than is there."""
+    """Offers half a unit more than is stored."""
 
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens // 2)
 
 
-# -- what is saved
-# ------------------------------------------------------------------------------------------------
+# -- saves
+# -------------------------------------------------------------------------------------------------
 
 
 @mutant(
-    "keys do not tell groups apart, and one group's block is another's",
-    "one key, two prefixes|ended, and of its|not all of them saved",
+    "keys do not contain the group, and one group's block is another's",
+    "one key, two prefixes|ended, but only|not all of them saved",
     "four windows",
     "six windows",
 )
@@ -320,7 +320,7 @@ def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
     change_groups(mp, lambda row: row if row[1] == "full" else (2, *row[1:]))
 
 
-@mutant("vLLM #45704: one block table stands for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
+@mutant("vLLM #45704: one block table is used for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
 def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         main = next(nth for nth, group in enumerate(self.groups) if group[0] is None)
@@ -330,12 +330,12 @@ def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #5248: a window's block is saved after vLLM gave it up",
+    "LMCache #5248: a window's block is saved after vLLM freed it",
     r"\(I6\)|does not hold its key's KV|known \(I7\)",
     *WINDOWS,
 )
 def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
-    """From tables that only grow, a step late."""
+    """Uses tables that only grow, one step late."""
     seen: dict[str, list[list[int]]] = {}
 
     def refresh(original: Any, request: Any, step: Any) -> bool:
@@ -358,7 +358,7 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "sglang #38031: a state is kept under the boundary before its own",
+    "sglang #38031: a state is saved under the previous boundary",
     "one key, two prefixes|another prefix's|ended|not all of them saved|offered and is not saved",
     *STATES,
 )
@@ -372,7 +372,7 @@ def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "dynamo: states are read off the table like attention, also running ones",
+    "dynamo: states are read from the block table like attention, including running ones",
     "that vLLM does not offer",
     *STATES,
 )
@@ -381,7 +381,7 @@ def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "Mooncake #45785: states are never saved, and nothing says so",
+    "Mooncake #45785: states are never saved, without an error",
     "was offered and is not saved",
     *STATES,
 )
@@ -413,7 +413,7 @@ def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], i
 
 
 @mutant(
-    "SGLang #22134: the running state is saved, which is some tokens further",
+    "SGLang #22134: the running state is saved, which is some tokens ahead",
     "that vLLM does not offer",
     *DRAFTED_STATES,
 )
@@ -422,8 +422,8 @@ def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM takes results before it settles the state that accepted drafts passed; who saves there "
-    "saves what the block held before",
+    "vLLM processes results before it copies the state of accepted draft tokens; saves at that "
+    "time read the block's old content",
     "does not hold its key's KV|state after",
     *DRAFTED_STATES,
 )
@@ -437,7 +437,7 @@ def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) ->
 
 
 def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
-    """In the place of the planner's check of the group's row of the table."""
+    """Replaces the planner's check of the group's row of the table."""
 
     def is_in_table(self: Any, request: Any, state: Any) -> bool:
         return is_there(request.blocks.tables[state.group], state.block)
@@ -446,7 +446,7 @@ def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int],
 
 
 @mutant(
-    "vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted",
+    "vLLM offers a state whose block it freed in the same pass, after accepted draft tokens",
     r"\(I6\)",
     *DRAFTED_STATES,
 )
@@ -455,7 +455,7 @@ def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> Non
 
 
 @mutant(
-    "such a block was given out again, to the same request, for states after drafts",
+    "such a block was allocated again to the same request, for states after draft tokens",
     "does not hold its key's KV",
     STATES[0],
     NEXT_TO_STATES[1],
@@ -465,17 +465,17 @@ def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the state after a draft is saved, which may be rejected",
+    "the state after a draft token is saved, which may be rejected",
     "that vLLM does not offer",
     *DRAFTED_STATES,
 )
 def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
-    """From the column behind the state's own, where vLLM keeps the states after drafts."""
+    """Reads the column after the state's own, where vLLM keeps states after draft tokens."""
     states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
 
 
 @mutant(
-    "a draft stands for the token behind a state",
+    "a draft token is used as the token after a state",
     r"known \(I7\)|one key, two prefixes|does not hold",
     *NEXT_TO_STATES,
 )
@@ -500,7 +500,7 @@ def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #5248: only the first group's blocks are fenced from saves that still read them",
+    "LMCache #5248: only the first group's blocks are protected while saves read them",
     "does not hold its key's KV",
 )
 def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
@@ -508,7 +508,7 @@ def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "vLLM #46971, #55503: beside a drafter, keys do not know the next token",
+    "vLLM #46971, #55503: with a draft model, keys do not include the next token",
     "one key, two prefixes|known",
     *DRAFTERS,
 )
@@ -519,8 +519,8 @@ def groups_beside_a_drafter_have_keys_without_the_next_token(mp: pytest.MonkeyPa
 
 
 @mutant(
-    "DFlash keeps its KV beside the target's, and runs behind the target: who saves before it "
-    "saves what was there",
+    "DFlash has its own KV next to the target's and runs after the target: earlier saves read "
+    "stale KV",
     "does not hold its key's KV",
     *OF_DFLASH,
 )
@@ -529,7 +529,7 @@ def saved_before_dflash(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "what DFlash keeps of a position is taken to depend on the next token, and hits end a block "
+    "DFlash's KV at a position is treated as depending on the next token, and hits end a block "
     "early",
     "are stored, only|offered and is not saved",
     *OF_DFLASH,
@@ -539,7 +539,7 @@ def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "keys know the next token only where vLLM marks a drafter's group, as it does of MTP",
+    "keys include the next token only for groups that vLLM marks, as with MTP",
     "one key, two prefixes|known",
     *DRAFTERS,
 )
@@ -554,7 +554,7 @@ def lookahead_only_where_vllm_marks_a_group(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a draft model's KV is taken to depend on the next token, and hits end a block early",
+    "a separate draft model's KV is treated as depending on the next token; hits end a block early",
     "are stored, only|offered and is not saved",
     *OF_DRAFT_MODELS,
 )
@@ -563,7 +563,7 @@ def draft_model_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a step without the drafter is saved in some group",
+    "a step without the draft model is saved in some group",
     "does not hold its key's KV",
     *OF_DFLASH,
     *DRAFTERS,
@@ -573,7 +573,7 @@ def steps_without_the_drafter_are_saved_in_groups(mp: pytest.MonkeyPatch) -> Non
 
 
 @mutant(
-    "of a window that reaches into the midst of a chunk one block too few is kept",
+    "a window that starts inside a chunk keeps one block too few",
     LOAD,
     *HALF_BLOCKS,
     "window of longer blocks",
@@ -587,7 +587,7 @@ def kept_blocks_are_rounded_down(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "of a chunk that is needed in part, the wrong part is loaded",
+    "the wrong part of a partly needed chunk is loaded",
     "WrongKV|position",
     HALF_BLOCKS[1],
 )
@@ -602,7 +602,7 @@ def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@mutant("a load of which one group failed is reported as whole", "WrongKV|position|state after")
+@mutant("a load with a failed group is reported as successful", "WrongKV|position|state after")
 def failure_of_one_group_is_not_told(mp: pytest.MonkeyPatch) -> None:
     def load(original: Any, self: Any, group: int, copy: Any) -> Any:
         problem = original(self, group, copy)
@@ -612,7 +612,7 @@ def failure_of_one_group_is_not_told(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a load is reported when its first group has landed",
+    "a load is reported when its first group is complete",
     r"WrongKV|position|state after|not all of \w+'s \(I6\)",
 )
 def first_group_ends_the_load(mp: pytest.MonkeyPatch) -> None:
@@ -629,7 +629,7 @@ def first_group_ends_the_load(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "requests whose load failed are not named, and vLLM takes what was there",
+    "requests with failed loads are not reported, and vLLM uses stale KV",
     "WrongKV|position|state after",
 )
 def failed_requests_are_not_named(mp: pytest.MonkeyPatch) -> None:
@@ -641,7 +641,9 @@ def failed_requests_are_not_named(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("bad blocks are told of several groups, which ends the engine", "block-level load failures")
+@mutant(
+    "bad blocks are reported for several groups, which ends the engine", "block-level load failures"
+)
 def bad_blocks_are_told(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:
         done = self._worker.take_finished()

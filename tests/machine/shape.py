@@ -35,7 +35,7 @@ HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
 
 
 METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_model"}
-"""vLLM's, by whose layers are there."""
+"""vLLM's method names, by the draft layers that a group has."""
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
@@ -66,7 +66,8 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 class Shape:
     """One configuration of engine and cache. ``early_results``: what came of transfers is taken
     before sampling and the drafter, and saves come behind those, as vLLM's first runner does with
-    drafts."""
+    drafts.
+    """
 
     groups: tuple[Group, ...] = (Group(),)
     async_scheduling: bool = False
@@ -116,8 +117,8 @@ class Shape:
         return max(8, room * min(group.block_tokens for group in self.groups))
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
-        """Of the steps of a request with so many tokens at its end: kvloft may be some tokens more
-        careful than vLLM.
+        """Whether steps of a request with ``num_tokens`` tokens may run without the draft model:
+        kvloft may assume so some tokens earlier than vLLM.
         """
         return (
             self.drafter_tokens is not None

@@ -100,7 +100,7 @@ class SteadyStore:
         return int(self.session.discard(keys))
 
     def abort(self, tickets: Sequence[int] | None = None) -> None:
-        self._ledger.lose("what was reserved was given back")
+        self._ledger.lose("reservations were aborted")
         self.session.abort(tickets)
 
     def clear(self) -> None:

@@ -21,9 +21,10 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
 
 
 def scene(*lengths: int, forgets: bool = False) -> Engine:
-    """Requests one after the other, each of so many tokens of one story; its own answer follows.
+    """Run requests one after another, each with a prefix of one story of the given length; its own
+    answer follows.
 
-    Before the last one kvloft ``forgets`` all that it saved.
+    kvloft ``forgets`` all chunks before the last request.
     """
     engine = Engine(MODEL, SHAPE, 1)
     for i, length in enumerate(lengths):
@@ -45,8 +46,8 @@ def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
 def test_without_dropping_the_last_block_it_would_be(
     monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]
 ) -> None:
-    """vLLM #46971, #55503: the scene sees it. From 0.33 on vLLM has keys with the next token, too,
-    but beside no connector.
+    """vLLM #46971, #55503: the scene detects it. vLLM 0.33 adds the next token to keys, but only
+    without a connector.
     """
     groups_that_drop = "drop_eagle_group_ids" if vllm_release >= (0, 33) else "eagle_group_ids"
 
@@ -77,7 +78,7 @@ def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_i
     assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
 
 
-def test_a_block_of_vllms_own_cache_is_saved_by_who_goes_on_as_its_writer_did() -> None:
+def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continuation() -> None:
     assert scene(9, 13, forgets=True).ledger.num_saved == 2 + 3
 
 

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(
 def serve(
     names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0
 ) -> Engine:
-    """Requests of one prefix, of which so many tokens are ``stored``, in a pool of so many
-    ``blocks`` a group, sync or async.
+    """Serve requests with one prefix (``stored`` tokens of it are stored) in a pool of
+    ``blocks`` blocks a group, sync or async.
     """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
     shape = Shape(

@@ -216,8 +216,8 @@ class Worker:
         return said
 
     def _fits_drafter(self, works: list[Work]) -> bool:
-        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without it lack its KV, whoever hits
-        them later.
+        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without the draft model lack its KV
+        for all later hits.
         """
         limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
         return (

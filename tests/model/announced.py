@@ -74,7 +74,8 @@ class Index:
 
     def clear(self) -> None:
         """The engine dropped its own blocks and reports it: chunks in other tiers are announced
-        again."""
+        again.
+        """
         self.tiers = {HOST: set(), DISK: set()}
 
     def close(self) -> None:
@@ -208,7 +209,8 @@ class World:
 
     def rest(self) -> None:
         """Wait until the store is idle and everything is announced; then compare the index with
-        lookups of all requested prompts."""
+        lookups of all requested prompts.
+        """
         self.leases.clear()
         self.store.abort(self.tickets)
         self.tickets.clear()

@@ -1,5 +1,6 @@
 """Checks of kvloft by a symbolic engine: visible frames, plans, held resources and output
-tokens."""
+tokens.
+"""
 
 from typing import Any
 

@@ -476,7 +476,8 @@ class SymbolicEngine:
 
     def _continue_session(self, request: Request) -> None:
         """Do as vLLM's `_update_request_as_session`: computed tokens stay, the last sampled token
-        is dropped, and the prompt grows."""
+        is dropped, and the prompt grows.
+        """
         assert request.updates
         update = request.updates.pop(0)
         if update is None:

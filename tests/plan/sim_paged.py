@@ -201,7 +201,8 @@ class Workers:
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
         """Copy the blocks to save as they are right after this step's forward pass; loads run
-        later."""
+        later.
+        """
         for rank in self.ranks:
             for load in plan.loads:
                 rank.in_flight.append(InFlight(None, None, load))
@@ -216,7 +217,8 @@ class Workers:
         self, num_items: Sequence[int]
     ) -> tuple[list[StepReport], list[str], set[int]]:
         """Let each rank finish up to ``num_items`` copies. Return reports, ids of finished loads,
-        and blocks without content."""
+        and blocks without content.
+        """
         reports: list[StepReport] = []
         loaded: list[str] = []
         bad: set[int] = set()

@@ -39,7 +39,8 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
 
 def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
     """Return the offer for a prompt with ``stored`` stored tokens, the number of keys computed and
-    of lookups, and whether the lease is kept when vLLM calls again."""
+    of lookups, and whether the lease is kept when vLLM calls again.
+    """
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
     blocks = list(map(BlockId, range(1, stored // 2 + 1)))

@@ -1,5 +1,6 @@
 """With a draft model whose KV at a position depends on the next token: a block is valid only with
-the token after it."""
+the token after it.
+"""
 
 from typing import Any
 

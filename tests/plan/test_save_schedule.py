@@ -1,5 +1,6 @@
 """The schedule of saves against a check of every running request: due are the requests whose
-frontier has reached their threshold."""
+frontier has reached their threshold.
+"""
 
 from random import Random
 
@@ -24,7 +25,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
 def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, odd: float) -> None:
     """Requests are added and removed, take several tokens, or are set back (a failed load, rejected
-    draft tokens)."""
+    draft tokens).
+    """
     rng, names, ours = Random(seed), iter(range(1000)), SaveSchedule()
     computed: dict[ReqId, int] = {}
     due_at: dict[ReqId, int] = {}

@@ -1,5 +1,6 @@
 """The scheduler side with several KV cache groups, or windows only, on the real store: saves,
-skipped saves, and loads."""
+skipped saves, and loads.
+"""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """One test for each known trap of vLLM's connector contract, on the symbolic engine: what must be a
-hit, and what must be a miss."""
+hit, and what must be a miss.
+"""
 
 from random import Random
 from typing import Any

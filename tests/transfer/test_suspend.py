@@ -107,7 +107,8 @@ def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     store: _core.Session,
 ) -> None:
     """The first saves after it wakes may take every frame reported to the scheduler side, and saves
-    to unregistered frames would fail."""
+    to unregistered frames would fail.
+    """
     mover = IdleMover()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register([CACHES], 7, "test")

@@ -175,7 +175,9 @@ def test_a_file_system_that_hangs_delays_no_request(
         time.sleep(0.01)
 
 
-def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(adapter: Path) -> None:
+def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(
+    adapter: Path,
+) -> None:
     """A field of vLLM 0.31 and older; 0.32's LoRARequest lacks it, so the test sets it."""
     lora: Any = SimpleNamespace(
         lora_name="a",

@@ -4,7 +4,7 @@ occasional gaps.
 The store is the engine's own, or that of a `kvloft serve` which is killed and restarted while
 another engine saves, evicts and clears. The subscriber reads the wire format: it has a SUB socket,
 loses messages now and then, and requests them from the publisher's replay socket. Steps:
-``KV_EVENT_STEPS`` (acceptance: 100000). """
+``KV_EVENT_STEPS`` (acceptance: 100000).
 """
 
 import os

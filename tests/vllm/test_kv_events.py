@@ -1,5 +1,6 @@
 """KV events in vLLM's format: which requests are announced, and the log line if events are
-impossible. """
+impossible.
+"""
 
 from array import array
 from types import SimpleNamespace
@@ -169,7 +170,8 @@ def test_an_error_retracts_all_events_and_stops_them() -> None:
 
 def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     """The announcer no longer has the chunk: only the lost event shows that subscribers believe in
-    it. """
+    it.
+    """
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(

@@ -1,5 +1,6 @@
 """The table of wrapped vLLM calls: each target exists in this release; if one is missing, its row
-defines the consequence. """
+defines the consequence.
+"""
 
 import gc
 import importlib

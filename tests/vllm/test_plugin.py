@@ -1,5 +1,6 @@
 """Wrong settings are reported while vLLM checks its arguments, by vLLM's own factory, before it
-creates or loads anything. """
+creates or loads anything.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -272,7 +272,8 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
     """As in vLLM's engine process: a dense model's engine sees itself as the only one, except for
-    its index. """
+    its index.
+    """
     paths = []
     for index in range(3):
         parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
@@ -344,7 +345,8 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
     """All chunks end where vLLM's hits end; a window shorter than a unit keeps only the blocks it
-    reaches. """
+    reaches.
+    """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)
     windows = SlidingWindowSpec(block_size=sizes[1], sliding_window=window, **kv)

@@ -1,5 +1,6 @@
 """Unsupported configurations are rejected at start with one sentence each. Real KV specs, settings
-as plain namespaces. """
+as plain namespaces.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -218,7 +219,8 @@ def test_windows_in_every_layer_are_supported_if_failed_loads_can_be_reported(
     layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM does not convert such a model and frees blocks outside the window, so it cannot continue
-    before the first bad block. """
+    before the first bad block.
+    """
     config = merged(*layers)
     assert len(config.kv_cache_groups) == 1
     monkeypatch.setattr(support, "HAS_GROUPS", True)

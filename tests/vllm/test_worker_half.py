@@ -215,7 +215,8 @@ def test_saves_wait_for_what_comes_behind_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
     """vLLM takes results before a drafter runs, and before it settles the states that accepted
-    drafts passed; it calls `wait_for_save` behind both."""
+    drafts passed; it calls `wait_for_save` behind both.
+    """
     half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
     log: list[str] = []

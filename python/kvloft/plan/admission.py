@@ -32,7 +32,8 @@ from kvloft.seam.store import Session
 MIN_WAITING = 64
 """At least this many requests may wait in a step, and as many as there are running slots. vLLM
 passes over each waiting request in every step, at some ten microseconds: with a disk that hangs,
-the cost of a step would grow with the queue while slots stay empty."""
+the cost of a step would grow with the queue while slots stay empty.
+"""
 
 LEASE_S = 60.0
 """A lease ends after this time without a call for its request."""

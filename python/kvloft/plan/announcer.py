@@ -24,7 +24,8 @@ again.
 """
 MAX_CHUNKS = 1 << 18
 """Chunks that are remembered: some 0.7 KiB each, 0.5 KiB for each further block, and 4 bytes per
-token. Older ones are no longer announced."""
+token. Older ones are no longer announced.
+"""
 SLICE = 2048
 """Chunks looked up per step."""
 

@@ -8,7 +8,8 @@ from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
 """Tokens hashed for the first lookup, and the factor for each further one. For an unknown prompt
-the first chunk decides, and its forward pass waits for the keys."""
+the first chunk decides, and its forward pass waits for the keys.
+"""
 
 
 class PrefixLookup:

@@ -17,7 +17,8 @@ from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
 """Steps in a row of one token per request before the next steps are predicted, which costs as much
-as some steps."""
+as some steps.
+"""
 
 
 class SaveSchedule:

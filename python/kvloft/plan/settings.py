@@ -30,6 +30,7 @@ class PlanSettings:
     """vLLM's running slots; None if unknown."""
     draft_limit: int | None = None
     """With a request of more tokens in a step, the engine runs that step without its draft model.
-    None if there is no draft model with such a limit."""
+    None if there is no draft model with such a limit.
+    """
     pool: PoolSize | None = None
     """vLLM's block pool, if loads must leave blocks for each other (several KV cache groups)."""

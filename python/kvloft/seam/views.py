@@ -132,5 +132,6 @@ class StepView(NamedTuple):
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
     """Returns a request's current block tables, with null blocks where a group freed its blocks;
-    set if vLLM frees blocks of running requests. None: the tables change by ``grown`` only."""
+    set if vLLM frees blocks of running requests. None: the tables change by ``grown`` only.
+    """
     states: Sequence[BoundaryState] = ()

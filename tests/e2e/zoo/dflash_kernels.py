@@ -1,8 +1,8 @@
-"""What the CPU build lacks for DFlash: its Triton kernel that lays out a step's guesses, and norms
-of several layers at once.
+"""Replacements for DFlash that the CPU build lacks: its Triton kernel that lays out a step's draft
+tokens, and norms of several layers at once.
 
-The doubles take what the kernels take and write the same; what is guessed, and when, is decided by
-the code around them, which stays vLLM's.
+They take the kernels' arguments and write the same results; vLLM's own code around them decides
+what is drafted, and when.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""What the CPU build lacks for states beside drafts: vLLM's two Triton kernels that move states,
-and the rows of drafts.
+"""Replacements that the CPU build lacks for states with draft tokens: vLLM's two Triton kernels
+that move states, and the rows of draft tokens.
 
 The kernels' doubles take the kernels' own arguments and copy the same bytes; which state goes where
 is decided by the code around them, which stays vLLM's. And a drafter that is right often. Must know
@@ -190,8 +190,8 @@ def drafted_convolutions() -> None:
 
 
 def drafted_scans() -> None:
-    """Let Mamba2 layers go on from the state behind the drafts that were accepted, and keep the
-    state behind each token.
+    """Let Mamba2 layers continue from the state after the accepted draft tokens, and keep the state
+    after each token.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 

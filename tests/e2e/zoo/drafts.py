@@ -96,7 +96,7 @@ def small_weights() -> Tensors:
 
 
 def eagle_config() -> dict[str, Any]:
-    """EAGLE: one layer over the embedding beside the target's last hidden state."""
+    """EAGLE: one layer over the embedding and the target's last hidden state."""
     return llama_config(1)
 
 
@@ -115,15 +115,15 @@ def eagle_weights(target: Tensors | None = None) -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3: attention over the embedding beside a mixture of three of the target's hidden
-    states; a head of its own.
+    """EAGLE-3: attention over the embedding and a mixture of three of the target's hidden states; a
+    separate head.
     """
     return llama_config(1, draft_vocab_size=VOCAB)
 
 
 def eagle3_weights(target: Tensors | None = None) -> Tensors:
-    """The mixture is nearly nothing, so what is missing is the embedding in the residual: a little
-    more often wrong than EAGLE.
+    """The mixture is almost zero, so only the embedding in the residual is missing: wrong a little
+    more often than EAGLE.
     """
     target = target or llama_weights()
     made = first_layer(target, "midlayer.")
@@ -181,7 +181,7 @@ def _head_norms(at: str, gain: float) -> Tensors:
 
 
 def qwen3_weights() -> Tensors:
-    """The target. The token that stands for what is to be guessed weighs next to nothing."""
+    """The target. The token that stands for a token to be guessed has almost no weight."""
     made = _target(53, REST_GAIN / 2)
     for layer in range(NUM_LAYERS):
         made.tensors |= _head_norms(f"model.layers.{layer}.", QK_GAIN)

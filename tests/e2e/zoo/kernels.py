@@ -42,7 +42,7 @@ def exact_delta_net() -> None:
 
 
 def delta_net_and_masks() -> None:
-    """Both, for DFlash beside gated delta nets."""
+    """Both, for DFlash with gated delta nets."""
     exact_delta_net()
     masks_to_guess()
 

@@ -1,8 +1,8 @@
-"""Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, whose every layer has a
-state beside its KV.
+"""Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, which has a state and KV
+in every layer.
 
-The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is
-still in it at the end.
+The decay of each state is slow (a hundred tokens and more), so that the start of a prompt still
+affects its end.
 """
 
 from typing import Any

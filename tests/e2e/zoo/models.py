@@ -1,7 +1,6 @@
-"""The zoo: each model with the engine arguments that it needs and the groups that vLLM 0.32.0 makes
-of it.
+"""The zoo: each model with its engine arguments and the groups that vLLM 0.32.0 forms for it.
 
-The tests go through `chosen` of ``ZOO``; README.md tells what is not in it and why.
+The tests run `chosen` of ``ZOO``; README.md lists the models that are not in it and why.
 """
 
 import os
@@ -48,14 +47,14 @@ class ZooModel:
     """Function of kernels.py that the engine's process calls first."""
     draft: Draft | None = None
     kv_groups: str = "all"
-    """What kvloft is told to serve it with."""
+    """kvloft's `kv_groups` setting."""
     alone: bool = False
     """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a
     time.
     """
 
     def write(self, folder: Path) -> Path:
-        """Write the model's files, and the drafter's beside them; returns the model's folder."""
+        """Write the model's files and those of its draft model; return the model's folder."""
         if self.draft and self.draft.config and self.draft.weights:
             write(folder / "draft", self.draft.config(), self.draft.weights())
         return write(folder / "model", self.config(), self.weights())
@@ -94,8 +93,8 @@ class ZooModel:
 
     @property
     def drops_a_block(self) -> bool:
-        """Whether vLLM gives up the last block of a hit, for the drafter's KV there depends on the
-        token after it.
+        """Whether vLLM drops the last block of a hit, because the draft model's KV there depends on
+        the token after it.
         """
         return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 

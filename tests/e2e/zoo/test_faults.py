@@ -94,8 +94,8 @@ def test_a_last_token_beside_a_short_rest_is_answered_wrongly_with_mamba2_only(
     """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's
     rest its row counts as a prompt.
 
-    Then only the state behind the padding is kept. Gated delta nets ask each row whether it is
-    drafted, and not where it stands.
+    Then only the state behind the padding is kept. Gated delta nets check whether a row is a draft
+    token, and not its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong

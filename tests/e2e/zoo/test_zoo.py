@@ -1,5 +1,5 @@
-"""The zoo itself: vLLM forms the groups that models.py names, and what is said depends on every
-page that a hit needs.
+"""The zoo: vLLM forms the groups that models.py names, and the output depends on every page that a
+hit needs.
 
 Without this a cache test proves nothing: a model that says the same with a page of rubbish would
 say the same with a wrong page. kvloft is in none of these engines.
@@ -66,7 +66,7 @@ class Cage:
         )
 
     def begin(self, request: Req) -> list[list[int]]:
-        """Compute a prompt; returns the block tables of the request, which goes on running."""
+        """Compute a prompt; return the block tables of the request, which keeps running."""
         assert self.engine.reset()
         self.engine.add(request)
         while self.engine.state()["computed"][request.id] < request.num_prompt_tokens:

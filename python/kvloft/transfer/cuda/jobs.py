@@ -20,7 +20,8 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
 """Time to prepare and send one of the first pieces, and for each of its chunks, on the host of an
-H200 with cold caches. For a load it includes the launch of the kernel of the piece before."""
+H200 with cold caches. For a load it includes the launch of the kernel of the piece before.
+"""
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
 """The last piece of a load is smaller than others by this factor, because the link is idle while it

@@ -59,11 +59,13 @@ class Tuning:
     slot_bytes: int = 40 << 20
     """A kernel that fills the GPU delays the next gather, so the slots of a direction must hold the
     bytes that the link moves meanwhile: an 8192^3 matmul takes 1.4 to 1.6 ms, and 80 MiB take 1.5
-    ms."""
+    ms.
+    """
     num_ctas: int = 66
     """One CTA for half of the SMs, by default of an H200. A piece takes 35 us instead of 30, and
     other kernels keep the other half: a matmul during a save takes 1.00 of its time alone, 1.13
-    with all SMs, and 1.10 with a quarter."""
+    with all SMs, and 1.10 with a quarter.
+    """
 
     @classmethod
     def of(cls, staging_bytes: int, num_sms: int) -> Tuning:

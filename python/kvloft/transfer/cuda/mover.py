@@ -51,7 +51,8 @@ FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
 SLOTS_AHEAD = 8
 """Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter
 can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do
-not wait for all of them: see `lanes`."""
+not wait for all of them: see `lanes`.
+"""
 
 
 class CudaMover:
