@@ -1,9 +1,9 @@
-"""What a `kvloft serve` costs beside the arena, against the targets of the issue it was built for.
-Needs no GPU and no model.
+"""Costs of a `kvloft serve` in addition to the arena, compared with targets. Needs no GPU and no
+model.
 
-How soon it accepts, what it takes idle and under lookups of 8 engines, memory a chunk, and what
-10,000 connections do to it. The server is a process of its own, and its CPU time and memory are the
-system's numbers.
+Measures the time until it accepts connections, its use when idle and under lookups of 8 engines,
+memory per chunk, and the effect of 10,000 connections. The server is a separate process, and its
+CPU time and memory are the system's numbers.
 """
 
 import os

@@ -1,11 +1,13 @@
-"""`make demo`: one chat served five times by real vLLM on the CPU, and where each prompt's KV came
-from.
+"""`make demo`: one chat run five times by real vLLM on the CPU, and each prompt's source of KV.
 
-1. without any cache (the truth), 2. cold with kvloft, 3. again on the same engine after its own
-   prefix cache was cleared (host memory), 4. again on a new engine process (disk), 5. on a new
-   process whose predecessor was killed, with `kvloft serve` beside them (the server's host memory).
-   The model is random and made on the spot. Output is greedy and compared token by token; a turn in
-   which rounding alone could decide a token is drawn again before anything is measured.
+1. without any cache (the truth),
+2. cold with kvloft,
+3. again on the same engine after its own prefix cache was cleared (host memory),
+4. again on a new engine process (disk),
+5. on a new process after a kill of the first, with one `kvloft serve` (the server's host memory).
+
+The model is random and made on the spot. Output is greedy and compared token by token; a turn in
+which rounding alone could decide a token is drawn again before anything is measured.
 """
 
 import json
@@ -328,7 +330,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
-    """(did all go well, one sentence for a person)."""
+    """(did all go well, one sentence for the user)."""
     truth, disk = passes["none"], passes["disk"]
     wrong = [
         (n, i)

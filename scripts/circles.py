@@ -2,10 +2,10 @@
 other.
 
 A module depends on the one that *defines* a name which it uses: re-exports are followed, so they
-neither make a circle nor hide one. Where a type has `impl` blocks in several files, it depends on
-the file with a method that it calls, too. Tests do not count. This reads text as rustfmt leaves it,
-and knows no more of Rust: a value is of the type `SomeType` if it is called `some_type`, or `self`
-in an `impl` of that. `scripts/house_rules.py` says which crates have none.
+neither make a circle nor hide one. If a type has `impl` blocks in several files, a caller depends
+on the file with the method that it calls, too. Tests do not count. This reads text as formatted by
+rustfmt, without a Rust parser: a value has the type `SomeType` if it is named `some_type`, or
+`self` in an `impl` of it. `scripts/house_rules.py` lists the crates without circles.
 """
 
 import re

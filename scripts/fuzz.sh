@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets of rust/fuzz, one after another: scripts/fuzz.sh [SECONDS of each (60) [TARGET...]]
 # It needs the nightly toolchain, a C++ compiler, and cargo-fuzz (cargo install cargo-fuzz --locked).
-# What is found is kept in rust/fuzz/artifacts, what was tried in rust/fuzz/corpus.
+# # Findings are kept in rust/fuzz/artifacts, inputs in rust/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "$0")/../rust/fuzz"
 seconds=${1:-60}

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: scripts/gpu_check.sh [STAGE ...] (default: all). Stages:
 #   tests copy sanitize profile                     kernels, link, tools; no vLLM
-#   startup engine prefill kv1                      first seconds, first tokens, decode steps; beside OffloadingConnector
-#   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
-#   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
+#   startup engine prefill kv1                      first seconds, first tokens, decode steps; against OffloadingConnector
+#   chats                                           a closed loop of chats; also PegaFlow and LMCache if they are installed
+#   crowd equality                                  preemptions compared with plain vLLM's; tokens and pages equal
 #   groups                                          Gemma 3 and 4 with kv_groups=all: the same (blocks of two sizes, too)
-#   states                                          a small Qwen 3.5, alone and with its MTP: answers and pages, states too, beside vLLM's
+#   states                                          a small Qwen 3.5, alone and with its MTP: answers, pages and states equal vLLM's
 #                                                   own cache's (100 to 300 s each: Triton compiles)
-#   known                                           first tokens of known prompts with windows, states and a draft's KV, beside the link
-#   served restart                                  two engines with one server, and one killed and started anew beside it
-#   peers                                           kvloft's server beside LMCache's and PegaFlow's in one run: first tokens, chats
+#   known                                           first tokens of known prompts with windows, states and draft KV, against the link
+#   served restart                                  two engines with one server, and one killed and restarted
+#   peers                                           kvloft's server, LMCache's and PegaFlow's in one run: first tokens, chats
 #   ranks                                           two tensor parallel ranks, two pipeline stages (two GPUs)
 #
-# Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
-# be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
+# Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). If one command
+# is limited in time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); earlier results are kept.
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest, hypothesis and kvloft
 # importable (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.

@@ -1,9 +1,9 @@
-"""Makes the README of a results folder from what `scripts/gpu_check.sh` left there: `python
+"""Makes the README of a results folder from the output of `scripts/gpu_check.sh`: `python
 scripts/gpu_report.py FOLDER`.
 
-Prints Markdown: each measured figure beside its target, met or missed, then the folder's NOTES.md
-as it is. A part whose file is missing is left out, so a run of some stages makes a report too.
-Knows file names and targets, and measures nothing.
+Prints Markdown: each measured figure with its target, met or missed, then the folder's NOTES.md
+unchanged. Skips parts whose file is missing, so a run of some stages makes a report too. Uses file
+names and targets, and measures nothing.
 """
 
 import json
@@ -181,14 +181,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     yield from (
         "",
         (
-            "What a running copy costs the computation beside it, as times its time alone (kvloft's "  # noqa: E501
-            "targets: matmul 1.05, add"
+            "Slowdown of a computation by a copy that runs at the same time (kvloft's targets: "
+            "matmul 1.05, add 1.04, at 45 GB/s or more):"
         ),
-    )
-    yield from (
-        "1.04, at 45 GB/s or more):",
         "",
-        "| copy by | direction | beside | times | copy GB/s | |",
+        "| copy by | direction | during | times | copy GB/s | |",
         "|---|---|---|---|---|---|",
     )
     for row in copy["beside"]:
@@ -202,7 +199,7 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                "What 128 KiB of somebody else's, such as an engine's sampled tokens, wait in the same "  # noqa: E501
+                "Wait of 128 KiB of another copy, such as an engine's sampled tokens, in the same "
                 "direction:"
             ),
             "",
@@ -228,8 +225,8 @@ def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
 
 
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
-    """Each warm TTFT of kvloft beside the bytes' time on the link and the TTFT from HBM measured
-    right after it.
+    """Each warm TTFT of kvloft compared with the bytes' time on the link and the TTFT from HBM
+    measured right after it.
     """
     ours = results.get("kvloft", {}).get("ttft", {})
     times = ours.get("all_ms", {})
@@ -240,7 +237,7 @@ def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]
     shares = sorted(one / (link + hit) for one, hit in zip(warm, hits, strict=True))
     share = statistics.median(shares)
     yield (
-        f"Each warm TTFT beside {link:.1f} ms for the bytes at the link's {ceiling_gbps:.1f} GB/s "
+        f"Each warm TTFT against {link:.1f} ms for the bytes at the link's {ceiling_gbps:.1f} GB/s "
         "plus the TTFT from HBM right "
         f"after it: {shares[0]:.3f} to {shares[-1]:.3f}, median {share:.3f} (target 1.05; "
         f"{_verdict(share <= 1.05)})."
@@ -391,8 +388,8 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield from (
         "",
         (
-            f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over plain "  # noqa: E501
-            "vLLM's:"
+            f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over "
+            "plain vLLM's:"
         ),
         "",
     )
@@ -407,7 +404,8 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     elif rows:
         one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
         verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
-        yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"  # noqa: E501
+        cells = (f"{value:.4f} {_verdict(met)}" for value, met in verdicts)
+        yield f"| median | {' | '.join(cells)} |"
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
@@ -498,7 +496,7 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
     texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
     yield from (
         "",
-        "## First token of a known prompt from a server's host memory, beside others' servers",
+        "## First token of a known prompt from a server's host memory, with other servers",
         "",
     )
     yield (
@@ -571,7 +569,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Each engine's makespan beside the fastest of the others."""
+    """Each engine's makespan compared with the fastest of the others."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
         "| | makespan, s | all runs | cached of known tokens | preempted | |",
@@ -615,9 +613,7 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _crowd(found: dict[str, Any]) -> Iterator[str]:
-    """Preemptions with the connector beside those without, of the same crowd, both with a prefix
-    cache.
-    """
+    """Preemptions of the same crowd with and without the connector, both with a prefix cache."""
     counts = {
         name: sum(row["preemptions"] for row in setup["runs"] if row["run"] == "crowd cold")
         for name, setup in found["setups"].items()

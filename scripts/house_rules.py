@@ -76,8 +76,7 @@ def extension_elsewhere() -> Iterator[str]:
 def hidden_imports() -> Iterator[str]:
     """No import goes around the contracts in pyproject.toml, which see import statements only.
 
-    But for the table of what is wrapped in vLLM: it names vLLM's modules, which its folder may
-    import.
+    Exception: the table of wrapped vLLM calls names vLLM's modules, which its folder may import.
     """
     for name, text in sources("python/kvloft", ".py"):
         if name != PATCHES_FILE and re.search(

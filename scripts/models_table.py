@@ -24,10 +24,11 @@ NEEDS_GROUPS = "Failed to promote local KV cache specs"
 HEAD = """\
 # Supported models
 
-Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM {vllm} on
-{machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
-The tests replace vLLM's inexact or incomplete CPU kernels for states (`tests/e2e/zoo/kernels.py`; not for
-lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run `kvloft check MODEL -- FLAGS` for your model.
+Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM
+{vllm} on {machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
+The tests replace vLLM's inexact or incomplete CPU kernels for states (`tests/e2e/zoo/kernels.py`;
+not for lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run
+`kvloft check MODEL -- FLAGS` for your model.
 
 | column | meaning |
 | --- | --- |
@@ -37,9 +38,9 @@ lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run
 with other endings, after a reset |
 | tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
-| accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one figure if equal |
+| accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one if equal |
 
-"""  # noqa: E501
+"""
 MEMORY = "Without it, a request takes as much KV\nmemory as in plain vLLM. "
 FOOT = """
 ## Unsupported settings

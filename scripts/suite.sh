@@ -3,10 +3,10 @@
 #
 # "all" is `make test`: the Rust tests, everything on the newest vLLM for CPUs, one scenario of each defect on others (0.33.0's
 # Python over 0.32.0's CPU libraries is one: see env.sh).
-# Tests with engines wait more than they compute, so the rest runs beside them; its output comes when they are done.
-# A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (65; a usual machine
-# needs 12 to 20) no new test begins but those of the short form, and after a fifth more not these: on a starved machine what
-# matters most is tested, and the table says how much was left out.
+# Tests with engines mostly wait, so the rest runs at the same time; its output follows when it is done.
+# A phase that fails does not stop the others; see the table at the end and the exit status. After MINUTES (65; a usual machine needs 12
+# to 20) only tests of the short form start, and after a fifth more none: a busy machine runs the most important tests, and the table
+# says how many were skipped.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES: expected a number of minutes, such as make test MINUTES=65" >&2 && exit 2; }
@@ -80,7 +80,7 @@ all() {
   trap 'exit 130' INT TERM
   wait || true
   cat build/logs/beside.log
-  [ -e "$REPORT/beside-engines" ] || tell "what runs beside the engines: FAILED, it did not come to its end"
+  [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED, they did not finish"
 }
 
 beside_engines() {
@@ -92,14 +92,14 @@ beside_engines() {
   phase "fuzz targets" cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
-  wait # what went wrong there goes wrong again below, where it is told
+  wait # a failure there fails again below, where it is reported
   KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
   phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
-  touch "$REPORT/beside-engines"
+  touch "$REPORT/without-engines"
 }
 
-# Mostly downloads, so they go on beside the tests.
+# Mostly downloads, so they run during the tests.
 other_environments() {
   local version
   for version in $OTHERS; do scripts/env.sh "$version"; done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what is published into dist/: an sdist and manylinux wheels: scripts/wheels.sh [x86_64] [aarch64] (both by default). Then checks
-# their metadata, and installs and imports what this machine can run.
+# Builds the published files in dist/: an sdist and manylinux wheels: scripts/wheels.sh [x86_64] [aarch64] (default both). Then checks
+# their metadata, and installs and imports those for this machine.
 #
 # Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a target that is not installed is named and
 # left out, and the exit status is 1 unless ALLOW_MISSING=1. maturin and zig (the linker of both) come from PyPI. glibc 2.28 and newer.

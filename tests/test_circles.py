@@ -50,8 +50,14 @@ CASES = {
     "methods of one type that call each other": (
         {
             "a": "pub struct SomeType;",
-            "b": "use super::a::SomeType;\nimpl SomeType {\n    pub(super) fn one(&self) {\n        self.two();\n    }\n}",  # noqa: E501
-            "c": "use super::a::SomeType;\nimpl SomeType {\n    fn two(&self) {\n        self.one();\n    }\n}",  # noqa: E501
+            "b": (
+                "use super::a::SomeType;\nimpl SomeType {\n"
+                "    pub(super) fn one(&self) {\n        self.two();\n    }\n}"
+            ),
+            "c": (
+                "use super::a::SomeType;\nimpl SomeType {\n"
+                "    fn two(&self) {\n        self.one();\n    }\n}"
+            ),
         },
         ["b", "c"],
     ),
@@ -90,7 +96,9 @@ CASES = {
     "tests": (
         {
             "a": "use crate::b::B;",
-            "b": "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n#[cfg(test)]\nuse crate::a::A;",  # noqa: E501
+            "b": (
+                "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n#[cfg(test)]\nuse crate::a::A;"
+            ),
         },
         None,
     ),

@@ -246,7 +246,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
     for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
         with pytest.raises(
             ConfigError,
-            match=r"server = .* is not allowed; it must be \"auto\" or a path of at most 107 bytes such as",  # noqa: E501
+            match=r"server = .* is not allowed; it must be \"auto\" or a path of at most 107 bytes",
         ):
             load_config({"server": wrong}, {})
     assert ("server", "unix:/s", "kv_connector_extra_config") in describe(

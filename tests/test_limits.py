@@ -208,6 +208,6 @@ def test_an_engine_of_a_server_does_not_read_the_servers_salts() -> None:
 def test_a_quota_of_the_disk_needs_one() -> None:
     with pytest.raises(
         ConfigError,
-        match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) does nothing without disk_path',  # noqa: E501
+        match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) does nothing without disk',
     ):
         load_config({"salt_disk_quota": "10%"}, {})

@@ -98,8 +98,8 @@ def test_a_short_age_without_a_unit_is_asked_about(
     assert found == (
         [
             (
-                f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; did "  # noqa: E501
-                f"you mean {meant}?"
+                f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; "
+                f"did you mean {meant}?"
             )
         ]
         if meant
@@ -129,13 +129,12 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
         "it lifts the limit of all for one"
     )
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
-    assert (
-        host
-        == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."  # noqa: E501
+    source = "(kv_connector_extra_config)"
+    assert host == (
+        f"salt_quota = 5MiB {source} is more than host_size = 4MiB, so it limits nothing."
     )
-    assert (
-        disk
-        == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."  # noqa: E501
+    assert disk == (
+        f"salt_disk_quota = 9MiB {source} is more than disk_size = 8MiB, so it limits nothing."
     )
 
 
@@ -152,27 +151,13 @@ def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path
         "disk_path": tmp_path / "new",
         "disk_size": "8MiB",
     }
+    first, second = f"salt_limits = {file}, entry 1:", f"salt_limits = {file}, entry 2:"
     assert said(**sizes, salt_limits=file) == [
-        (
-            f"salt_limits = {file}, entry 1: quota = 10 has no unit, so it is in bytes; did you mean "  # noqa: E501
-            "10%?"
-        ),
-        (
-            f"salt_limits = {file}, entry 1: ttl = 24 has no unit, so it is in seconds; did you mean "  # noqa: E501
-            "24h?"
-        ),
-        (
-            f"salt_limits = {file}, entry 2: disk_quota = 4096 has no unit, so it is in bytes; did you "  # noqa: E501
-            "mean 4096MiB?"
-        ),
-        (
-            f"salt_limits = {file}, entry 1: disk_quota = 9MiB is more than disk_size = 8MiB, so it "  # noqa: E501
-            "limits nothing."
-        ),
-        (
-            f"salt_limits = {file}, entry 2: quota = 5MiB is more than host_size = 4MiB, so it limits "  # noqa: E501
-            "nothing."
-        ),
+        f"{first} quota = 10 has no unit, so it is in bytes; did you mean 10%?",
+        f"{first} ttl = 24 has no unit, so it is in seconds; did you mean 24h?",
+        f"{second} disk_quota = 4096 has no unit, so it is in bytes; did you mean 4096MiB?",
+        f"{first} disk_quota = 9MiB is more than disk_size = 8MiB, so it limits nothing.",
+        f"{second} quota = 5MiB is more than host_size = 4MiB, so it limits nothing.",
     ]
     assert said(salt_limits=file, server="auto") == [], "its server reads it"
     assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], (

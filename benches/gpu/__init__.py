@@ -1,3 +1,3 @@
-"""What is measured on a GPU with whole engines: `python -m benches.gpu.engine --help`, from the
+"""Benchmarks of whole engines on a GPU: `python -m benches.gpu.engine --help`, from the
 repository's root.
 """

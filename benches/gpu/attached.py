@@ -111,7 +111,7 @@ def _in_turns(
     count: int,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
-    """``count`` of each kind, the first of each two the other one every time; what was saved lands
+    """Run ``count`` prompts of each kind, alternating which kind is first in a pair; saves finish
     before each.
     """
     times: dict[str, list[float]] = {"attached": [], "detached": []}

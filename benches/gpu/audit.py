@@ -91,7 +91,7 @@ class PageAudit:
         self.skip_loads = False
 
     def forget(self) -> None:
-        """Drop the clones; what is loaded without one counts as unknown."""
+        """Drop the clones; loads without a clone count as unknown."""
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:

@@ -2,8 +2,8 @@
 its server, PegaFlow, LMCache.
 
 One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many
-rounds as asked. What was measured is written after each, so that a run that is cut off leaves what
-it has. It must not import vLLM.
+rounds as requested. Results are written after each, so that an interrupted run keeps them. Must
+not import vLLM.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def parser() -> argparse.ArgumentParser:
     load = Load()
     chats = argparse.ArgumentParser(
         prog="chats",
-        description=f"A closed loop of chats, with each external cache in turn and with none. {STATUS}",  # noqa: E501
+        description=(
+            f"A closed loop of chats, with each external cache in turn and with none. {STATUS}"
+        ),
     )
     chats.add_argument(
         "--connectors",

@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """What was said so far, and when the turn under way was sent."""
+    """The tokens so far, and the time when the current turn was sent."""
 
     said: list[int]
     turn: int = 0

@@ -1,5 +1,5 @@
-"""What benches of whole engines have in common beside their figures: processes of one engine each,
-and how a bench ends.
+"""Shared by the benches of whole engines, except for their figures: processes of one engine each,
+and the end of a bench.
 
 It must not import torch or vLLM, so that an engine that cannot start costs only its own row.
 """

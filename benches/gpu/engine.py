@@ -29,16 +29,21 @@ from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
 ALONE = ("decode", "attached", "startup")
-"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than
-alone; servers do not run so. And what is compared within one process needs no other.
+"""Plain vLLM's decode steps were up to 4 % shorter with other, idle engines on the GPU than alone,
+which is not how servers run. Comparisons within one process need no other engine.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Of the Llama shape, in bfloat16; other shapes have less."""
 OTHER_BYTES = 5 << 30
-"""Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's
-staging, the CUDA context.
+"""Memory of an engine besides weights and paged KV: activations of 8,192 tokens, CUDA graphs,
+kvloft's staging, the CUDA context.
 """
 POLL_S = 0.2
+COUNT_NAMES = {
+    "saved_bytes": "saved bytes",
+    "loaded_bytes": "loaded bytes",
+    "bad_chunks": "loaded chunks with a wrong tag",
+}
 COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
@@ -69,7 +74,8 @@ def run(
     groups = _groups(connectors, phases, together=together)
     if not groups:
         raise UnsupportedError(
-            "'attached' compares an engine with itself without its connector; --connectors names none that has one"  # noqa: E501
+            "'attached' compares an engine with itself without its connector; --connectors names "
+            "none that has one"
         )
     host_bytes = options.get("host_bytes", 0)
     progress("servers start")
@@ -171,7 +177,7 @@ def _groups(
 def fit_together(
     num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int
 ) -> bool:
-    """Whether so many engines have room on a GPU of ``total_bytes``."""
+    """Return True if ``num_engines`` engines fit on a GPU of ``total_bytes``."""
     weights = EMBEDDING_BYTES + int(model.get("num_hidden_layers", 32)) * LAYER_BYTES
     return num_engines * (weights + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
 
@@ -281,12 +287,8 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     for what, whose in (("own", "an own prompt"), ("other", "the other engine's prompt")):
         row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
         row("  tokens that were cached", "shared", f"{what}_cached")
-    for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
-        row(
-            f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}",  # noqa: E501
-            "totals",
-            what,
-        )
+    for what, name in COUNT_NAMES.items():
+        row(f"in all: {name}", "totals", what)
     row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
     for part, label in COLD_PARTS.items():
         row(f"  {label}, ms", "wave", "cold_parts", part)
@@ -308,7 +310,7 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         ):
             for mark in ("p50", "p99"):
                 row(
-                    f"decode steps beside {what}{label}: {mark}, ms",
+                    f"decode steps during {what}{label}: {mark}, ms",
                     "decode",
                     what,
                     f"{kind}_{mark}_ms",
@@ -320,7 +322,10 @@ def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     engine = argparse.ArgumentParser(
         prog="engine",
-        description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",  # noqa: E501
+        description=(
+            "First tokens and decode steps of vLLM alone, with OffloadingConnector and with "
+            f"kvloft, on one GPU. {STATUS}"
+        ),
     )
     connectors = ("none", "native", "kvloft", "raw", "before", "groups", *SERVED, *PEERS)
     phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
@@ -328,18 +333,19 @@ def parser() -> argparse.ArgumentParser:
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is another kvloft, the one in "  # noqa: E501
-        "the folder that BENCH_BEFORE names, groups is kvloft with kv_groups=all, served and served2 are engines with one "  # noqa: E501
-        "`kvloft serve` as their store (default the first three)",
+        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is "
+        "another kvloft from the folder BENCH_BEFORE, groups is kvloft with kv_groups=all, served "
+        "and served2 are engines with one `kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
         "--phases",
         type=some_of(*phases),
         default=list(phases[:4]),
-        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "  # noqa: E501
-        "alone, beside saves and beside loads), shared (prompts that the other engine of a server computed), "  # noqa: E501
-        "attached (new prompts with the connector and without it, in one process), startup "
-        "(saves that fail while host memory is pinned; first, or alone); default the first four",
+        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight "
+        "prompts at once), decode (steps alone, during saves and during loads), shared (prompts "
+        "that the other engine of a server computed), attached (new prompts with the connector and "
+        "without it, in one process), startup (saves that fail while host memory is registered; "
+        "first, or alone); default the first four",
     )
     engine.add_argument(
         "--context",
@@ -375,7 +381,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpus",
         type=whole(1, 64),
         default=None,
-        help="spread the engines over so many GPUs (default one GPU)",
+        help="number of GPUs for the engines (default 1)",
     )
     add_model(engine)
     engine.add_argument(
@@ -402,7 +408,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = room and not args.one_by_one
     if not together:
         screen.print(
-            "One engine after the other: what changes on the machine meanwhile counts as their difference.",  # noqa: E501
+            "One engine after the other: changes on the machine in between count as their "
+            "difference.",
             style="dim",
         )
     options = {
@@ -418,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
         print(
-            f"kvloft: {', '.join(missing)} cannot be had here; --connectors names others",
+            f"kvloft: {', '.join(missing)} not available here; select others with --connectors",
             file=sys.stderr,
         )
         return 2

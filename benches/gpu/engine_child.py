@@ -28,7 +28,7 @@ from kvloft.bench.link import Ceiling, HostFrames
 
 KVLOFT = ("kvloft", "raw", "before", "groups", *SERVED)
 LANDED_S = 0.1
-"""After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
+"""Wait after a turn, so that its saves do not run during the next engine's turn."""
 
 LINK_BYTES = 256 << 20
 """Of the large copy that loads are compared with."""

@@ -167,7 +167,7 @@ class Row:
     resaved: str
     problem: str
     loaded_of: tuple[int, ...] = ()
-    """Chunks loaded of each KV cache group of which there were any, if there are several."""
+    """Chunks loaded per KV cache group with loads, if there are several groups."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:
@@ -244,8 +244,8 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
 def _kept_problems(
     found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
 ) -> Iterator[str]:
-    """Of prompts from host memory, beside the same from vLLM's own cache; ``found`` has how many
-    tokens each found.
+    """Compare prompts from host memory with the same from vLLM's own cache; ``found`` has the
+    tokens that each found.
     """
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
@@ -292,7 +292,7 @@ def problems(results: Mapping[str, Any]) -> list[str]:
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What is worth keeping: everything but the tokens themselves."""
+    """The results without the tokens themselves."""
     rows = judge(results)
     setups = {
         name: {

@@ -28,7 +28,7 @@ def make_norm_invariant() -> None:
     """Let vLLM's batch-invariant mode keep its word for the norm that adds a residual.
 
     It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a
-    step has 256 tokens: the row of a decoding request then rounds differently beside a prefill
+    step has 256 tokens: the row of a decoding request then rounds differently with a prefill
     (vLLM 0.26.0).
     """
     from vllm.model_executor.layers import layernorm
@@ -102,8 +102,8 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Each run's tokens (the first's only, of a reference), with what was moved, audited and
-        preempted meanwhile.
+        """Return each run's tokens (the first's only, for a reference), with counts of moves,
+        audits and preemptions.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
@@ -166,9 +166,8 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    again = (
-        {"again": at_once} if subject.has_prefix_cache else {}
-    )  # what is left in HBM changes the batches, whoever caches
+    # Blocks left in HBM change the batches, with every connector.
+    again = {"again": at_once} if subject.has_prefix_cache else {}
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
 
@@ -207,7 +206,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
                 subject.engine.llm.sleep(level=level)
                 subject.engine.llm.wake_up()
                 if level == 2:
-                    apply_model(subject.engine.llm, sharpen)  # the weights were given up
+                    apply_model(subject.engine.llm, sharpen)  # level 2 dropped the weights
             subject.empty_hbm()
         return subject.engine.tokens(prompts, 24)
 
@@ -215,8 +214,8 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's
-    own cache held.
+    """One at a time, with lengths around the ends of blocks; loaded blocks are compared with those
+    of vLLM's own cache.
     """
     size, longest = subject.block_tokens, subject.longest
     lengths = (
@@ -245,7 +244,7 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
         if subject.audit is not None:
             for name, count in kept.compare(subject.audit.take_loaded()).items():
                 looks[-1][name] = looks[-1].get(name, 0) + count
-        if len(looks) == 1:  # what a forward wrote; later, what is there may have been loaded
+        if len(looks) == 1:  # written by a forward pass; later blocks may be loaded ones
             kept.note()
         return answer
 

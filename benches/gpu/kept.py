@@ -27,7 +27,7 @@ class KeptBlocks:
         self._clones: dict[bytes, torch.Tensor] = {}
 
     def note(self) -> int:
-        """Clone what is cached and not noted yet; returns how many blocks are noted."""
+        """Clone cached blocks without a clone; return the number of clones."""
         for block in self._pool.blocks:
             name = block.block_hash
             if name is not None and name not in self._clones:
@@ -47,9 +47,8 @@ class KeptBlocks:
             if clone is None:
                 counts["unnamed"] += 1
             else:
-                counts[
-                    f"{'same' if torch.equal(self._page(group, block), clone) else 'differing'}_{group}"  # noqa: E501
-                ] += 1
+                is_same = torch.equal(self._page(group, block), clone)
+                counts[f"{'same' if is_same else 'differing'}_{group}"] += 1
         return counts
 
     def _page(self, group: int, block: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""A model of one of `shapes` with random weights made sharp, served by vLLM in this process: what
-the engine benches measure.
+"""A model of one of `shapes` with sharp random weights, run by vLLM in this process: the subject of
+the engine benches.
 
 Sharp: attention logits have a spread of several units, so that the next token depends on single
-tokens of the prompt, and so on the KV that was loaded. It must not know what is measured.
+tokens of the prompt, and so on the loaded KV. Must not depend on the measurements.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benches.gpu.shapes import DRAFT, config_of
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
 FLOOD_PROMPTS = 3
-"""Of which each fills as much of paged KV, at most: while a connector still keeps one's blocks,
-there is room for the next.
+"""Number of flood prompts; each fills an equal share of paged KV, at most: while a connector still
+holds the blocks of one, there is room for the next.
 """
 SLOW_DECAY = -6.0
 """Logarithm of how fast a gated delta net forgets: its state has some hundred tokens in it."""
@@ -220,8 +220,8 @@ class Engine:
             time.sleep(0.1)
 
     def empty_gpu_cache(self) -> None:
-        """Nothing in HBM can be hit any more; what the connector keeps stays. Raises RuntimeError
-        where vLLM will not.
+        """Empty HBM, so that nothing in it can be hit; the connector's chunks stay. Raises
+        RuntimeError if vLLM refuses.
         """
         if self._floods:
             return self._flood()
@@ -244,8 +244,8 @@ class Engine:
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Only where it is another: engines that share a folder are told apart by when its files
-    changed.
+    """Write it only if it differs: engines that share a folder are distinguished by modification
+    times.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, text = folder / "config.json", json.dumps(config)

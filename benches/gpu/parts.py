@@ -24,7 +24,7 @@ class Parts(NamedTuple):
     gpu_s: float
     """From there to the end of the last forward."""
     between_s: float
-    """Of that, what is between forwards."""
+    """Part of it between forward passes."""
     after_s: float
     """Until the caller had the last token."""
     collected_s: float
@@ -58,8 +58,8 @@ class ForwardParts:
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
-        """Of what was sent at `start` and took so many ``seconds``; None without a forward (a
-        replay is none) or with too many.
+        """Return the parts of a request that was sent at `start` and took ``seconds``; None without
+        a forward pass (a replay has none) or with too many.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

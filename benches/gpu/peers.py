@@ -1,5 +1,5 @@
-"""Other external caches beside kvloft: their connector settings, their environment, and servers:
-theirs and kvloft's own.
+"""Other external caches to compare kvloft with: their connector settings, environment, and servers:
+theirs and kvloft's.
 
 It must not import vLLM or a peer: one that cannot start costs only its own row.
 """

@@ -1,5 +1,5 @@
-"""What is asked of one rank of an engine, in its own process: the audit of its pages. It must be a
-module that ranks can import.
+"""Calls on one rank of an engine, in its process: the audit of its pages. A module that ranks can
+import.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ def skip_loads(worker: Any, skip: bool) -> None:
 
 
 def counts(worker: Any) -> dict[str, int]:
-    """In a rank: what was moved and compared since the last call, and bytes since the first."""
+    """In a rank: counts of moves and comparisons since the last call, and bytes since the first."""
     return {**_audits[0].take_counts(), **worker_totals()}

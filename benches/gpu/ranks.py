@@ -67,12 +67,15 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         ):
             yield f"less was found {name} than warm: {runs[name]['cached']} for {warm['cached']}"
     if skipped["tokens"] == cold["tokens"]:
-        yield "tokens do not depend on what is loaded"
+        yield "tokens do not depend on the loaded KV"
     if any(
         ours < theirs - 16
         for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)
     ):
-        yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"  # noqa: E501
+        yield (
+            f"fewer tokens were found than in vLLM's own cache: {warm['cached']} for "
+            f"{runs['hbm']['cached']}"
+        )
     for name, found in runs.items():
         if len(found["ranks"]) != num_ranks:
             yield f"{len(found['ranks'])} ranks answered, not {num_ranks} ({name})"

@@ -105,7 +105,9 @@ def parser() -> argparse.ArgumentParser:
     """This bench's command line."""
     restart = argparse.ArgumentParser(
         prog="restart",
-        description=f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}",  # noqa: E501
+        description=(
+            f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}"
+        ),
     )
     restart.add_argument(
         "--context",

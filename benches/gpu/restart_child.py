@@ -24,9 +24,8 @@ def main(options: dict[str, Any]) -> None:
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
         wait_registered(engine, {"name": "served"})  # saves take no frames that are not; loads do
-        engine.ttft(
-            engine.prompt(options["context"])
-        )  # what is compiled and captured by then is so in each life
+        # Both lives then have the same compiled and captured code.
+        engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)
     answered_s = time.monotonic() - options["begin_s"]

@@ -160,8 +160,8 @@ def tiny_mla(num_layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's
-    settings for it. ``drafts``: the drafter's method and how many tokens it guesses.
+    """``changes``: config values that replace `LLAMA`'s. ``llm``: vLLM's settings for it.
+    ``drafts``: the drafting method and the number of draft tokens.
     """
 
     num_layers: int

@@ -1,6 +1,6 @@
 """Turns of engines that share a GPU: each measures one thing while the others are idle, so that
-what changes in the course of a run (a GPU that gets warm, neighbours on the host's cores) meets
-them all alike. It must not know what is measured.
+changes in the course of a run (a warming GPU, other load on the host) affect all alike. Must not
+depend on the measurements.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Turns:
                 file.write(b".")
 
     def leave(self) -> None:
-        """Take no more turns."""
+        """Stop taking turns."""
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
@@ -74,6 +74,6 @@ class Turns:
 
 
 def leave(folder: Path, name: str) -> None:
-    """Say for ``name``, whose process may be dead, that it takes no more turns."""
+    """Record that ``name``, whose process may be dead, takes no further turns."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"left-{name}").touch()

@@ -529,8 +529,8 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
         (
             ["--socket", "/tmp/kv.sock"],
             (
-                "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; "  # noqa: E501
-                "give --socket a path"
+                "the socket's directory /tmp (belongs to user|may be written by other users) "
+                "[^;]*; give --socket a path"
             ),
         ),
         (

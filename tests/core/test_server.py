@@ -157,7 +157,9 @@ def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str
 FORKING_ENGINE = """
 import os, signal
 from kvloft import _core
-session = _core.Session.connect({socket!r}, frame_bytes={frame}, namespace=bytes(32), timeout_s=60.0)
+session = _core.Session.connect(
+    {socket!r}, frame_bytes={frame}, namespace=bytes(32), timeout_s=60.0
+)
 chain = _core.KeyChain(bytes(32), block_tokens=1)
 chain.append_tokens([1, 2, 3])
 session.reserve([(chain, (), 0, 0, 3, [[4, 5, 6]])])
@@ -166,7 +168,7 @@ if child := os.fork():
 else:
     os.close(1)
 signal.pause()
-"""  # noqa: E501
+"""
 
 
 def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frames(

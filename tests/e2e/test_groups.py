@@ -27,8 +27,8 @@ from .zoo.test_zoo import needed
 REFUSED = {
     "ngram-mamba2": "kvloft rejects draft tokens with Mamba2: vLLM alone answers some hits wrongly "
     "(zoo/test_faults.py)",
-    "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM computes prompts only "
-    "whole there",
+    "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM computes prompts "
+    "only whole there",
 }
 """Unsupported models and the reason; remove the row when kvloft supports one."""
 VLLM_DIFFERS = {"lfm2": {65}}

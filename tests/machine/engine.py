@@ -66,7 +66,7 @@ class Outcome:
 @contextmanager
 def all_is_tried() -> Iterator[None]:
     """Also what kvloft refuses because it never ran with a model."""
-    refused = ("_of_drafts_beside_states", "_of_drafts_beside_blocks")
+    refused = ("_of_drafts_with_states", "_of_drafts_with_block_sizes")
     with pytest.MonkeyPatch.context() as patch:
         for name in refused:
             patch.setattr(support, name, lambda *_: iter(()))

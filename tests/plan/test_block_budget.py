@@ -51,9 +51,7 @@ def test_taken_blocks_are_released_and_shared_blocks_count_once(
             needs[req_id] = need
 
 
-def test_a_request_needs_all_its_blocks_of_full_attention_but_those_of_the_window_and_of_the_step() -> (  # noqa: E501
-    None
-):
+def test_a_request_needs_all_its_full_attention_blocks_except_those_in_the_step() -> None:
     budget = BlockBudget(GROUPS, PoolSize(100, step_tokens=16))
     need = budget.need(CHAINS[0], 100, local_tokens=40, loaded_tokens=80)
     assert need.own == (26 - 10) + (2 + (8 + 16) // 4) + 3

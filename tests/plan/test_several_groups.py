@@ -143,9 +143,7 @@ def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> No
 
 
 @pytest.mark.parametrize("happens", ["reset", "plan_loads_only"])
-def test_what_a_request_computed_before_a_reset_or_a_step_that_could_not_be_read_is_not_saved_after_it(  # noqa: E501
-    happens: str,
-) -> None:
+def test_kv_computed_before_a_reset_or_an_unreadable_step_is_not_saved(happens: str) -> None:
     bench = Bench()
     request = request_of()
     bench.finish(saving_step(bench, request))
@@ -280,9 +278,7 @@ def test_a_session_whose_window_moved_on_keeps_what_it_had_before_a_reset() -> N
     assert not bench.step(request, 8, windows(0, 0, 23, 24, 25, 26, 27)).saves
 
 
-def test_a_preempted_request_s_windows_are_computed_anew_though_both_tables_begin_with_null_blocks() -> (  # noqa: E501
-    None
-):
+def test_windows_of_a_preempted_request_are_computed_again_from_null_blocks() -> None:
     bench, request = Bench(WINDOW_ONLY), request_of()
     bench.core.admit(request, 0, windows(0, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(0, 22, 23, 24, 25)))

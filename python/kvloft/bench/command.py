@@ -25,7 +25,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure copies on this machine's GPU",
-        description="Measure copies on this machine's GPU. Prints medians, each with its ceiling from the same run.",  # noqa: E501
+        description=(
+            "Measure copies on this machine's GPU. Prints medians, each with its ceiling from the "
+            "same run."
+        ),
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     _add_copy(kinds)
@@ -59,8 +62,14 @@ def writable(text: str) -> str:
 def _add_copy(kinds: Any) -> None:
     copy = kinds.add_parser(
         "copy",
-        help="GB/s of saves and loads by page size, compared with the ceiling, and their cost to computation",  # noqa: E501
-        description=f"GB/s of saves and loads by page size, in turns with one large copy, and their cost to computation. {STATUS}",  # noqa: E501
+        help=(
+            "GB/s of saves and loads by page size, compared with the ceiling, and their cost to "
+            "computation"
+        ),
+        description=(
+            "GB/s of saves and loads by page size, alternating with one large copy, and their cost "
+            f"to computation. {STATUS}"
+        ),
     )
     copy.add_argument(
         "--mib",
@@ -97,7 +106,8 @@ def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM for CUDA"  # noqa: E501
+            f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM "
+            "for CUDA"
         )
     import torch
 
@@ -148,8 +158,11 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
     pages = Table(
         "page",
         *columns,
-        title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "  # noqa: E501
-        f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each both ways",
+        title=(
+            f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy "
+            f"{ceiling['save']:.1f} out, {ceiling['load']:.1f} in, {ceiling['both']:.1f} each both "
+            "ways"
+        ),
     )
     for row in result["pages"]:
         pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *_rates(row))

@@ -234,8 +234,8 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "layers with a state",
                 (
-                    f"{figures['num_state_layers']} (one state for each saved boundary, not in these "  # noqa: E501
-                    "figures)"
+                    f"{figures['num_state_layers']} (one state for each saved boundary, not in "
+                    "these figures)"
                 ),
             )
         )

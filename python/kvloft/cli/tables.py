@@ -120,8 +120,8 @@ def unwritten(space: Status) -> list[str]:
     return (
         [
             (
-                f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the disk is "  # noqa: E501
-                "slower than saves"
+                f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the "
+                "disk is slower than saves"
             )
         ]
         if num

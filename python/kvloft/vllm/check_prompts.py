@@ -22,9 +22,10 @@ CLEAR, CLEAR_ELSE = 0.01, 0.3
 and in other dtypes.
 """
 WORDS = """
-    river stone seven under garden letter cold bright number window paper walk green often table north voice slow market train
-    winter glass remember island second bridge quiet metal story before orange engine doctor circle travel answer music field
-"""  # noqa: E501
+    river stone seven under garden letter cold bright number window paper walk green often table
+    north voice slow market train winter glass remember island second bridge quiet metal story
+    before orange engine doctor circle travel answer music field
+"""
 
 
 class Asked(Protocol):

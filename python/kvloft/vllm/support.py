@@ -146,9 +146,11 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
     yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
-        yield "needs states at the ends of blocks; set --mamba-cache-mode align, with prefix caching"  # noqa: E501
+        yield (
+            "needs states at the ends of blocks; set --mamba-cache-mode align, with prefix caching"
+        )
     if "state" in kinds and vllm_config.speculative_config is not None:
-        yield from _of_drafts_beside_states(vllm_config, specs)
+        yield from _of_drafts_with_states(vllm_config, specs)
     odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(
         getattr(group, name, not value) == value for group in groups for name, value in odd.items()
@@ -188,10 +190,10 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
             f"have {sizes}{way_out}"
         )
     if has_draft_kv(vllm_config):
-        yield from _of_drafts_beside_blocks(vllm_config, sizes)
+        yield from _of_drafts_with_block_sizes(vllm_config, sizes)
 
 
-def _of_drafts_beside_blocks(vllm_config: Any, sizes: str) -> Iterator[str]:
+def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
     yield (
         f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have "
         f"{sizes} yet: a draft model with "
@@ -199,7 +201,7 @@ def _of_drafts_beside_blocks(vllm_config: Any, sizes: str) -> Iterator[str]:
     )
 
 
-def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
+def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     """Every drafter except suffix was tested with gated delta nets; suffix differs from ngram only
     in its guesses.
 

@@ -2,7 +2,7 @@
 tokens, and norms of several layers at once.
 
 They take the kernels' arguments and write the same results; vLLM's own code around them decides
-what is drafted, and when.
+drafting.
 """
 
 from typing import Any

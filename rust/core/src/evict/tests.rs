@@ -64,7 +64,7 @@ impl Oracle {
     }
 }
 
-/// Drives a policy the way the store does: a forest with pins, and the guarantee of which chunks
+/// Drives a policy the way the store does: a forest of chunks with pins, in which unpinned leaves
 /// are evictable.
 struct Forest<P> {
     policy: P,
