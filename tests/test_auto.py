@@ -222,7 +222,7 @@ def has_zombies(engine: subprocess.Popen[str]) -> bool:
     )
 
 
-def test_an_engine_is_told_which_of_its_settings_the_running_server_has_not(host: Host) -> None:
+def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> None:
     lines_until_ready(host.start())
     disk = str(host.folder / "disk")
     (said,) = lines_until_ready(

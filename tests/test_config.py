@@ -158,12 +158,12 @@ def test_empty_environment_variable_means_not_given() -> None:
         "DISK_SERVICE_HOST",
     ],
 )
-def test_what_kubernetes_sets_for_a_service_of_that_name_is_no_setting(name: str) -> None:
+def test_kubernetes_service_variables_are_not_settings(name: str) -> None:
     assert load_config({}, {f"KVLOFT_{name}": "10.0.0.1"}) == Config()
 
 
 @pytest.mark.parametrize("name", ["HOST", "SERVICE", "PORTS", "PORT_TCP", "SERVICE_HOSTS"])
-def test_what_is_like_it_is_a_mistake(name: str) -> None:
+def test_similar_names_are_mistakes(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a setting"):
         load_config({}, {f"KVLOFT_{name}": "10.0.0.1"})
 
@@ -216,7 +216,7 @@ def test_size_survives_being_written_and_read(size: int) -> None:
 
 
 @given(st.fixed_dictionaries({}, optional=GOOD))
-def test_what_describe_prints_loads_back_to_the_same_settings(extra: dict[str, object]) -> None:
+def test_output_of_describe_loads_to_the_same_settings(extra: dict[str, object]) -> None:
     extra["disk_path"] = "/cache"
     config = load_config(extra, {})
     names = {"namespace": config.namespace, "server": config.server}
@@ -254,7 +254,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
     )
 
 
-def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
+def test_server_settings_need_server_auto() -> None:
     with pytest.raises(
         ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"
     ):
@@ -348,7 +348,7 @@ ALWAYS_BAD = [
 
 @pytest.mark.parametrize("junk", ALWAYS_BAD, ids=lambda junk: ascii(junk)[:12])
 @pytest.mark.parametrize("key", KEYS)
-def test_what_no_key_takes_is_refused_by_each(key: str, junk: object) -> None:
+def test_invalid_values_are_rejected_for_each_key(key: str, junk: object) -> None:
     with pytest.raises(ConfigError) as error:
         load_config({"disk_path": "/cache", key: junk}, {})
     assert one_sentence(error).startswith(f"{key} = ")

@@ -20,7 +20,7 @@ class Owner:
         self.end()
 
 
-def test_what_a_thread_kept_until_it_ended_late_is_collected_too(
+def test_objects_of_a_thread_that_ends_late_are_collected(
     request: pytest.FixtureRequest,
 ) -> None:
     """On a starved machine a thread may well end after the guard's first collection."""

@@ -36,7 +36,7 @@ def test_quotas_are_read_back(quota: int | float) -> None:
 
 
 @given(st.floats(1e-6, 1.0))
-def test_a_part_is_told_to_a_server_as_it_is_read(part: float) -> None:
+def test_a_percentage_is_passed_to_a_server_unchanged(part: float) -> None:
     """As `server: auto` does, of whatever an engine was given."""
     quota = parse_quota(part)
     assert parse_quota(format_quota(quota)) == quota and abs(quota - part) < 1e-6
@@ -175,7 +175,7 @@ def test_single_salts_have_what_they_say_and_else_what_all_have(tmp_path: Path) 
         ("- {salt_file: [1]}", "expected salt_file to be the path of a file"),
     ],
 )
-def test_a_wrong_file_is_named_and_no_salt_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_is_named_without_a_salt(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "large").write_text(SECRET.ljust((1 << 16) + 1, "x"))
     with pytest.raises(ConfigError) as error:

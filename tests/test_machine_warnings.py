@@ -19,7 +19,7 @@ def said(**extra: object) -> list[str]:
     return warnings(load_config({key: str(value) for key, value in extra.items()}, {}))
 
 
-def test_what_fits_is_silent_and_makes_nothing(tmp_path: Path) -> None:
+def test_valid_settings_warn_of_nothing_and_create_nothing(tmp_path: Path) -> None:
     assert said(host_size="1MiB", disk_path=tmp_path / "new" / "cache", disk_size="1MiB") == []
     assert not (tmp_path / "new").exists()
 
@@ -59,7 +59,7 @@ def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str |
     assert [text.split("; ")[1] for text in found] == ([f"did you mean {meant}?"] if meant else [])
 
 
-def test_a_quota_that_keeps_nothing_is_told_unless_single_salts_have_others(tmp_path: Path) -> None:
+def test_a_quota_of_zero_frames_warns_unless_individual_salts_have_quotas(tmp_path: Path) -> None:
     for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
         (text,) = said(salt_quota=quota)
         assert text.startswith(
@@ -201,9 +201,7 @@ def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert f"{tmp_path} is not writable" in text
 
 
-def test_what_this_user_may_not_look_at_is_a_warning_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreadable_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = os.stat
 
     def hidden(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +279,7 @@ def test_an_unwritable_directory_does_not_block_the_start(
 @pytest.mark.parametrize(
     ("lock", "is_told"), [("4711\n", True), ("", False), ("a user's own\n", False), (None, False)]
 )
-def test_a_disk_directory_in_anothers_is_told(
+def test_a_disk_directory_inside_another_is_reported(
     lock: str | None, is_told: bool, tmp_path: Path
 ) -> None:
     disk = tmp_path / "first" / "deep" / "er"
@@ -301,9 +299,7 @@ def test_a_disk_directory_in_anothers_is_told(
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(
-    mode: int, tmp_path: Path
-) -> None:
+def test_a_directory_writable_by_others_is_reported(mode: int, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     disk.chmod(mode)

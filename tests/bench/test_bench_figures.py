@@ -44,7 +44,7 @@ def test_one_disturbed_run_does_not_decide() -> None:
     assert _middle(runs) == {"p99": 6.2, "runs": runs}
 
 
-def test_a_warm_first_token_is_beside_the_link_and_its_own_hit() -> None:
+def test_a_warm_first_token_is_compared_with_the_link_and_a_hit() -> None:
     assert of_bound(10.0, [22.0, 33.0, 26.0], [10.0, 20.0, 10.0]) == {
         "shares_of_bound": [1.1, 1.1, 1.3],
         "warm_of_bound": 1.1,
@@ -483,7 +483,7 @@ def test_known_prompts_are_judged_by_the_link_and_hbm(
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(70.0, "met"), (70.5, "**missed**")])
-def test_the_report_puts_our_server_beside_the_fastest_other(
+def test_the_report_compares_our_server_with_the_fastest_other(
     ours: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers = {"served": ours, "pegaflow": 70.0, "lmcache-server": 90.0}

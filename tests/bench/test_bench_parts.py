@@ -272,7 +272,7 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     assert len(rows) == 4 * (1 + len(engine.COLD_PARTS))
 
 
-def test_a_connector_comes_back_whatever_happened_without_it(
+def test_a_connector_is_restored_after_any_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = SimpleNamespace(_KV_CONNECTOR_AGENT="agent")

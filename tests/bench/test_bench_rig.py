@@ -118,7 +118,7 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(
 
 
 @pytest.mark.parametrize("order", FRAME_ORDERS)
-def test_saves_beside_loads_go_to_frames_that_are_not_read(order: str, gpu: Gpu) -> None:
+def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -> None:
     rig = make_rig(HostFrames(2 * CHUNKS * PART), order)
     frames = {
         name: [copy.frame for copy in plan.chunks]

@@ -215,7 +215,7 @@ WRONG_KEPT: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("problem", WRONG_KEPT)
-def test_what_is_not_as_in_vllms_own_cache_is_named(problem: str) -> None:
+def test_differences_from_vllms_own_cache_are_named(problem: str) -> None:
     found = kept()
     assert problems(found) == []
     WRONG_KEPT[problem](found["flash-groups"]["phases"]["kept"]["warm"])

@@ -67,7 +67,7 @@ def test_ranks_that_load_what_they_wrote_are_no_problem() -> None:
         ("skipped_load", "ranks", [rank(6, 6), rank(6, 5)], "rank 1: the audit did not see"),
     ],
 )
-def test_what_is_wrong_in_one_rank_is_named(run: str, key: str, value: Any, word: str) -> None:
+def test_errors_of_one_rank_are_named(run: str, key: str, value: Any, word: str) -> None:
     found = deepcopy(result())
     found["runs"][run][key] = value
     said = list(ranks.problems(found, 2))

@@ -27,7 +27,7 @@ def life(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_what_the_next_engine_lacks_is_named() -> None:
+def test_problems_of_a_restart_are_named() -> None:
     first = life(cached=0, first=[8, -0.6])  # computed in other pieces, so rounded otherwise
     assert restart.problems([first, life()], 4096) == []
     assert "found 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]

@@ -112,7 +112,7 @@ def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_that_need_an_engine_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", '{"disk_threads": 1}']) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "whether disk_path is in use" in out
@@ -153,7 +153,7 @@ def test_help_fits_80_columns(
         assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, "the list above is all"
 
 
-def test_what_a_server_has_is_not_shown_as_the_engines(
+def test_server_memory_is_not_shown_as_the_engines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
@@ -182,7 +182,7 @@ def test_what_a_server_has_is_not_shown_as_the_engines(
         (["bench", "copy", "--nothing"], "unknown argument: --nothing\n"),
     ],
 )
-def test_what_a_command_does_not_know_is_named_with_what_it_does(
+def test_unknown_options_are_reported_with_the_known_ones(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An abbreviation may mean something else than its writer thinks."""

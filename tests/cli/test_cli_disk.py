@@ -198,9 +198,7 @@ def test_verify_of_a_lost_index_is_status_1(
 
 
 @pytest.mark.parametrize("is_json", [False, True])
-def test_damage_that_a_reader_does_not_wait_for_is_status_1_all_the_same(
-    folder: Path, is_json: bool
-) -> None:
+def test_damage_is_status_1_if_the_reader_closes_early(folder: Path, is_json: bool) -> None:
     damage_one_payload(folder)
     argv = [
         sys.executable,
@@ -222,7 +220,7 @@ def test_damage_that_a_reader_does_not_wait_for_is_status_1_all_the_same(
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_what_cannot_be_written_is_not_the_status_of_damage(folder: Path) -> None:
+def test_an_output_error_is_not_the_status_of_damage(folder: Path) -> None:
     argv = [sys.executable, "-m", "kvloft.cli", "verify", str(folder)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -271,7 +269,7 @@ def test_a_format_that_is_a_flipped_digit_is_damage(
     assert "its checksum differs" in json.loads(capsys.readouterr().out)["damage"][0]["problem"]
 
 
-def test_damage_beside_an_older_format_is_status_1(
+def test_damage_with_an_older_format_is_status_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_older(folder)

@@ -72,7 +72,7 @@ def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]"
         ["--help"],
     ],
 )
-def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> None:
+def test_a_closed_stdout_ends_a_command_without_effects(argv: list[str], folder: Path) -> None:
     done = closed([part.format(folder) for part in argv], 1)
     assert (done.returncode, done.stderr) == (
         4,
@@ -82,7 +82,7 @@ def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> N
     assert closed(["config"], 0, 1, 2).returncode == 4
 
 
-def test_what_goes_wrong_is_not_output_where_stderr_is_closed(folder: Path) -> None:
+def test_errors_are_not_printed_to_stdout_if_stderr_is_closed(folder: Path) -> None:
     done = closed(["status", "--socket", str(folder / "kv.sock")], 2)
     assert (done.returncode, done.stdout) == (1, "")
 
@@ -101,9 +101,7 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
     ("place", "reason"),
     [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")],
 )
-def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(
-    argv: list[str], place: str, reason: str
-) -> None:
+def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reason: str) -> None:
     """Python writes what it kept back as it ends: then an error would be a traceback, and the
     status 120.
     """
@@ -123,7 +121,7 @@ def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"], ["config"]])
-def test_what_is_lost_at_once_is_told_in_a_sentence(argv: list[str]) -> None:
+def test_an_immediate_write_error_is_one_sentence(argv: list[str]) -> None:
     """Without a buffer, the error comes while argparse prints, which would ignore it."""
     with open("/dev/full", "w") as out:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -148,7 +148,7 @@ def _evict(socket: str, more: list[str], stdin: str) -> "subprocess.CompletedPro
     )
 
 
-def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evict_host_only_keeps_the_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(folder) as (socket, _):
         engine = connect(socket)
         save_all(engine)
@@ -164,7 +164,7 @@ def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixtu
         assert found(engine) == [3, 3, 3, 3]
 
 
-def test_the_log_tells_the_tag_and_not_the_salt(
+def test_the_log_has_the_tag_instead_of_the_salt(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(folder) as (socket, process):

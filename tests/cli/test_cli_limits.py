@@ -221,11 +221,11 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
         ),
     ],
 )
-def test_bounds_are_told_in_words(settings: dict[str, str], said: str) -> None:
+def test_bounds_are_reported_in_words(settings: dict[str, str], said: str) -> None:
     assert limits_text(settings) == said
 
 
-def test_what_has_no_salt_is_shown_by_itself_only_with_a_limit() -> None:
+def test_requests_without_a_salt_have_a_row_only_with_a_limit() -> None:
     for ttl_s, is_shown in ((None, False), (10, True)):
         space = {"tenants": [tenant(None, ttl_s)], "stats": {"salts": 0}}
         assert bool(tenant_table(space, 8)) is is_shown

@@ -234,7 +234,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(
     assert said == (None if is_stderr_full else lost)
 
 
-def test_a_log_goes_on_once_there_is_room_again(
+def test_a_log_continues_after_the_disk_has_space(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full:
@@ -362,7 +362,7 @@ def save(engine: _core.Session, tokens: Iterable[int]) -> int:
     return engine.settle(chunks.tickets())[0]
 
 
-def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
+def test_a_background_server_is_reported_with_process_socket_and_log(folder: Path) -> None:
     socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
     argv = [
         "serve",
@@ -458,7 +458,7 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert captured.err.count("\n") == 1
 
 
-def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_size_is_reported_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--host-size", "many"]) == 2
     assert capsys.readouterr().err.startswith(
         'kvloft: host_size = "many" (command line) is not allowed'
@@ -518,7 +518,7 @@ def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
-def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
     assert "expected NAMESPACE=PERCENT" in capsys.readouterr().err
 
@@ -571,7 +571,7 @@ def test_a_place_that_will_not_do_is_one_sentence(
     assert "serves at" not in done.stdout
 
 
-def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(
+def test_a_server_without_linger_ends_with_the_last_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert looks_left([([1], 1), ([1], 1), ([], 1)], monkeypatch) == 0

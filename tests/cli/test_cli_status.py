@@ -66,7 +66,7 @@ def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str)
         (0, 0, False),
     ],
 )
-def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
+def test_a_file_system_too_small_for_disk_size_is_reported(
     free: int, left: int, is_full: bool, socket: str
 ) -> None:
     taken = stats_of(socket)["disk_bytes"]
@@ -85,9 +85,7 @@ def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
     assert (said in drawn.export_text()) == is_full
 
 
-def test_a_disk_that_fails_is_a_problem_that_is_told_once(
-    socket: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]
     space["stats"]["disk_broken"] = 1
@@ -145,7 +143,7 @@ def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes
     other.close()
 
 
-def test_the_part_of_a_tier_is_of_its_whole_size_and_not_of_the_slabs_taken(socket: str) -> None:
+def test_percentages_are_of_the_whole_tier(socket: str) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]
     assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], "else both were the same"

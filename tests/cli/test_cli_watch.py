@@ -295,7 +295,7 @@ def test_watch_shows_the_late_answers_that_engines_counted(socket: str) -> None:
     assert "Late answers: 7; chunks not saved because of them: 12." in drawn.export_text()
 
 
-def test_hit_rates_are_told_of_each_engine_and_of_all(
+def test_hit_rates_are_shown_per_engine_and_in_total(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
@@ -539,7 +539,7 @@ def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
     }
 
 
-def test_what_a_namespace_depends_on_is_a_table(
+def test_fields_of_a_namespace_are_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

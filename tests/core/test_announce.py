@@ -40,7 +40,7 @@ def test_the_replayed_index_is_what_the_store_answers(
     world.close()
 
 
-def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(
+def test_chunks_on_disk_at_start_are_announced_with_their_first_request(
     tmp_path: Path,
 ) -> None:
     world = World(1, tmp_path, capacity=100, slots=40)
@@ -73,7 +73,7 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
     world.close()
 
 
-def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
+def test_an_engine_that_stops_offering_retracts_its_events(tmp_path: Path) -> None:
     world = World(4, tmp_path, capacity=100, slots=40)
     core = SchedulerCore(
         world.store,
@@ -95,7 +95,7 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
     world.close()
 
 
-def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
+def test_repeated_events_start_at_the_beginning(tmp_path: Path) -> None:
     """A router may drop a block whose parent it does not know. Later requests have only the
     beginning, and only the end.
     """
@@ -123,7 +123,7 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
     world.close()
 
 
-def test_what_is_told_again_begins_anew_where_it_was_half_told(
+def test_interrupted_repeated_events_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "SLICE", 1)
@@ -217,7 +217,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
     world.close()
 
 
-def test_an_error_about_a_requests_blocks_costs_what_is_told_of_them_alone(tmp_path: Path) -> None:
+def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
     """It may come from what a newer vLLM has in a request. The next note finds a book that is
     right.
     """

@@ -296,14 +296,14 @@ class Machine(RuleBasedStateMachine):
             )
 
 
-def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subscribers_always_know_the_stored_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcing, "SLICE", SLICE)
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=4 * settings().max_examples)
     )  # each takes little time
 
 
-def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_ends() -> None:
+def test_a_chunk_that_leaves_the_disk_during_its_save_is_announced_after_it() -> None:
     store: Any = Store(9)
     announcer = Announcer(store, SHAPE, describe)
     told = []

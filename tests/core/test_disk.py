@@ -114,7 +114,7 @@ def test_verify_finds_a_flipped_bit_and_exits_1(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_no_disk_directory_is_a_usage_error(
+def test_a_folder_that_is_no_disk_directory_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     for path in (tmp_path, tmp_path / "missing"):

@@ -55,7 +55,7 @@ def attended(group: GroupShape, boundary: int) -> set[int]:
 
 
 @given(OTHERS | FULLS, st.integers(0, MAX_UNITS))
-def test_what_chunks_keep_is_all_that_any_prefix_needs(group: GroupShape, boundary: int) -> None:
+def test_chunks_keep_all_blocks_that_any_prefix_needs(group: GroupShape, boundary: int) -> None:
     first_kept = group.blocks_per_unit - group.kept_blocks
     assert group.kept_blocks >= 1
     assert all(

@@ -31,7 +31,7 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
 
 
 @given(st.integers(0, 90), st.integers(0, 12), st.integers(0, 2**32 - 1), st.integers(0, 40))
-def test_what_groups_keep_has_keys_of_its_own(
+def test_chunks_of_groups_have_separate_keys(
     num_tokens: int, first: int, group: int, more: int
 ) -> None:
     """Those of a group of full attention are hashed as the chain grows; of others, when they are
@@ -132,7 +132,7 @@ def test_a_bad_element_raises_and_names_its_place(bad: object, kind: Any) -> Non
 
 
 @pytest.mark.parametrize("bad", [b"\1\2", bytearray(4), "12", 5, None, {1, 2}, range])
-def test_what_is_no_sequence_of_ints_raises(bad: Any) -> None:
+def test_a_value_that_is_no_sequence_of_ints_raises(bad: Any) -> None:
     chain = _core.KeyChain(ROOT, block_tokens=1)
     with pytest.raises((TypeError, ValueError)):
         chain.append_tokens(bad)

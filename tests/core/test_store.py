@@ -43,7 +43,7 @@ def balance(store: _core.Session) -> None:
     )  # I8
 
 
-def test_what_was_committed_is_found_and_leased() -> None:
+def test_committed_chunks_are_found_and_leased() -> None:
     store = make_store(8)
     chain = chain_of(1, 2, 3)
     assert store.lookup(chain) == (0, 0)

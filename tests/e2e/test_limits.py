@@ -87,7 +87,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     server.assert_at_rest()
 
 
-def test_what_is_too_old_is_computed_again(
+def test_expired_chunks_are_computed_again(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     server.end()

@@ -91,7 +91,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
 
 
 @pytest.mark.parametrize("kv_groups", ["one", "auto"])
-def test_what_one_stage_cannot_load_is_computed_by_all(
+def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
     """vLLM hears of it as blocks, or where there may be several groups as a request."""

@@ -55,7 +55,7 @@ def until_full(truth: Truth, engine: Engine) -> None:
     until(lambda: ask_all(truth, engine) == FULL, "hits do not come back")
 
 
-def test_what_one_engine_computed_the_other_loads(
+def test_an_engine_loads_chunks_of_another(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     one, other = (start(kv_transfer_config=shared(server), num_blocks=120) for _ in range(2))
@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_and_frozen_under_load_costs_no_token(
     server.assert_at_rest()
 
 
-def test_a_frozen_server_costs_a_lookup_and_a_save_their_deadline_and_goes_on_where_it_was(
+def test_a_frozen_server_delays_one_lookup_and_one_save_by_their_deadline(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
@@ -313,7 +313,7 @@ def test_reset_empties_the_shared_cache(
     assert ask_all(truth, one) == FULL
 
 
-def test_two_ranks_map_the_memory_of_a_server_that_began_anew(
+def test_two_ranks_map_the_memory_of_a_restarted_server(
     zygote: Zygote, start: Callable[..., Engine], server: CacheServer, tmp_path: Path
 ) -> None:
     """Workers are processes of their own here."""

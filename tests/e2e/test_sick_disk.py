@@ -131,9 +131,7 @@ def test_an_engine_starts_on_a_disk_that_takes_nothing(
     engine.stop()
 
 
-def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(
-    disk: Ext4, tmp_path: Path
-) -> None:
+def test_a_server_starts_with_a_hung_disk_and_uses_it_later(disk: Ext4, tmp_path: Path) -> None:
     folder, socket = disk.path / "disk", tempfile.mkdtemp(prefix="kv-")  # a socket's path is short
     argv = [
         "--socket",

@@ -149,7 +149,7 @@ def test_tokens_depend_on_what_is_in_the_windows_and_before_them(gemma_truth: Tr
         ), f"{first} is not read"
 
 
-def test_windows_beside_full_attention_say_the_same_cold_warm_and_after_a_restart(
+def test_windows_with_full_attention_answer_equally_cold_warm_and_after_a_restart(
     gemma_truth: Truth, gemma: Path, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     plain = start(model=gemma, **arguments(disable_hybrid_kv_cache_manager=True))

@@ -60,7 +60,7 @@ def test_a_wrong_setting_stops_the_start_and_is_named(
 @pytest.mark.parametrize(
     "environment", [{}, {"KVLOFT_HOST_SZE": "1GiB"}], ids=["extra config", "environment"]
 )
-def test_a_wrong_setting_is_told_before_any_weights_are_loaded(
+def test_a_wrong_setting_is_reported_before_weights_are_loaded(
     start: Callable[..., Engine], tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """There are no weights to load here."""

@@ -173,7 +173,7 @@ def test_every_argument_reaches_its_function_whole(
     ]
 
 
-def test_what_the_driver_makes_comes_back_whole(library: Library) -> None:
+def test_driver_outputs_are_read_back(library: Library) -> None:
     """Streams are of the lowest priority and wait for no other; events cost no timing unless they
     are for that.
     """
@@ -277,7 +277,7 @@ def test_a_function_that_the_driver_has_not_is_an_error_not_a_crash(
         stream.launch(1, 2, 3, 4)
 
 
-def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

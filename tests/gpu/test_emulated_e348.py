@@ -58,8 +58,8 @@ test_chunks_that_do_not_fit_their_parts_are_not_saved = (
     on_gpu.test_chunks_that_do_not_fit_their_parts_are_not_saved
 )
 test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
-test_frames_not_registered_yet_are_loaded_and_not_saved_to = (
-    on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
+test_unregistered_frames_are_loaded_but_not_used_by_saves = (
+    on_gpu.test_unregistered_frames_are_loaded_but_not_used_by_saves
 )
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 

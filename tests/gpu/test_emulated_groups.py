@@ -33,11 +33,11 @@ test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied = (
 test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another = (
     on_gpu.test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another
 )
-test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = (
-    on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
+test_an_error_in_one_group_is_reported_and_others_are_loaded = (
+    on_gpu.test_an_error_in_one_group_is_reported_and_others_are_loaded
 )
-test_a_damaged_trailer_of_a_group_without_pages_is_told = (
-    on_gpu.test_a_damaged_trailer_of_a_group_without_pages_is_told
+test_a_damaged_trailer_of_a_group_without_pages_is_reported = (
+    on_gpu.test_a_damaged_trailer_of_a_group_without_pages_is_reported
 )
 
 

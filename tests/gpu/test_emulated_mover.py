@@ -43,8 +43,8 @@ def test_round_trip_is_bitwise(layout: str, route: str) -> None:
 
 test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
-test_frames_not_registered_yet_are_loaded_and_not_saved_to = (
-    on_gpu.test_frames_not_registered_yet_are_loaded_and_not_saved_to
+test_unregistered_frames_are_loaded_but_not_used_by_saves = (
+    on_gpu.test_unregistered_frames_are_loaded_but_not_used_by_saves
 )
 test_copies_outside_the_arena_are_failures_not_writes = (
     on_gpu.test_copies_outside_the_arena_are_failures_not_writes

@@ -159,7 +159,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         rig.mover.close()
 
 
-def test_what_could_not_be_pinned_fails_and_nothing_waits_for_it(rig: Rig) -> None:
+def test_saves_to_unregistered_frames_fail_without_waiting(rig: Rig) -> None:
     rig.submit(chunks(30))
     rig.pins.pin(12)
     rig.pins.end()

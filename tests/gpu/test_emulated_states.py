@@ -23,9 +23,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         yield gpu
 
 
-test_a_states_page_is_its_own_bytes_whatever_types_they_are = (
-    on_gpu.test_a_states_page_is_its_own_bytes_whatever_types_they_are
-)
+test_a_states_page_has_its_bytes_in_any_type = on_gpu.test_a_states_page_has_its_bytes_in_any_type
 test_states_and_attention_come_back_and_padding_stays_as_it_was = (
     on_gpu.test_states_and_attention_come_back_and_padding_stays_as_it_was
 )

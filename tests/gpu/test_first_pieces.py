@@ -141,7 +141,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
     )
 
 
-def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: Rig) -> None:
+def test_saves_are_sent_in_the_order_of_frames(rig: Rig) -> None:
     """`Rig.noted` looks at each piece."""
     rig.mover.begin_step(())
     backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
@@ -150,9 +150,7 @@ def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: 
     assert rig.sent() == [2, 3, 6, 6, 3]
 
 
-def test_saves_that_are_not_taken_are_told_each_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = copies_of(range(20), [[block] for block in range(20)])
     plan = SavePlan(ReqId("s"), batch_of(copies))
     with monkeypatch.context() as patch:
@@ -210,7 +208,7 @@ def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
     assert len(rig.mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
 
 
-def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
+def test_loads_of_other_steps_do_not_shrink_the_first_piece(rig: Rig) -> None:
     """Their chunks cannot be in it."""
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
     loads = [Load(plan, 4) for plan in plans]

@@ -258,7 +258,7 @@ def test_partial_loads_write_only_what_they_want() -> None:
     mover.close()
 
 
-def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
+def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No kernel may touch them: their parts are copied whole."""

@@ -226,7 +226,7 @@ def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_anothe
     rig.mover.close()
 
 
-def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
+def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     rig = Rig(900, "turned")
     rig.paged.randomize(2)
     rig.save()
@@ -249,7 +249,7 @@ def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
 @pytest.mark.parametrize(
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
-def test_a_damaged_trailer_of_a_group_without_pages_is_told(field: str) -> None:
+def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
     """All that such a frame has: nothing else says that its chunk is another."""
     rig = Rig(4096, "none")
     rig.paged.randomize(3)

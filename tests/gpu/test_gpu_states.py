@@ -143,7 +143,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(layout, heads_first=heads_first, slot_bytes=slot_bytes)
 
 
-def test_a_states_page_is_its_own_bytes_whatever_types_they_are(rig: Rig) -> None:
+def test_a_states_page_has_its_bytes_in_any_type(rig: Rig) -> None:
     full, as_bytes, as_tensors = rig.layouts
     state_bytes = prod(CONV) * 2 + prod(SSM) * 4
     assert full.page_bytes == (PAGE, PAGE) and as_bytes.page_bytes == (state_bytes, state_bytes)

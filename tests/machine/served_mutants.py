@@ -512,7 +512,7 @@ def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
     "one key, two prefixes|known",
     *DRAFTERS,
 )
-def groups_beside_a_drafter_have_keys_without_the_next_token(mp: pytest.MonkeyPatch) -> None:
+def groups_with_a_draft_model_have_keys_without_the_next_token(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0)
     )

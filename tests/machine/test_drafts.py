@@ -43,7 +43,7 @@ def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
     assert others(scene(4, 9)) == 0
 
 
-def test_without_dropping_the_last_block_it_would_be(
+def test_kv_is_wrong_without_dropping_the_last_block(
     monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]
 ) -> None:
     """vLLM #46971, #55503: the scene detects it. vLLM 0.33 adds the next token to keys, but only
@@ -82,7 +82,7 @@ def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continua
     assert scene(9, 13, forgets=True).ledger.num_saved == 2 + 3
 
 
-def test_what_a_block_held_before_says_nothing_of_it_once_a_request_wrote_to_it_and_left() -> None:
+def test_a_block_is_not_trusted_after_a_finished_request_wrote_to_it() -> None:
     """As the test with lengths 4, 9 and 13, where each block once held the first one's under the
     third one's next token.
 

@@ -45,7 +45,7 @@ def chosen(mutants: list[Mutant]) -> list[Mutant]:
     return [mutant for mutant in mutants if IS_WHOLE or mutant.name in IN_CI]
 
 
-def test_what_is_chosen_is_there() -> None:
+def test_mutants_of_ci_exist() -> None:
     assert {
         mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS + SERVED_MUTANTS
     } >= IN_CI
@@ -57,7 +57,7 @@ def test_the_machine_sees(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("mutant", chosen(DRAFT_MUTANTS), ids=lambda mutant: mutant.name)
-def test_the_machine_sees_beside_a_drafter(mutant: Mutant) -> None:
+def test_the_machine_detects_with_a_draft_model(mutant: Mutant) -> None:
     judge(mutant, DraftMachine)
 
 

@@ -144,7 +144,7 @@ def test_alone_a_request_waits_for_its_disk(scheduler: Any) -> None:
     assert waiting.requests["r"].status.name == "WAITING"
 
 
-def test_beside_a_sibling_it_takes_what_the_sibling_has_at_once(scheduler: Any) -> None:
+def test_a_request_loads_a_siblings_chunks_at_once(scheduler: Any) -> None:
     waiting = scheduler(has_sibling=True)
     waiting.schedule()
     assert Sibling.given == [2 * BLOCK]
@@ -152,7 +152,7 @@ def test_beside_a_sibling_it_takes_what_the_sibling_has_at_once(scheduler: Any) 
 
 
 @pytest.mark.parametrize("has", [0, None], ids=["has nothing", "waits itself"])
-def test_beside_a_sibling_without_tokens_a_request_waits_for_its_disk(
+def test_a_request_waits_for_its_disk_with_a_sibling_without_tokens(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, has: int | None
 ) -> None:
     monkeypatch.setattr(Sibling, "has", has)

@@ -80,7 +80,7 @@ def test_nothing_computed_on_a_wrong_hit_is_saved(
     engine.close()
 
 
-def test_the_scene_sees_wrong_kv_if_nobody_checks_who_wrote_a_block(
+def test_the_scene_detects_wrong_kv_without_the_check_of_writers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(BlockWriters, "know_hit", lambda *_: True)

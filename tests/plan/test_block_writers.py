@@ -70,7 +70,7 @@ def test_blocks_given_to_a_request_are_not_known_until_it_has_filled_them() -> N
     assert not writers.know_hit(single("b", "ab", [1, 2], num_local=2))
 
 
-def test_what_is_computed_on_a_hit_that_is_not_checked_or_is_strange_is_not_known() -> None:
+def test_kv_computed_on_an_unverified_hit_is_not_trusted() -> None:
     writers = BlockWriters(4, sees_grants=False)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     hit = single("b", "axy", [1, 2, 3], num_local=2, num_complete=3)

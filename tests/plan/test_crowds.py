@@ -276,7 +276,7 @@ def test_a_small_one_that_would_fit_does_not_pass_those_before_it() -> None:
     engine.core.close()
 
 
-def test_what_was_read_is_not_loaded_before_there_is_a_seat() -> None:
+def test_chunks_read_from_disk_wait_for_a_running_slot() -> None:
     engine, requests = on_disk(5, num_frames=200, local_cache=False, max_running=2)
     assert ask(engine, requests) == [None] * 5
     engine.store.tick(100)
@@ -300,7 +300,7 @@ def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() 
     engine.core.close()
 
 
-def test_what_is_in_host_memory_is_offered_past_those_who_wait_for_the_disk() -> None:
+def test_chunks_in_host_memory_are_offered_ahead_of_requests_waiting_for_disk() -> None:
     engine, requests = on_disk(4, num_frames=40, local_cache=False)
     serve(engine, Request("warm", [2] * 17, 1))
     for lease in requests[:3]:

@@ -98,7 +98,7 @@ def test_a_store_that_does_not_count_its_reads_is_waited_for() -> None:
     assert waits(made)
 
 
-def test_a_store_that_began_anew_is_no_measurement() -> None:
+def test_a_restarted_store_is_not_a_measurement() -> None:
     made = pacing(read_s=0.01, tokens_per_s=5000)
     made.observe_disk(0.0, {"disk_reads": 1, "disk_read_busy_us": 10_000_000, "reads_pending": 0})
     assert waits(made)

@@ -116,9 +116,7 @@ def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_name
     assert not engine.core.plan_step(StepView()).saves
 
 
-def test_a_request_computed_anew_after_a_reset_is_saved_though_its_first_block_is_the_same() -> (
-    None
-):
+def test_a_request_recomputed_after_a_reset_is_saved_with_an_equal_first_block() -> None:
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 12)
     engine.core.reset()
     assert not engine.core.plan_step(view_of_running(12, 1)).saves
@@ -141,7 +139,7 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
 @pytest.mark.parametrize(
     ("num_frames", "table"), [(5, [1, 2, 3, 4, 5, 6]), (5, [1, 0, 3, 4, 5, 6]), (1, [1, 2])]
 )
-def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
+def test_reservations_are_aborted_if_planning_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store fails just when it is asked what there is of chunks that found no frame."""
@@ -162,7 +160,7 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     engine.core.close()
 
 
-def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(
+def test_reservations_that_cannot_be_recorded_are_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last thing that planning does before the plan is the caller's."""
@@ -196,7 +194,7 @@ def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
     )
 
 
-def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
+def test_a_new_store_gets_all_saves_again() -> None:
     engine, _, first = started([5, 6, 7, 8, 9, 10], 8)
     engine.store.check_visible = lambda *_: None  # the frames were not written
     saved(engine, first)
@@ -233,7 +231,7 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     engine.core.close()
 
 
-def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_computed_anew(
+def test_an_unplanned_save_does_not_count_after_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = SymbolicEngine(Setup(block_tokens=2))
@@ -259,7 +257,7 @@ def fail(*_: Any) -> Any:
     raise RuntimeError
 
 
-def test_what_kv_events_are_told_is_left_until_the_plan_is_made() -> None:
+def test_kv_events_follow_the_plan() -> None:
     """An error in it can fail no plan and no admission."""
     engine = SymbolicEngine(Setup(block_tokens=2))
     told: list[Any] = []

@@ -71,7 +71,7 @@ def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, 
     stored=st.integers(0, 90),
     first_look=st.integers(1, 20),
 )
-def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
+def test_offers_do_not_depend_on_the_first_lookups_length(
     num_tokens: int, stored: int, first_look: int
 ) -> None:
     stored = min(stored, num_tokens)

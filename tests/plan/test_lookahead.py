@@ -57,7 +57,7 @@ def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
     settle(engine)
 
 
-def test_what_is_computed_while_vllm_leaves_the_drafter_out_is_not_saved() -> None:
+def test_steps_without_the_draft_model_are_not_saved() -> None:
     """It leaves it out of a whole step where one request comes near the engine's longest; blocks of
     such steps are never saved.
     """
@@ -88,7 +88,7 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
 
 
 @both_modes
-def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(
+def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
     run_ahead: bool,
 ) -> None:
     """vLLM's own cache has the answer's blocks, and they are known to be this chat's."""

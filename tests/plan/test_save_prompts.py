@@ -24,7 +24,7 @@ def test_a_prompt_on_whole_blocks_and_one_shorter_than_a_block(run_ahead: bool) 
     assert stored(engine, serve(engine, Request("b", [2, 2, 2], 9, saves="prompt"))) == 0
 
 
-def test_what_a_request_wishes_goes_before_the_setting() -> None:
+def test_a_requests_parameter_overrides_the_setting() -> None:
     engine = SymbolicEngine(Setup(save_prompts_only=True))
     assert stored(engine, serve(engine, Request("a", list(PROMPT), 9))) == 16
     assert stored(engine, serve(engine, Request("b", [1, *PROMPT], 9, saves="all"))) == 24

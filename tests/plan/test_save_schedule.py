@@ -77,7 +77,7 @@ def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, o
         computed = {name: frontiers[name] for name in running}
 
 
-def test_what_is_foreseen_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_steps_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every step costs what the first ones do."""
     ours, num_tokens = SaveSchedule(), [5, 9]
     ours.line_up([ReqId("a"), ReqId("b")], [16, NEVER])

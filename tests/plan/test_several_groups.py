@@ -257,7 +257,7 @@ def test_windows_only_are_saved_and_found_from_the_window_on() -> None:
     assert bench.core.hit_tokens(ReqId("b")) == {"host": 16}
 
 
-def test_what_is_lost_of_a_load_are_blocks_and_no_null_blocks() -> None:
+def test_lost_blocks_of_a_load_exclude_null_blocks() -> None:
     bench, request = Bench(WINDOW_ONLY), request_of()
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))

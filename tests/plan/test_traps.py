@@ -51,7 +51,7 @@ def test_whole_prompt_may_be_offered() -> None:
     assert engine.num_loaded_tokens == 16
 
 
-def test_what_vllm_has_itself_is_not_loaded() -> None:
+def test_blocks_of_vllms_own_cache_are_not_loaded() -> None:
     engine = SymbolicEngine(Setup())
     serve(engine, Request("a", PROMPT[:16], 3))
     again = Request("b", PROMPT[:16], 3)
@@ -181,7 +181,7 @@ def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: i
     assert bool(engine.core.plan_step(again).saves) == (not num_drafts)
 
 
-def test_a_preempted_request_is_forgotten_whatever_its_own_count_still_says() -> None:
+def test_a_preempted_request_is_reset_for_any_token_count() -> None:
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id
     counts: Any = {"num_scheduled_tokens": {req_id: 1}}

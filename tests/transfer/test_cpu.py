@@ -134,7 +134,7 @@ def bench() -> Iterator[Bench]:
     first=st.integers(0, BLOCKS_PER_CHUNK - 1),
     num_loaded=st.integers(1, BLOCKS_PER_CHUNK),
 )
-def test_what_is_gathered_is_scattered_and_nothing_else_changes(
+def test_gathered_bytes_are_scattered_and_nothing_else_changes(
     order: str,
     sizes: Sizes,
     offset: int,
@@ -243,7 +243,7 @@ def test_every_byte_of_the_payload_is_under_the_tag(bench: Bench) -> None:
         save(bench.mover, copy_of(0, (1, 2, 3)))
 
 
-def test_a_good_chunk_beside_a_bad_one_is_loaded(bench: Bench) -> None:
+def test_a_good_chunk_is_loaded_with_a_bad_one(bench: Bench) -> None:
     save(bench.mover, copy_of(0, (1,)), copy_of(1, (2,)))
     wanted = bench.expected((2,))
     bench.frames.bytes[0] ^= 1

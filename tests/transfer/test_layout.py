@@ -133,7 +133,7 @@ def test_padded_pages_keep_their_distance() -> None:
         (carve("BHLNC", Sizes())["layer.1"], "not one run of bytes"),
     ],
 )
-def test_what_cannot_be_read_as_pages_is_refused_by_name(tensor: torch.Tensor, what: str) -> None:
+def test_tensors_without_pages_are_rejected_by_name(tensor: torch.Tensor, what: str) -> None:
     with pytest.raises(LayoutError, match=what) as caught:
         read_layout({"model.layers.0.attn": tensor}, 7)
     assert "model.layers.0.attn" in str(caught.value)

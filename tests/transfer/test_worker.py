@@ -66,7 +66,7 @@ def test_each_hook_may_be_called_again_within_a_step(store: _core.Session) -> No
     assert worker.take_totals().num_bytes_saved == 0
 
 
-def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(
+def test_a_load_is_reported_to_the_scheduler_side_after_the_engine(
     store: _core.Session,
 ) -> None:
     worker = worker_for()
@@ -84,7 +84,7 @@ def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(
     assert worker.take_report() is None
 
 
-def test_what_a_drain_brought_is_reported_as_ever(store: _core.Session) -> None:
+def test_copies_finished_by_a_drain_are_reported(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -140,7 +140,7 @@ def assert_all_failed(worker: WorkerCore) -> None:
     assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
 
 
-def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(
+def test_a_mover_that_cannot_be_created_fails_copies_only(
     store: _core.Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = worker_for()
@@ -171,7 +171,7 @@ def test_frames_must_hold_a_chunk_of_every_group(
 
 
 @pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
-def test_a_request_hears_of_its_load_whatever_breaks(
+def test_every_load_is_reported_after_any_error(
     store: _core.Session, error: type[BaseException]
 ) -> None:
     def make(layout: PagedLayout, frames: object) -> IdleMover:
@@ -204,7 +204,7 @@ def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Session)
         worker.begin(plan_of(store))
 
 
-def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Session) -> None:
+def test_a_plan_before_registration_fails_copies_only(store: _core.Session) -> None:
     worker = WorkerCore(SHAPE, rank=0)
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -315,7 +315,7 @@ def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(
     assert report.saved == (11,), "the right one is used again"
 
 
-def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) -> None:
+def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()

@@ -124,7 +124,7 @@ def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
     assert AdapterNames().identify(loras[0]) != first
 
 
-def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(
+def test_a_hub_adapter_is_identified_by_its_commit_offline(
     hub_cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub_cache("hub/adapter", "adapter_config.json", "c0ffee")

@@ -76,13 +76,13 @@ def test_a_failure_of_kv_events_costs_no_plan_and_no_other_requests_events(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_process_passes_through(error: type[BaseException]) -> None:
+def test_exceptions_that_end_the_process_pass_through(error: type[BaseException]) -> None:
     with pytest.raises(error):
         broken(error).get_num_new_matched_tokens(None, 0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, PanicLike])
-def test_a_request_whose_load_cannot_be_planned_is_told_so(error: type[BaseException]) -> None:
+def test_a_load_that_cannot_be_planned_is_reported(error: type[BaseException]) -> None:
     def fail(*_: Any) -> None:
         raise error
 

@@ -15,7 +15,7 @@ def _release(vllm_release: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("fails_requests", [True, False])
-def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(
+def test_bad_blocks_are_reported_by_id_only_with_one_group(
     fails_requests: bool,
 ) -> None:
     """An id says which tokens are missing only with one group; then vLLM computes from there on,
@@ -42,7 +42,7 @@ def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(
     assert connector.get_block_ids_with_load_errors() == (set() if fails_requests else {5, 6})
 
 
-def test_bad_blocks_of_a_load_that_goes_on_are_not_told_of_several_groups() -> None:
+def test_bad_blocks_of_a_running_load_are_not_reported_with_several_groups() -> None:
     """They are known chunk by chunk; told of several groups, they would end the engine."""
     connector: Any = object.__new__(KVLoftGroupsConnector)
     bad = {5}

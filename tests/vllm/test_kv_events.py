@@ -129,7 +129,7 @@ def test_events_have_the_fields_of_the_release() -> None:
         ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(
+def test_a_log_line_says_if_events_are_impossible(
     role: Any, blocks: tuple[int, ...], why: str | None, logged: Any
 ) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
@@ -193,7 +193,7 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     assert half.take_kv_events() == [], "what cannot be written at all is not tried in every step"
 
 
-def test_all_is_told_again_where_vllm_said_that_all_is_gone_and_only_there() -> None:
+def test_events_are_repeated_only_after_vllms_clear_event() -> None:
     """While requests have blocks it resets nothing, and says nothing."""
     told: list[str] = []
     half: Any = object.__new__(SchedulerHalf)

@@ -173,7 +173,7 @@ def test_a_drafter_counts_where_its_kv_is_kept() -> None:
     assert digest(speculative=drafter("ngram")) == digest()
 
 
-def test_dummy_weights_are_told_apart_by_their_seed() -> None:
+def test_dummy_weights_are_identified_by_their_seed() -> None:
     assert digest(seed=1) == digest()
     assert digest(load_format="dummy", seed=1) != digest(load_format="dummy")
 
@@ -191,7 +191,7 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
     )
 
 
-def test_an_engine_whose_workers_have_code_of_the_users_is_one_of_its_own() -> None:
+def test_an_engine_with_user_code_in_workers_is_not_shared() -> None:
     """Trainers write into the model so."""
     assert digest(worker_extension="trainer.Extension") != digest(
         worker_extension="trainer.Extension"

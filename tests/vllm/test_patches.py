@@ -217,7 +217,7 @@ def engine() -> Any:
     return SimpleNamespace(core=Core(), half=half)
 
 
-def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
+def test_a_reset_by_pause_differs_from_a_users_reset(engine: Any) -> None:
     engine.core.reset()
     engine.core._reset_caches()
     with pytest.raises(RuntimeError):
@@ -237,7 +237,7 @@ def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
         ((3,), {}, True),
     ],
 )
-def test_a_sleep_that_does_not_keep_the_weights_is_told(
+def test_a_sleep_that_drops_weights_is_reported(
     engine: Any, args: Any, kwargs: Any, told: bool
 ) -> None:
     engine.core.sleep(*args, **kwargs)

@@ -46,7 +46,7 @@ BY_NAME_AND_MODULE = pytest.mark.parametrize(
 
 
 @BY_NAME_AND_MODULE
-def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(
+def test_a_wrong_setting_is_reported_when_vllm_checks_for_the_hybrid_manager(
     factory: Any, how: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"host_sze.*did you mean host_size"):
@@ -55,7 +55,7 @@ def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_r
     assert factory.supports_hma_config(transfer(kv_connector_extra_config=right, **how)) is False
 
 
-def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
+def test_unsupported_hardware_is_reported_then_too(factory: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"
     ):
@@ -69,7 +69,7 @@ def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
         )
 
 
-def test_a_wrong_setting_inside_multi_connector_is_told(factory: Any) -> None:
+def test_a_wrong_setting_inside_multi_connector_is_reported(factory: Any) -> None:
     child = {
         "kv_connector": NAME,
         "kv_role": "kv_both",
@@ -81,7 +81,7 @@ def test_a_wrong_setting_inside_multi_connector_is_told(factory: Any) -> None:
         )
 
 
-def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
+def test_a_wrong_environment_variable_or_file_is_reported(
     factory: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
@@ -94,7 +94,7 @@ def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
         factory.get_connector_class(transfer())
 
 
-def test_what_was_right_at_start_is_not_read_again(
+def test_settings_valid_at_start_are_not_read_again(
     factory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert issubclass(factory.get_connector_class(transfer()), KVLoftConnector)

@@ -54,7 +54,7 @@ def engine(num_stages: int, num_ranks: int) -> Any:
     )
 
 
-def test_what_vllm_hands_to_the_ranks_of_this_engine_is_known() -> None:
+def test_values_that_vllm_passes_to_this_engines_ranks_are_recorded() -> None:
     watch()
     watch()
     given, executor = [config("a"), config("a"), config("b", "c"), config("b", "c")], Given()
@@ -64,7 +64,7 @@ def test_what_vllm_hands_to_the_ranks_of_this_engine_is_known() -> None:
 
 
 @pytest.mark.parametrize("other", [config("a", "b"), config("a", num_blocks=5)])
-def test_what_another_engine_s_ranks_were_handed_is_not_taken(other: KVCacheConfig) -> None:
+def test_values_of_another_engines_ranks_are_ignored(other: KVCacheConfig) -> None:
     watch()
     Given().initialize_from_config([other, other])
     own = config("a")

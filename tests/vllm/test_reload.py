@@ -125,7 +125,7 @@ def test_a_model_of_which_nothing_is_seen_may_be_another() -> None:
     assert core.reasons
 
 
-def test_an_engine_that_is_gone_is_not_told(model: Any) -> None:
+def test_a_collected_engine_is_not_notified(model: Any) -> None:
     worker, core = watched(model)
     reasons = core.reasons
     del core

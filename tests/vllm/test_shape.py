@@ -201,7 +201,9 @@ def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
         ("dflash", True, 0),
     ],
 )
-def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
+def test_lookahead_follows_the_drafting_method(
+    method: str | None, has_kv: bool, ahead: int
+) -> None:
     config = SimpleNamespace(
         speculative_config=method and SimpleNamespace(method=method),
         num_prefill_lookahead_tokens=ahead,
@@ -251,7 +253,7 @@ def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     )
 
 
-def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:
+def test_each_data_parallel_engine_has_a_separate_directory() -> None:
     config = Config(disk_path="/cache")
     alone = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, data_parallel_index=0)
     assert _disk_path(config, alone) == "/cache"

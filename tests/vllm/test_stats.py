@@ -79,7 +79,7 @@ def test_a_namespace_counts_on_what_it_has_or_may_have(half: Any) -> None:
     assert counted_on == [8, 12]
 
 
-def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(
+def test_damage_on_disk_is_logged_once(
     half: Any, caplog: pytest.LogCaptureFixture, logged: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
@@ -92,7 +92,7 @@ def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(
 
 
 @pytest.mark.parametrize("name", ["disk_dropped", "disk_write_errors"])
-def test_a_disk_that_takes_nothing_is_told_in_the_log(
+def test_a_disk_that_accepts_nothing_is_logged(
     half: Any, name: str, caplog: pytest.LogCaptureFixture, logged: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):

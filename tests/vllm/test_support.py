@@ -143,7 +143,7 @@ def test_one_group_of_full_attention_is_served() -> None:
         ),
     ],
 )
-def test_what_would_be_served_wrongly_is_refused_by_name(
+def test_unsupported_configurations_are_rejected_by_name(
     changes: dict[str, Any], specs: tuple[Any, ...], named: str
 ) -> None:
     with pytest.raises(UnsupportedError) as caught:
@@ -188,7 +188,7 @@ def merged(*layers: Any) -> KVCacheConfig:
 @pytest.mark.parametrize(
     "layers", [(WINDOW, WINDOW, FULL), (FULL, WINDOW), (CHUNKED, FULL, CHUNKED), (WINDOW, WIDE)]
 )
-def test_windows_and_local_chunks_beside_full_attention_are_served_as_full_attention(
+def test_windows_and_local_chunks_are_treated_as_full_attention(
     layers: tuple[Any, ...],
 ) -> None:
     config = merged(*layers)
@@ -291,7 +291,7 @@ def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
         check_supported(settings(), several)
 
 
-def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_sizes(
+def test_a_draft_model_with_kv_is_rejected_with_blocks_of_different_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
@@ -346,7 +346,7 @@ def with_hits_at(unit: int, *specs: Any) -> Any:
 @pytest.mark.parametrize(
     "method", ["ngram", "suffix", "mtp", "eagle", "eagle3", "dflash", "draft_model"]
 )
-def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
+def test_draft_tokens_are_supported_with_gated_delta_nets(method: str) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
     check_supported(config, groups(FULL, GDN), "all")
     with pytest.raises(
@@ -356,7 +356,7 @@ def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
-def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may_make_them_is_named(
+def test_states_with_other_block_sizes_are_rejected_and_name_the_draft_model(
     method: str | None,
 ) -> None:
     """A drafter whose KV heads are not like the model's."""
@@ -369,7 +369,7 @@ def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may
 
 
 @pytest.mark.parametrize("method", ["ngram_gpu", "mtp", "eagle3", "draft_model"])
-def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requests(
+def test_draft_tokens_with_states_are_rejected_if_vllm_mixes_up_states(
     method: str,
 ) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method), async_scheduling=True)
@@ -436,7 +436,7 @@ def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:
         ("kv_consumer", "fail", ["never saves", "recompute"]),
     ],
 )
-def test_half_a_cache_and_requests_that_may_fail_are_told(
+def test_half_a_cache_and_requests_that_may_fail_are_reported(
     role: Any, policy: Any, said: list[str]
 ) -> None:
     found = transfer_warnings(

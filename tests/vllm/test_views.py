@@ -178,7 +178,7 @@ def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
     ]
 
 
-def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> None:
+def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> None:
     step = _step({"b"})
     step.scheduled_cached_reqs.new_block_ids = [([4], [5, 6]), ([7], [8])]
     step.scheduled_new_reqs[0].block_ids = ([1, 2], [3])

@@ -139,7 +139,7 @@ def relink(link: Path, to: Path) -> None:
         ),
     ],
 )
-def test_what_changed_since_the_engines_start_serves_this_run_only(
+def test_files_changed_since_start_are_valid_for_this_run_only(
     folder: Path, change: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     (folder.parent / "step").symlink_to(folder.parent)

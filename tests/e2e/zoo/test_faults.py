@@ -88,7 +88,7 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
         ),
     ],
 )
-def test_a_last_token_beside_a_short_rest_is_answered_wrongly_with_mamba2_only(
+def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     name: str, is_wrong: bool, start: Start
 ) -> None:
     """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's

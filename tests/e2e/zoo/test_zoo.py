@@ -147,7 +147,7 @@ def test_a_hit_needs_the_blocks_that_its_kind_says_and_says_the_truth(cage: Cage
     assert (again.tokens, again.cached) == (cage.truth.tokens(request), hit["tokens"])
 
 
-def test_what_is_said_depends_on_no_rounding(cage: Cage) -> None:
+def test_answers_do_not_depend_on_rounding(cage: Cage) -> None:
     """Random weights can make another token of a rounding difference, and then no comparison means
     anything.
     """
@@ -159,7 +159,7 @@ def test_what_is_said_depends_on_no_rounding(cage: Cage) -> None:
         assert said == [cage.truth.tokens(r) for r in requests], how
 
 
-def test_what_a_hit_says_depends_on_every_page_of_every_group(cage: Cage) -> None:
+def test_the_answer_of_a_hit_depends_on_every_page(cage: Cage) -> None:
     if not cage.model.is_cached_by_vllm:
         pytest.skip("vLLM's CPU platform switches its prefix cache off for latent attention")
     for group, kind in enumerate(cage.model.kinds):
@@ -179,7 +179,7 @@ def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
     return cage.engine.ask(request.again())[0].tokens != cage.truth.tokens(request)
 
 
-def test_what_is_said_next_depends_on_every_page_that_a_running_request_needs(cage: Cage) -> None:
+def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -> None:
     """The same between prefill and decode. A state's group has blocks for earlier boundaries and
     drafts, too: one is read.
     """
