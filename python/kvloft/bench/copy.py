@@ -34,6 +34,21 @@ NUM_BESIDE = 3
 """Runs per row with computation, because a matmul's own time varies."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share."""
+
+    host: HostFrames
+    payload_bytes: int
+    tuning: Tuning
+    cache_dir: Path
+    ceiling: Ceiling
+
+    def rig(self, case: Case, **options: Any) -> Rig:
+        """Return a rig for ``case``; ``options`` as in `Rig`."""
+        return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
+
+
 def machine() -> dict[str, Any]:
     """Return the machine's hardware and software versions."""
     properties = torch.cuda.get_device_properties(0)
@@ -71,34 +86,27 @@ def run(
     """All of it; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
+    bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
-    result["pages"] = list(
-        _by_page(pages, host, payload_bytes, tuning, cache_dir, ceiling, progress)
-    )
+    result["pages"] = list(_by_page(bench, pages, progress))
     result["ceiling"] = {
         what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"])
         for what in DIRECTIONS
     }
     progress("frames out of order")
-    result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir, ceiling))
+    result["frames"] = list(_by_frame_order(bench))
     progress("copies during computation")
-    result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir, ceiling))
+    result["beside"] = list(_beside(bench))
     progress("copies of others")
-    result["waits"] = list(_waits(host, payload_bytes, tuning, cache_dir, ceiling))
+    result["waits"] = list(_waits(bench))
     progress("cost of the tag")
-    result["tag"] = _tag_price(host, payload_bytes, tuning, cache_dir)
+    result["tag"] = _tag_price(bench)
     ceiling.close()
     return result
 
 
 def _by_page(
-    pages: tuple[int, ...],
-    host: HostFrames,
-    payload_bytes: int,
-    tuning: Tuning,
-    cache_dir: Path,
-    ceiling: Ceiling,
-    progress: Callable[[str], None],
+    bench: Bench, pages: tuple[int, ...], progress: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     for page_bytes in pages:
         progress(f"pages of {page_bytes // KIB} KiB")
@@ -106,35 +114,27 @@ def _by_page(
         yield {
             "page_bytes": page_bytes,
             "num_planes": case.num_planes,
-            **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling),
+            **_rows_of(bench, case),
         }
 
 
-def _rows_of(
-    case: Case,
-    host: HostFrames,
-    payload_bytes: int,
-    tuning: Tuning,
-    cache_dir: Path,
-    ceiling: Ceiling,
-    **options: Any,
-) -> dict[str, Any]:
+def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
     """As `_row_of` of raw frames, and under "compressed" of compressed ones, in GB/s of payload.
     Each is verified first.
     """
     rows: list[dict[str, Any]] = []
     for encodes in (False, True):
-        rig = Rig(case, host, payload_bytes, tuning, cache_dir, encodes=encodes, **options)
+        rig = bench.rig(case, encodes=encodes, **options)
         rig.verify()
-        rows.append(_row_of(rig, ceiling))
+        rows.append(_row_of(rig, bench.ceiling))
         rig.close()
         del rig  # before the next one's pages are made
     return {**rows[0], "compressed": rows[1]}
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """GB/s of each direction and of one large copy, in turns: what else the host's memory has to do
-    changes within seconds.
+    """GB/s of each direction and of one large copy, alternating, because other load on the host's
+    memory changes within seconds.
     """
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
@@ -144,16 +144,10 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
     return row
 
 
-def _by_frame_order(
-    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
-) -> Iterator[dict[str, Any]]:
-    """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
+def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Consecutive chunks in frames that are not neighbors, as in a store after evictions."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
-        case = Case.of(64 * KIB)
-        yield {
-            "order": order,
-            **_rows_of(case, host, payload_bytes, tuning, cache_dir, ceiling, frame_order=order),
-        }
+        yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
 
 def workloads() -> dict[str, Callable[[], object]]:
@@ -167,10 +161,8 @@ def workloads() -> dict[str, Callable[[], object]]:
     return {"matmul": lambda: torch.mm(a, b, out=c), "add": lambda: torch.add(x, y, out=z)}
 
 
-def _beside(
-    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
-) -> Iterator[dict[str, Any]]:
-    works = workloads()
+def _beside(bench: Bench) -> Iterator[dict[str, Any]]:
+    works, ceiling = workloads(), bench.ceiling
     for name, work in works.items():
         for what in ("save", "load"):
 
@@ -181,9 +173,9 @@ def _beside(
             found = [
                 beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)
             ]
-            yield _row("copy engine", name, what, NUM_ROUNDS * payload_bytes, found)
+            yield _row("copy engine", name, what, NUM_ROUNDS * bench.payload_bytes, found)
     for by, encodes in (("kvloft", False), ("kvloft, compressed", True)):
-        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, encodes=encodes)
+        rig = bench.rig(Case.of(64 * KIB), encodes=encodes)
         rig.verify()
         for name, work in works.items():
             for what in ("save", "load"):
@@ -211,12 +203,11 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     return found
 
 
-def _waits(
-    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
-) -> Iterator[dict[str, Any]]:
+def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
     """Measure the delay of a 128 KiB copy in the same direction: behind one large queue, and with
     kvloft.
     """
+    ceiling = bench.ceiling
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
         driver.synchronize()
@@ -227,7 +218,7 @@ def _waits(
             end.record(ceiling.streams[DIRECTIONS.index(what)])
 
         yield _wait_row("one queue", what, waits(start, end.is_done, what))
-    rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
+    rig = bench.rig(Case.of(64 * KIB))
     rig.verify()
     for what in DIRECTIONS[:2]:
         rig.mover.begin_step(())
@@ -267,13 +258,11 @@ def _row(
     }
 
 
-def _tag_price(
-    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path
-) -> dict[str, float]:
+def _tag_price(bench: Bench) -> dict[str, float]:
     price: dict[str, float] = {}
     for with_tag in (False, True):
         macros = () if with_tag else (("KVLOFT_BENCH_WITHOUT_TAG", "1"),)
-        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, macros=macros)
+        rig = bench.rig(Case.of(64 * KIB), macros=macros)
         for what in ("save", "load"):
             if with_tag:
                 rig.verify()

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
@@ -163,17 +163,19 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 0; 1 if another server uses the socket or a system call fails; 2 for a wrong setting.
     """
-    config, metrics_at = (
-        settings(args),
-        metrics.address(args.metrics) if args.metrics is not None else None,
+    config = settings(args)
+    options = _Options(
+        config,
+        metrics_at=metrics.address(args.metrics) if args.metrics is not None else None,
+        linger_s=_linger(args.linger),
+        shares=shares(args.share),
+        numa=nodes(args.numa),
     )
-    linger_s = _linger(args.linger)
-    own_shares, numa = shares(args.share), nodes(args.numa)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
     refuse_here(own)
     for warning in warnings(own, opens_disk=True):
         warn(f"warning: {warning}")
-    serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
+    serve = partial(_serve, options)
     _make_folder(config)
     if args.background is None:
         return serve(lambda: None)
@@ -219,59 +221,38 @@ def _linger(text: str | None) -> float | None:
         ) from None
 
 
-def _serve(
-    config: Config,
-    own_shares: list[tuple[str, int]],
-    numa: list[int],
-    metrics_at: tuple[str, int] | None,
-    linger_s: float | None,
-    begun: Callable[[], None],
-) -> int:
-    # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import Server
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The checked command line."""
 
+    config: Config
+    shares: list[tuple[str, int]]
+    numa: list[int]
+    metrics_at: tuple[str, int] | None
+    linger_s: float | None
+
+
+def _serve(options: _Options, begun: Callable[[], None]) -> int:
     is_over, begun_s, log = threading.Event(), list[float](), Log()
-    told = _told(config, linger_s, own_shares, numa)
     for number in ENDS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, _frame: _stop(is_over, begun_s, number))
     try:
-        server = Server(
-            str(config.socket),
-            host_bytes=config.host_size,
-            eviction=config.eviction,
-            disk_path=config.disk_path,
-            disk_bytes=config.disk_bytes,
-            disk_threads=config.disk_threads,
-            shares=own_shares,
-            numa=numa,
-            limits=tenant_limits(config),
-            settings=told,
-        )
+        server = _start(options)
     except StoreError as e:
         warn(str(e))
         return 1
     end_metrics = None
-    if metrics_at is not None:
+    if options.metrics_at is not None:
         try:
-            url, end_metrics = metrics.serve(metrics_at, server.status)
+            url, end_metrics = metrics.serve(options.metrics_at, server.status)
         except ConfigError:
             server.close(0.0)
             raise
-    trouble = server.disk_trouble()
-    if trouble is not None:
-        warn(f"warning: {trouble}; the server uses host memory only and retries")
-    told_at = _place(sys.stderr)
-    begun()
-    bounds = f"; {text}" if (text := limits_text(told)) else ""
-    host, disk = (
-        size_text(config.host_size),
-        _disk(config, trouble, is_told=told_at == _place(sys.stdout)),
-    )
-    log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
+    _log_start(options, server, log, begun)
     if end_metrics is not None:
         log.tell(f"metrics at {url}")
-    _wait(is_over, server, linger_s, log)
+    _wait(is_over, server, options.linger_s, log)
     log.tell(
         f"stopping; remaining chunks are written to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
         "signal stops at once)"
@@ -284,6 +265,41 @@ def _serve(
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)  # a second signal would kill the interpreter at exit
     return 0
+
+
+def _start(options: _Options) -> Any:
+    """Start the server. Raises StoreError."""
+    # Imported here, because `kvloft config` must work where the extension does not load.
+    from kvloft._core import Server
+
+    config = options.config
+    return Server(
+        str(config.socket),
+        host_bytes=config.host_size,
+        eviction=config.eviction,
+        disk_path=config.disk_path,
+        disk_bytes=config.disk_bytes,
+        disk_threads=config.disk_threads,
+        shares=options.shares,
+        numa=options.numa,
+        limits=tenant_limits(config),
+        settings=_texts(options),
+    )
+
+
+def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], None]) -> None:
+    """Call ``begun`` and log the address, sizes and limits."""
+    config, trouble = options.config, server.disk_trouble()
+    if trouble is not None:
+        warn(f"warning: {trouble}; the server uses host memory only and retries")
+    warned_at = _place(sys.stderr)
+    begun()
+    bounds = f"; {text}" if (text := limits_text(_texts(options))) else ""
+    host, disk = (
+        size_text(config.host_size),
+        _disk(config, trouble, is_told=warned_at == _place(sys.stdout)),
+    )
+    log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
@@ -306,15 +322,14 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
     return f"disk {config.disk_path} not in use, retrying{'' if is_told else f' ({trouble})'}"
 
 
-def _told(
-    config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]
-) -> dict[str, str]:
+def _texts(options: _Options) -> dict[str, str]:
     """Return the server's settings as text. `kvloft status` prints them, and engines compare them
     with their own.
     """
+    config, linger_s = options.config, options.linger_s
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
-    share = ", ".join(f"{name} {percent}%" for name, percent in own_shares) or NONE
-    nodes = ",".join(map(str, numa)) or NONE
+    share = ", ".join(f"{name} {percent}%" for name, percent in options.shares) or NONE
+    nodes = ",".join(map(str, options.numa)) or NONE
     own = {key: value for key, value, _ in describe(config) if key in OF_STORE}
     if config.disk_path is None:
         del own["disk_size"]

@@ -43,6 +43,7 @@ def check_supported(
 
 
 def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
+    """Yield reasons to refuse the model."""
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):
         yield "does not support encoder-decoder models yet"
@@ -54,37 +55,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
             "every token "
             "(mean or CLS pooling, or bidirectional attention)"
         )
-    kinds = {
-        KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()
-    }
-    served: set[str | None] = {"full"}
-    if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
-        served = {"full", "window", "local", "state"}
-        if kv_groups == "one" or not num_groups:
-            reason = "for example, attention and state-space layers"
-            yield (
-                f"supports models with one KV cache group here, but this model has {num_groups} "
-                f"({reason})"
-            )
-        way_out = (
-            IN_ONE
-            if kv_groups != "one" and "full" in kinds and kinds <= {"full", "window", "local"}
-            else ""
-        )
-        yield from (reason + way_out for reason in _of_groups(vllm_config, kv_cache_config))
-    elif kinds == {"window"}:
-        served = {"window"}
-        if kv_groups == "one":
-            yield (
-                "supports models with a sliding window in every layer only with kv_groups set to "
-                '"auto" or "all"'
-            )
-        yield from _of_groups(vllm_config, kv_cache_config)
-    for spec in layer_specs(kv_cache_config).values():
-        if KIND_OF_SPEC.get(type(spec).__name__) not in served:
-            yield f"does not support KV of the type {type(spec).__name__}"
-        if getattr(spec, "non_causal", False):
-            yield "does not support prefix LMs: their prompt tokens attend to later tokens"
+    yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
     chunked_prefill = getattr(
         getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True
     )
@@ -95,6 +66,37 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         )
     if vllm_config.speculative_config is not None:
         yield from _of_drafter(vllm_config)
+
+
+def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
+    """Yield reasons to refuse the kinds of the model's layers."""
+    specs = list(layer_specs(kv_cache_config).values())
+    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
+    served: set[str | None] = {"full"}
+    if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
+        served = {"full", "window", "local", "state"}
+        if kv_groups == "one" or not num_groups:
+            reason = "for example, attention and state-space layers"
+            yield (
+                f"supports models with one KV cache group here, but this model has {num_groups} "
+                f"({reason})"
+            )
+        fits_in_one = "full" in kinds and kinds <= {"full", "window", "local"}
+        way_out = IN_ONE if kv_groups != "one" and fits_in_one else ""
+        yield from (reason + way_out for reason in _of_groups(vllm_config, kv_cache_config))
+    elif kinds == {"window"}:
+        served = {"window"}
+        if kv_groups == "one":
+            yield (
+                "supports models with a sliding window in every layer only with kv_groups set to "
+                '"auto" or "all"'
+            )
+        yield from _of_groups(vllm_config, kv_cache_config)
+    for spec in specs:
+        if KIND_OF_SPEC.get(type(spec).__name__) not in served:
+            yield f"does not support KV of the type {type(spec).__name__}"
+        if getattr(spec, "non_causal", False):
+            yield "does not support prefix LMs: their prompt tokens attend to later tokens"
 
 
 def _of_drafter(vllm_config: Any) -> Iterator[str]:
