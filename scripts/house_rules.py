@@ -1,8 +1,8 @@
-"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft`
-is, how long files are, circles.
+"""Rules that no linter has: places of `unsafe` and of environment variables, the weight of
+`import kvloft`, the length of files, and circles of modules.
 
-Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are
-checked in the environment it runs in.
+Prints one line per offence; the exit status is 1 if there is any. Imports are checked in the
+environment that runs this script.
 """
 
 import re
@@ -24,9 +24,11 @@ ENVIRONMENT_FILE = "python/kvloft/config/environment.py"
 PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/", "python/kvloft/config/")
 PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
-MAX_LINES = 500
+MAX_LINES = 400
 MAX_TEST_LINES = 700
-"""Of tests, benches and scripts, at 100 columns."""
+"""For tests, benches and scripts."""
+TO_SPLIT = {"rust/core/src/chunk_batch.rs", "rust/core/src/io/arena.rs"}
+"""Product files that may still be longer than `MAX_LINES`."""
 FREE_OF_CIRCLES = ("core", "wire")
 """Crates under rust/ whose modules can be read one after the other."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
@@ -86,7 +88,7 @@ def hidden_imports() -> Iterator[str]:
 
 
 def long_files() -> Iterator[str]:
-    """No file over 500 lines."""
+    """No file is longer than its limit."""
     for folder, suffix in (
         ("rust", ".rs"),
         ("python", ".py"),
@@ -95,14 +97,16 @@ def long_files() -> Iterator[str]:
         ("scripts", ".py"),
     ):
         for name, text in sources(folder, suffix):
-            is_product = folder in ("rust", "python", "csrc") and "/tests" not in name
-            limit = MAX_LINES if is_product else MAX_TEST_LINES
+            is_product = folder in ("rust", "python") and not re.search(
+                r"/tests|/benches|rust/testing", name
+            )
+            limit = MAX_LINES if is_product and name not in TO_SPLIT else MAX_TEST_LINES
             if (count := text.count("\n")) > limit:
                 yield f"{name}: {count} lines, more than {limit}"
 
 
 def circles() -> Iterator[str]:
-    """No module of these crates uses one that uses it, over whatever others."""
+    """No module of these crates depends on itself through others."""
     for crate in FREE_OF_CIRCLES:
         for circle in Crate(ROOT / "rust" / crate).circles():
             yield f"rust/{crate}/src: modules use each other in a circle: {', '.join(circle)}"

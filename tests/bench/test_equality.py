@@ -208,7 +208,7 @@ def kept() -> dict[str, Any]:
 WRONG_KEPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "differ from those of vLLM's own cache": lambda warm: warm["kept"].update(differing_1=1),
     "only 1 KV cache groups were compared": lambda warm: warm["kept"].pop("same_1"),
-    "less was found": lambda warm: warm.update(cached=[0, 32, 31]),
+    "fewer tokens were found": lambda warm: warm.update(cached=[0, 32, 31]),
     "too few prompts": lambda warm: warm.update(cached=[0, 0, 32]),
     "tokens differ from those with": lambda warm: warm.update(tokens=[[1], [7], [4]]),
 }

@@ -11,6 +11,7 @@ import pytest
 from kvloft.config import load_config
 from kvloft.machine import refuse_here
 from kvloft.vllm.scheduler_half import SchedulerHalf
+from kvloft.vllm.store_log import StoreLog
 
 
 def test_events_are_logged_once(logged: Any) -> None:
@@ -21,12 +22,12 @@ def test_events_are_logged_once(logged: Any) -> None:
     ]
     half: Any = object.__new__(SchedulerHalf)
     half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
-    half._leave_server = half._teller = None
+    half._leave_server = half._poller = None
     half._adapters = SimpleNamespace(close=lambda: None)
-    half._namespace = bytes(range(32))
+    half._log = StoreLog(half._store, bytes(range(32)))
     half.core = SimpleNamespace(counters=Counter(x=1), close=lambda: None)
-    half.hook_errors, half._quiet_steps, half._last, half._next_warning_s = 0, 0, {}, {}
-    half._tell_events()
+    half.hook_errors, half._quiet_steps, half._last = 0, 0, {}
+    half._log.log_events()
     half.take_stats()
     half.close()
     texts = [*events[0], *events[2]]

@@ -21,7 +21,8 @@ from kvloft.config import Config
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import E348, RAW, part_bytes_for
 from kvloft.vllm import shape as shape_module
-from kvloft.vllm.scheduler_half import _disk_path, tiers_text
+from kvloft.vllm.data_parallel import disk_path_of
+from kvloft.vllm.scheduler_half import tiers_text
 from kvloft.vllm.shape import (
     cache_shape,
     draft_limit,
@@ -256,17 +257,17 @@ def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
 def test_each_data_parallel_engine_has_a_separate_directory() -> None:
     config = Config(disk_path="/cache")
     alone = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, data_parallel_index=0)
-    assert _disk_path(config, alone) == "/cache"
-    assert _disk_path(Config(), alone) is None
+    assert disk_path_of(config, alone) == "/cache"
+    assert disk_path_of(Config(), alone) is None
     assert (
-        _disk_path(
+        disk_path_of(
             config,
             SimpleNamespace(data_parallel_size=2, data_parallel_rank=0, data_parallel_index=1),
         )
         == "/cache/dp1"
     )
     assert (
-        _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1))
+        disk_path_of(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1))
         == "/cache/dp1"
     )
 
@@ -284,7 +285,7 @@ def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
             parallel.data_parallel_rank = index
         else:
             parallel.reconfigure_for_independent_dp_rank()
-        paths.append(_disk_path(Config(disk_path="/cache"), parallel))
+        paths.append(disk_path_of(Config(disk_path="/cache"), parallel))
     assert paths == ["/cache", "/cache/dp1", "/cache/dp2"]
 
 

@@ -14,6 +14,7 @@ from kvloft.version import BUILD_LABELS
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+from kvloft.vllm.store_log import StoreLog
 
 
 def test_counters_add_and_gauges_take_the_newest() -> None:
@@ -49,14 +50,9 @@ class FakeStore:
 def half() -> Any:
     """As much of a scheduler half as its statistics need."""
     half: Any = object.__new__(SchedulerHalf)
-    half._namespace, half._next_warning_s, half._last, half._quiet_steps, half.hook_errors = (
-        bytes(32),
-        {},
-        {},
-        0,
-        0,
-    )
+    half._last, half._quiet_steps, half.hook_errors = {}, 0, 0
     half._store, half.core = FakeStore(), SimpleNamespace(counters=Counts())
+    half._log = StoreLog(half._store, bytes(32))
     return half
 
 

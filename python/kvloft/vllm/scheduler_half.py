@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -24,7 +23,7 @@ from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
-from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
+from kvloft.plan.breaker import RETRY_S
 from kvloft.plan.kv_events import Event
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
@@ -32,6 +31,7 @@ from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.store import arena_of, open_store
 from kvloft.version import BUILD
+from kvloft.vllm.data_parallel import disk_path_of
 from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import (
@@ -53,8 +53,8 @@ from kvloft.vllm.patches import (
 )
 from kvloft.vllm.shape import draft_limit, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+from kvloft.vllm.store_log import EventPoller, StoreLog
 from kvloft.vllm.support import transfer_warnings
-from kvloft.vllm.telling import Teller
 from kvloft.vllm.views import VllmRequest, tables_of, view_step
 
 if TYPE_CHECKING:
@@ -98,15 +98,13 @@ LOADS_FAIL = (
 )
 MEDIA_ARE_NUMBERED = (
     "kvloft: prompts with images or other media are saved only up to the first item: with "
-    "--no-enable-prefix-caching and "
-    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing them. Remove one of the two "
-    "flags to cache them"
+    "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media instead of "
+    "hashing them. Remove one of the two flags to cache them"
 )
-
-ONE_S_OWN_WEIGHTS = (
+REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
-    "engine (weight_transfer_config, "
-    "worker_extension_cls): other engines would load KV of other weights. Remove server."
+    "engine (weight_transfer_config, worker_extension_cls): other engines would load KV of other "
+    "weights. Remove server."
 )
 
 
@@ -168,11 +166,11 @@ class SchedulerHalf:
         if is_blind:
             fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
-        disk_path = _disk_path(config, vllm_config.parallel_config)
+        disk_path = disk_path_of(config, vllm_config.parallel_config)
         self._is_shared = config.server is not None
         self._is_live = are_replaced(vllm_config)
         if self._is_shared and self._is_live:
-            raise ConfigError(ONE_S_OWN_WEIGHTS.format(config.socket, config.origin("server")))
+            raise ConfigError(REPLACEABLE_WEIGHTS.format(config.socket, config.origin("server")))
         self._leave_server = look_after(config, logger) if config.server == AUTO else None
         self._store = open_store(
             config, shape, self._namespace, description_of(fields), disk_path=disk_path
@@ -210,7 +208,6 @@ class SchedulerHalf:
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
-        self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
         """The other children of MultiConnector, none for an only connector; None until
@@ -241,8 +238,9 @@ class SchedulerHalf:
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)
-        self._teller = Teller(self._tell_events) if self._is_shared else None
-        self._tell_events()
+        self._log = StoreLog(self._store, self._namespace)
+        self._poller = EventPoller(self._log.log_events) if self._is_shared else None
+        self._log.log_events()
 
     def _new_chain(self, view: RequestView, lookahead: int) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
@@ -426,27 +424,11 @@ class SchedulerHalf:
             self.core.stop()
 
     def close(self) -> None:
-        if self._teller is not None:
-            self._teller.close()
+        if self._poller is not None:
+            self._poller.close()
         self.core.close()
         self._adapters.close()
         if self._leave_server is not None:
             self._leave_server()
         self._store.close()
-        self._tell_events()
-
-
-def _disk_path(config: Config, parallel: Any) -> str | None:
-    """Each data-parallel engine owns a directory of its own: the first disk_path itself, others
-    ``dpN`` in it.
-
-    The index says which engine this is, nothing else does: a dense model's engines are independent,
-    and vLLM resets their size to 1 and their rank to 0 (`reconfigure_for_independent_dp_rank`).
-    """
-    index = getattr(parallel, "data_parallel_index", None)
-    rank = parallel.data_parallel_rank if index is None else index
-    return (
-        config.disk_path
-        if config.disk_path is None or rank == 0
-        else str(Path(config.disk_path) / f"dp{rank}")
-    )
+        self._log.log_events()

@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 
 from kvloft import _core
-from kvloft.vllm.telling import Teller
+from kvloft.vllm.store_log import EventPoller
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 
@@ -27,7 +27,7 @@ def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         session = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
-        with closing(Teller(partial(tell, session), every_s=0.01)) as teller:
+        with closing(EventPoller(partial(tell, session), every_s=0.01)) as poller:
             server = _core.Server(path, host_bytes=1 << 20)
             assert has_heard("connected to the kvloft server")
             assert session.renew()
@@ -36,6 +36,6 @@ def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
         heard.clear()
         del server  # only then is the socket free
         _server = _core.Server(path, host_bytes=1 << 20)
-        teller.close()
+        poller.close()
         assert not heard, "nothing is logged after close"
         session.close()

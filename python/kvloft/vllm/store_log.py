@@ -1,0 +1,84 @@
+"""Logs events of the store and problems that its counters show."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvloft.plan.breaker import MAX_FAILED_LOADS
+
+logger = logging.getLogger("vllm.kvloft")
+
+WARN_EVERY_S = 60.0
+DAMAGE = (
+    "kvloft: %s on disk failed verification (namespace %s); each was a miss. Check the health of "
+    "the disk, or stop the engine and run `kvloft verify`"
+)
+NO_ROOM = (
+    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host "
+    "memory continues to serve. disk_path can be full, not writable, or in use by another process: "
+    "see the lines above, or the server's log"
+)
+OTHER_LAYOUT = (
+    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they "
+    "are not loaded, and kept. Set different values of namespace for the two engines, and report "
+    "the settings in which they differ"
+)
+LOADS_FAIL = (
+    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
+    "(namespace %s). Requests are computed instead. See the workers' log for the reason"
+)
+POLL_EVERY_S: Final = 1.0
+
+
+class StoreLog:
+    """The log of one engine's store."""
+
+    def __init__(self, store: Any, namespace: bytes) -> None:
+        self._store, self._namespace = store, namespace.hex()[:16]
+        self._next_warning_s: dict[str, float] = {}
+
+    def log_events(self) -> None:
+        """Log the store's events since the last call."""
+        for event in self._store.take_events():
+            logger.warning("kvloft: %s (namespace %s)", event, self._namespace)
+
+    def warn(self, counts: Counter[str]) -> None:
+        """Log the problems that an interval's counts show."""
+        self._warn(counts["disk_verify_failures"], DAMAGE)
+        self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
+        num_unwritten = counts["disk_dropped"] + counts["disk_write_errors"]
+        self._warn(0 if counts["disk_bytes_written"] else num_unwritten, NO_ROOM)
+        if counts["load_breaker_trips"]:
+            logger.error(LOADS_FAIL, self._namespace)
+
+    def _warn(self, num_chunks: int, text: str) -> None:
+        """Log each kind at most once per `WARN_EVERY_S`; the metrics count all."""
+        if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
+            self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
+            chunks = "1 chunk" if num_chunks == 1 else f"{num_chunks} chunks"
+            logger.warning(text, chunks, self._namespace)
+
+
+class EventPoller:
+    """Calls ``log_events`` every second in a thread until it is closed: vLLM calls no hook while an
+    engine is idle, and the connection to a server can change.
+    """
+
+    def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:
+        self._log_events, self._every_s, self._is_over = log_events, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvloft-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the calls: none begins after this returns. Idempotent."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._log_events()
