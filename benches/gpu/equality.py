@@ -254,7 +254,7 @@ def _kept_problems(
     if len(same) < found["kv_groups"]:
         yield f"pages of only {len(same)} KV cache groups were compared with vLLM's own cache"
     if any(mine < theirs - found["block_tokens"] for mine, theirs in zip(ours, vllms, strict=True)):
-        yield f"less was found than in vLLM's own cache: {ours} for {vllms}"
+        yield f"fewer tokens were found than in vLLM's own cache: {ours} for {vllms}"
     alike = [mine == theirs for mine, theirs in zip(ours, vllms, strict=True)]
     if sum(alike) * 2 <= len(alike):
         yield f"too few prompts had as much cached as with vLLM's own cache: {ours} for {vllms}"

@@ -65,7 +65,10 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
             ours < before
             for ours, before in zip(runs[name]["cached"], warm["cached"], strict=False)
         ):
-            yield f"less was found {name} than warm: {runs[name]['cached']} for {warm['cached']}"
+            yield (
+                f"fewer tokens were found {name} than warm: {runs[name]['cached']} for "
+                f"{warm['cached']}"
+            )
     if skipped["tokens"] == cold["tokens"]:
         yield "tokens do not depend on the loaded KV"
     if any(
