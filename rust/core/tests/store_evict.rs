@@ -448,11 +448,10 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         Store::open_in(&config, pool, None).unwrap()
     };
     let tag = SaltTag::of(SALTS[0]);
-    assert_eq!(
-        erase_closed(&settings, &none, "", Some(tag)).unwrap(),
-        Erased::default(),
-        "no directory"
-    );
+    let erase = |root: &Arc<DiskRoot>, namespace: &str| {
+        erase_closed(&settings, root, namespace, Some(tag)).unwrap()
+    };
+    assert_eq!(erase(&none, ""), Erased::default(), "no directory");
     for nth in [1, 2] {
         let store = open(nth, &pool());
         for root in 0..ROOTS.len() {
@@ -470,21 +469,10 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         num_bytes: num_chunks * FRAME as u64,
         ..Erased::default()
     };
-    assert_eq!(
-        erase_closed(&settings, &none, "03", Some(tag)).unwrap(),
-        erased(0, 0),
-        "another namespace"
-    );
-    assert_eq!(erase_closed(&settings, &none, "0101", Some(tag)).unwrap(), erased(1, 12));
-    assert_eq!(
-        erase_closed(&settings, &none, &"01".repeat(32), Some(tag)).unwrap(),
-        erased(1, 0),
-        "its whole name"
-    );
-    assert_eq!(
-        erase_closed(&settings, &none, &format!("{}00", "01".repeat(31)), Some(tag)).unwrap(),
-        erased(0, 0)
-    );
+    assert_eq!(erase(&none, "03"), erased(0, 0), "another namespace");
+    assert_eq!(erase(&none, "0101"), erased(1, 12));
+    assert_eq!(erase(&none, &"01".repeat(32)), erased(1, 0), "its whole name");
+    assert_eq!(erase(&none, &format!("{}00", "01".repeat(31))), erased(0, 0));
     let shared = DiskRoot::shared();
     let first = open(1, &over(&shared));
     let found = |store: &Store| {
@@ -492,19 +480,11 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     };
     let left: Vec<u32> = found(&first);
     assert_eq!(left, [6, 0, 0, 6, 6]);
-    let said = erase_closed(&settings, &none, "", Some(tag)).unwrap();
+    let said = erase(&none, "");
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
     let beside = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
-    assert_eq!(
-        erase_closed(&settings, &shared, "", Some(tag)).unwrap(),
-        beside,
-        "with another namespace open"
-    );
-    assert_eq!(
-        erase_closed(&settings, &shared, "02", Some(tag)).unwrap(),
-        erased(1, 0),
-        "which is not meant"
-    );
+    assert_eq!(erase(&shared, ""), beside, "with another namespace open");
+    assert_eq!(erase(&shared, "02"), erased(1, 0), "not the open one");
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);

@@ -92,40 +92,44 @@ fn main() {
         };
         let local = Local::open(&local).expect("address space");
         for (name, session) in [("embedded", &local as &dyn Session), ("server", &remote)] {
-            fill(session, &prompts);
-            let lease = |chain: &KeyChain| {
-                let id = session.acquire(Prefix::from(chain));
-                assert_eq!(session.poll(id).ready_units, num_blocks);
-                id
-            };
-            let look_up = |chain: &KeyChain| {
-                assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks);
-            };
-            let both = measure(&prompts, |chain| {
-                look_up(chain);
-                session.release(lease(chain));
-            });
-            let frames = measure(&prompts, |chain| {
-                let id = lease(chain);
-                assert_eq!(black_box(session.frames(id)).len(), num_blocks as usize);
-                session.release(id);
-            });
-            let halves: Vec<_> =
-                (0..NUM_PROMPTS).map(|seed| branch(seed, num_blocks / 2, num_blocks)).collect();
-            let half = measure(&halves, |chain| {
-                assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks / 2);
-                session.release(session.acquire(Prefix::from(chain)));
-            });
-            for (call, (median, p99), has_target) in [
-                ("lookup, lease, release", both, true),
-                ("the same, half stored", half, true),
-                ("lease, frames, release", frames, false),
-            ] {
-                let met =
-                    if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };
-                let met = if has_target { met } else { "" };
-                println!("{num_blocks:>6} {name:>9} {call:>24} {median:>10} {p99:>8} {met:>7}");
-            }
+            report(name, session, &prompts, num_blocks);
         }
+    }
+}
+
+/// Measures one store and prints its rows.
+fn report(name: &str, session: &dyn Session, prompts: &[KeyChain], num_blocks: u32) {
+    fill(session, prompts);
+    let lease = |chain: &KeyChain| {
+        let id = session.acquire(Prefix::from(chain));
+        assert_eq!(session.poll(id).ready_units, num_blocks);
+        id
+    };
+    let look_up = |chain: &KeyChain| {
+        assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks);
+    };
+    let both = measure(prompts, |chain| {
+        look_up(chain);
+        session.release(lease(chain));
+    });
+    let frames = measure(prompts, |chain| {
+        let id = lease(chain);
+        assert_eq!(black_box(session.frames(id)).len(), num_blocks as usize);
+        session.release(id);
+    });
+    let halves: Vec<_> =
+        (0..NUM_PROMPTS).map(|seed| branch(seed, num_blocks / 2, num_blocks)).collect();
+    let half = measure(&halves, |chain| {
+        assert_eq!(session.lookup(Prefix::from(chain)).host_units, num_blocks / 2);
+        session.release(session.acquire(Prefix::from(chain)));
+    });
+    for (call, (median, p99), has_target) in [
+        ("lookup, lease, release", both, true),
+        ("the same, half stored", half, true),
+        ("lease, frames, release", frames, false),
+    ] {
+        let met = if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };
+        let met = if has_target { met } else { "" };
+        println!("{num_blocks:>6} {name:>9} {call:>24} {median:>10} {p99:>8} {met:>7}");
     }
 }

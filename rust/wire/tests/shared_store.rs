@@ -300,6 +300,7 @@ fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of malformed messages")]
 fn malformed_bytes_are_refused_without_effect_on_others() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());

@@ -135,15 +135,7 @@ impl Run {
                 let held = self.reads.swap_remove(nth % self.reads.len());
                 self.state.release(held);
             }
-            Step::Discard { prompt, block } => {
-                let key = prompt_chain(prompt).keys()[block];
-                self.state.discard(&[key]);
-                let below =
-                    (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
-                let gone: BTreeSet<_> =
-                    below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
-                self.forget_keys(|key| gone.contains(key));
-            }
+            Step::Discard { prompt, block } => self.discard(prompt, block),
             Step::Clear => {
                 self.state.clear();
                 self.forget_keys(|_| true);
@@ -166,6 +158,14 @@ impl Run {
     fn commit(&mut self, (id, key): (ChunkId, Option<ChunkKey>)) {
         self.committed.extend(key);
         self.state.commit(id);
+    }
+
+    fn discard(&mut self, prompt: usize, block: usize) {
+        let key = prompt_chain(prompt).keys()[block];
+        self.state.discard(&[key]);
+        let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
+        let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
+        self.forget_keys(|key| gone.contains(key));
     }
 
     fn forget_keys(&mut self, is_gone: impl Fn(&ChunkKey) -> bool) {
