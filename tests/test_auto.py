@@ -240,12 +240,12 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
     assert lines_until_ready(host.start()) == [], "the same settings are no news"
 
 
-def test_a_size_without_a_unit_is_not_asked_about_by_the_server_too(host: Host) -> None:
+def test_a_size_without_a_unit_does_not_warn_in_the_server(host: Host) -> None:
     (said,) = lines_until_ready(host.start(host_size="32000"))
     assert "started a server" in said
 
 
-def test_the_size_of_a_disk_is_compared_where_both_have_one(host: Host) -> None:
+def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     disk = str(host.folder / "disk")
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
@@ -293,7 +293,7 @@ def test_a_wrong_setting_ends_the_start_as_without_a_server(
         host.look_after(config)
 
 
-def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
+def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, logged: Any
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
@@ -344,7 +344,7 @@ def test_a_full_disk_ends_no_engines_start(
     )
 
 
-def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_socket_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert Config(server="auto").socket == f"{tmp_path}/kvloft/auto.sock"
     assert Config(server="/a.sock").socket == "/a.sock"

@@ -113,7 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_circle_is_what_would_have_to_be_read_together(case: str, tmp_path: Path) -> None:
+def test_a_circle_is_a_set_of_mutually_dependent_modules(case: str, tmp_path: Path) -> None:
     files, circle = CASES[case]
     (tmp_path / "src/a").mkdir(parents=True)
     for name, text in ({"lib": MODULES, "a": "", "b": "", "c": ""} | files).items():

@@ -292,7 +292,7 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
 
 
 @pytest.mark.parametrize("key", ["disk_path", "server", *OF_LIMITS])
-def test_null_is_offered_only_where_it_can_be_written(key: str, tmp_path: Path) -> None:
+def test_null_is_suggested_only_for_keys_that_allow_it(key: str, tmp_path: Path) -> None:
     """A variable and a flag are text, so "null" there is a word like any other."""
     file = tmp_path / "kvloft.yaml"
     file.write_text(
@@ -377,7 +377,7 @@ def test_a_long_value_does_not_make_a_long_message() -> None:
 
 
 @given(st.sampled_from(sorted(KEYS)), JUNK)
-def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(
+def test_every_bad_value_is_reported_with_key_source_and_allowed_values(
     key: str, junk: object
 ) -> None:
     is_text = isinstance(junk, str) and junk != "\ud800"
@@ -415,7 +415,7 @@ def test_an_unknown_key_unlike_any_other_lists_all_keys() -> None:
     assert all(key in one_sentence(error) for key in KEYS)
 
 
-def test_a_bad_value_is_an_error_also_where_a_stronger_source_would_win() -> None:
+def test_a_bad_value_is_an_error_in_an_overridden_source_too() -> None:
     with pytest.raises(ConfigError, match="environment variable KVLOFT_HOST_SIZE"):
         load_config({"host_size": "1GiB"}, {"KVLOFT_HOST_SIZE": "huge"})
 
@@ -438,7 +438,7 @@ def test_a_disk_size_that_does_nothing_is_an_error() -> None:
         b"1: 2\n",
     ],
 )
-def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(
+def test_a_file_without_a_mapping_is_reported_in_one_sentence(
     tmp_path: Path, content: bytes
 ) -> None:
     file = tmp_path / "bad.yaml"
@@ -448,7 +448,7 @@ def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(
     assert str(file) in one_sentence(error)
 
 
-def test_a_file_that_is_nested_too_deeply_gives_one_sentence(tmp_path: Path) -> None:
+def test_a_deeply_nested_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "deep.yaml"
     file.write_text("[" * 3000)
     with pytest.raises(ConfigError) as error:
@@ -471,7 +471,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/does/not/exist.yaml", "/", "with\0nul"])
-def test_a_file_that_cannot_be_read_gives_one_sentence(path: str) -> None:
+def test_an_unreadable_file_is_reported_in_one_sentence(path: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config({}, {"KVLOFT_CONFIG": path})
     assert "KVLOFT_CONFIG" in one_sentence(error)

@@ -43,7 +43,7 @@ def names(scope: Scope) -> set[str]:
     return {metric.name for metric in exported(scope)}
 
 
-def test_no_name_is_there_twice() -> None:
+def test_names_are_unique() -> None:
     assert len(NAMES) == len(METRICS)
 
 

@@ -34,7 +34,7 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
     assert loaded_after(code, "kvloft.cli.config", "torch", "vllm") == {"kvloft.cli.config"}
 
 
-def test_a_server_starts_without_what_other_commands_need() -> None:
+def test_a_server_starts_without_modules_of_other_commands() -> None:
     """Engines wait for its start; tables, YAML and an HTTP server take several times as long to
     load as all that it needs.
     """
@@ -71,7 +71,7 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     assert [e.value for e in entries] == ["kvloft.vllm.plugin:register"]
 
 
-def test_the_wheel_brings_types_and_device_sources() -> None:
+def test_the_wheel_contains_types_and_device_sources() -> None:
     import kvloft
 
     folder = Path(kvloft.__file__).parent

@@ -117,7 +117,7 @@ def test_without_a_setting_nothing_is_limited() -> None:
     assert tenant_limits(Config()) is None
 
 
-def test_single_salts_have_what_they_say_and_else_what_all_have(tmp_path: Path) -> None:
+def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
     (tmp_path / "b.salt").write_text("b\n")
     text = f"""
 - {{salt: {SECRET}, quota: 25%, ttl: 7d}}

@@ -29,7 +29,7 @@ def test_valid_settings_warn_of_nothing_and_create_nothing(tmp_path: Path) -> No
     [(32000, True), ("4096", True), ("0.5e6", None), ("32000B", False), ("8KiB", False)],
 )
 @pytest.mark.parametrize("server", [None, "auto"])
-def test_a_small_size_without_a_unit_is_asked_about(
+def test_a_small_size_without_a_unit_warns(
     size: object, is_odd: bool | None, server: str | None
 ) -> None:
     if is_odd is None:
@@ -54,7 +54,7 @@ def test_a_small_size_without_a_unit_is_asked_about(
         ("4KiB", None),
     ],
 )
-def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str | None) -> None:
+def test_a_small_quota_without_a_unit_warns(quota: object, meant: str | None) -> None:
     found = warnings(load_config({"salt_quota": quota}, {}))
     assert [text.split("; ")[1] for text in found] == ([f"did you mean {meant}?"] if meant else [])
 
@@ -91,7 +91,7 @@ def test_a_quota_of_the_disk_in_the_file_needs_a_disk(tmp_path: Path) -> None:
     ("ttl", "meant"), [(24, "24h"), ("7", "7h"), (3600, None), ("24h", None), ("30s", None)]
 )
 @pytest.mark.parametrize("server", [None, "auto"])
-def test_a_short_age_without_a_unit_is_asked_about(
+def test_a_short_ttl_without_a_unit_warns(
     ttl: object, meant: str | None, server: str | None
 ) -> None:
     found = warnings(load_config({"salt_ttl": ttl, "server": server}, {}))
@@ -138,7 +138,7 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path) -> None:
+def test_limits_of_individual_salts_warn_like_common_limits(tmp_path: Path) -> None:
     file = tmp_path / "{limits}.yaml"
     file.write_text(
         "- {salt: s3cret, quota: 10, disk_quota: 9MiB, ttl: 24}\n"
@@ -180,7 +180,7 @@ def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
     assert text.startswith("host_size = 900TiB is more than this machine's memory")
 
 
-def test_more_disk_than_there_is_and_what_is_ours_counts_as_room(
+def test_disk_size_above_free_space_warns_without_counting_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (text,) = said(disk_path=tmp_path, disk_size="900TiB")
@@ -218,7 +218,7 @@ def test_an_unreadable_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "hidden is not writable" in text
 
 
-def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+def test_a_directory_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     (text,) = said(disk_path=tmp_path, disk_size="1MiB")
     assert "files that are not kvloft's" in text
@@ -232,7 +232,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
         refuse_impossible(load_config({"disk_path": str(tmp_path / "file" / "x")}, {}))
 
 
-def test_a_folder_whose_name_begins_like_proc_is_one_like_others(
+def test_a_folder_named_like_proc_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvloft.machine._nearest", lambda path: Path("/processed"))
@@ -243,7 +243,7 @@ def test_a_folder_whose_name_begins_like_proc_is_one_like_others(
     assert said(disk_path="/proc/kv", disk_size="1MiB")
 
 
-def test_a_refusal_names_the_setting_and_where_it_is_from(
+def test_a_rejection_names_the_setting_and_its_source(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     origins = {

@@ -11,7 +11,7 @@ from kvloft.store import arena_of, open_store
 SHAPE = CacheShape((GroupShape(16), GroupShape(16, kind="window", reach=31)))
 
 
-def test_a_server_is_opened_for_several_groups_whose_frames_are_of_one_size() -> None:
+def test_a_server_supports_several_groups_with_equal_frames() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
         path = str(Path(folder) / "run" / "a.sock")
         server = _core.Server(path, host_bytes=8 * SHAPE.frame_bytes(0))

@@ -186,7 +186,7 @@ def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixt
     assert said.split("is none of ")[1].split(", ") == list(PHASES)
 
 
-def test_nothing_to_measure_is_said(
+def test_missing_measurements_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert engine._groups(("none",), ("attached",), together=False) == []
@@ -204,7 +204,7 @@ def test_the_last_result_counts_and_a_bad_end_is_an_error(tmp_path: Path) -> Non
     assert "the end" in result_of(log, -9)["error"]
 
 
-def test_engines_share_a_gpu_only_where_all_have_room() -> None:
+def test_engines_share_a_gpu_only_if_all_fit() -> None:
     assert fit_together(3, 9000, {}, 150 << 30)
     assert not fit_together(3, 9000, {}, 80 << 30)
     assert fit_together(1, 9000, {}, 80 << 30)

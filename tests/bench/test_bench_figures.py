@@ -216,7 +216,7 @@ def test_the_report_pools_every_cold_prompt(
     )
 
 
-def test_the_report_knows_every_part() -> None:
+def test_the_report_has_every_part() -> None:
     spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -254,7 +254,7 @@ def test_the_report_compares_rates_of_the_same_work_only(
     assert "cold prefill of both" in report(tmp_path, capsys, engine={"none": good, "kvloft": good})
 
 
-def test_the_report_says_which_engine_failed_and_counts_it(
+def test_the_report_names_and_counts_a_failed_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def engine(context: int) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_the_report_says_which_engine_failed_and_counts_it(
     assert "runs, each with new processes" not in out, "one run of each length"
 
 
-def test_the_report_says_what_a_cold_prompt_is_made_of(
+def test_the_report_shows_the_parts_of_a_cold_prompt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {"before_ms": 11.0, "gpu_ms": 1222.0, "between_ms": 2.0, "after_ms": 3.0}
@@ -520,7 +520,7 @@ def test_the_report_compares_our_server_with_the_fastest_other(
     assert "with other servers" not in alone
 
 
-def test_the_report_says_what_was_wrong_in_a_rank(
+def test_the_report_shows_errors_of_a_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = [{"loaded": 5, "loaded_differing": 0}, {"loaded": 4, "loaded_differing": 1}]
@@ -539,7 +539,7 @@ def test_the_report_says_what_was_wrong_in_a_rank(
     assert "- ranks_died: **missed**; ended with 1" in out
 
 
-def test_the_report_says_whose_tokens_were_left_in_hbm(
+def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Then its time is not that of a server: prompts between rounds were to empty the cache."""

@@ -146,9 +146,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_waves_are_taken_apart_where_their_forwards_can_be_seen(
-    is_graph: bool, model: Model
-) -> None:
+def test_waves_are_split_into_parts_if_forwards_are_visible(is_graph: bool, model: Model) -> None:
     turns: Any = SimpleNamespace(mine=nullcontext)
     wave: Any = Wave(model, is_graph=is_graph)
     found = engine_child.phase_wave(
@@ -212,7 +210,7 @@ def test_a_waves_makespan_is_until_its_last_prompt(model: Model) -> None:
     )
 
 
-def test_a_trace_begins_with_its_wave(model: Model) -> None:
+def test_a_trace_starts_with_its_wave(model: Model) -> None:
     said: list[str] = []
     trace = SimpleNamespace(start=lambda: said.append("start"), summary=lambda: said)
     assert cold.wave(Wave(model, is_graph=False), [[1]], trace)["trace"] == ["start"]  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class FakeEngine:
         self.aborted = names
 
 
-def test_each_turn_says_everything_so_far() -> None:
+def test_each_turn_contains_all_earlier_turns() -> None:
     engine, clock = FakeEngine(), count()
     found = run_chats(
         engine,
@@ -103,7 +103,7 @@ def test_each_turn_says_everything_so_far() -> None:
     assert len(found["ttft_ms"]) == 3 and all(found["ttft_ms"])
 
 
-def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
+def test_a_loop_that_times_out_reports_missing_turns() -> None:
     engine, clock = FakeEngine(), count()
     found = run_chats(
         engine,
@@ -148,7 +148,7 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_children")
-def test_whatever_becomes_of_an_engine_the_others_are_measured(
+def test_other_engines_are_measured_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
@@ -204,7 +204,7 @@ def test_without_time_no_engine_starts(tmp_path: Path) -> None:
     assert found == {"none": {"runs": [], "error": "no time was left to start it"}}
 
 
-def test_without_a_gpu_no_chat_begins(
+def test_no_chat_starts_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="torch is not installed")

@@ -222,7 +222,7 @@ def test_differences_from_vllms_own_cache_are_named(problem: str) -> None:
     assert any(problem in text for text in problems(found))
 
 
-def test_other_tokens_where_more_is_cached_are_rounding() -> None:
+def test_token_differences_with_more_cached_tokens_are_rounding() -> None:
     found = kept()
     found["flash-groups"]["phases"]["kept"]["warm"].update(
         tokens=[[1], [2], [5]], cached=[0, 32, 96]
@@ -230,7 +230,7 @@ def test_other_tokens_where_more_is_cached_are_rounding() -> None:
     assert problems(found) == []
 
 
-def test_pages_are_compared_with_what_vllm_held_by_its_own_names() -> None:
+def test_pages_are_compared_with_vllms_by_block_hash() -> None:
     blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(6)]
     engine: Any = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks))

@@ -34,7 +34,7 @@ def result() -> dict[str, Any]:
     }
 
 
-def test_ranks_that_load_what_they_wrote_are_no_problem() -> None:
+def test_ranks_that_load_their_saves_are_no_problem() -> None:
     assert list(ranks.problems(result(), 2)) == []
     assert ranks.table(result())[-1] == ("skipped_load", "1 of 2", "96", "6, 6", "6, 6")
 

@@ -36,7 +36,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     assert not list(temporary.iterdir()), "the temporary directory is still there"
 
 
-def test_flags_of_vllm_are_what_stands_behind_the_first_dashes() -> None:
+def test_flags_of_vllm_follow_the_first_dashes() -> None:
     assert split_flags(["check", "m", "--json", "--", "--dtype", "float32", "--"]) == (
         ["check", "m", "--json"],
         ["--dtype", "float32", "--"],
@@ -73,7 +73,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(report["engines"]) == {"alone", "with kvloft", "with kvloft again"}
 
 
-def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(
+def test_a_wrong_answer_is_status_1_with_its_place_in_the_last_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", "wrong"]) == 1
@@ -219,7 +219,7 @@ TRUE = {
         ([1, 2], "wrong"),  # too short
     ],
 )
-def test_answers_differ_by_rounding_only_where_two_tokens_are_as_good(
+def test_answers_differ_by_rounding_only_between_equally_good_tokens(
     tokens: list[int], kind: str
 ) -> None:
     found = compare("host", {"p": TRUE | {"tokens": tokens}}, {"p": TRUE}, near=0.01)
@@ -276,7 +276,7 @@ def test_a_good_run_is_served_without_a_remark() -> None:
         ),
     ],
 )
-def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: str) -> None:
+def test_every_missing_requirement_is_named(changes: dict[str, Any], missing: str) -> None:
     found = report(**changes)
     assert not found["served"]
     assert any(missing in sentence for sentence in found["missing"]), found["missing"]

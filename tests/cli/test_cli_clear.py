@@ -12,7 +12,7 @@ from kvloft import _core
 from kvloft.cli.__main__ import main
 
 
-def test_clear_empties_a_server_only_if_somebody_says_so(
+def test_clear_empties_a_server_only_after_confirmation(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clear", "--socket", socket]) == 1
@@ -81,7 +81,7 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(
             engine.close()
 
 
-def test_clear_asks_a_person_only_where_a_server_answers(
+def test_clear_asks_for_confirmation_only_if_a_server_answers(
     socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[str]()

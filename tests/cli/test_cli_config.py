@@ -75,7 +75,7 @@ def test_a_file_as_disk_path_is_refused(capsys: pytest.CaptureFixture[str], tmp_
     )
 
 
-def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_2_if_no_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--json"]):
         for extra, text in (
             (
@@ -99,7 +99,7 @@ def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().err == ""
 
 
-def test_a_setting_that_is_there_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_duplicate_setting_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", '{"host_size": "1GiB", "host_size": "2GiB"}']) == 2
     assert capsys.readouterr().err == "kvloft: --extra sets host_size twice; remove one.\n"
 

@@ -82,7 +82,7 @@ def damage_one_payload(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_long_list_of_damage_is_cut_and_says_so(
+def test_a_long_list_of_damage_is_truncated_with_a_note(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvloft.cli.verify.MAX_ROWS", 2)
@@ -236,7 +236,7 @@ def make_older(folder: Path) -> None:
     path.write_text(OLDER_SUPERBLOCK)
 
 
-def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
+def test_verify_of_an_older_format_is_status_3_with_an_explanation(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_older(folder)
@@ -279,7 +279,7 @@ def test_damage_with_an_older_format_is_status_1(
     assert (len(shown["damage"]), len(shown["other_format"])) == (1, 1)
 
 
-def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(
+def test_verify_of_a_directory_in_use_is_one_helpful_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = _core.Session(

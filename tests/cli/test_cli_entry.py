@@ -134,7 +134,7 @@ def test_an_immediate_write_error_is_one_sentence(argv: list[str]) -> None:
     )
 
 
-def test_a_wrong_argument_is_status_2_where_stderr_is_full() -> None:
+def test_a_wrong_argument_is_status_2_with_a_full_stderr() -> None:
     with open("/dev/full", "w") as full:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         assert (

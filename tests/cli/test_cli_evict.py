@@ -95,7 +95,7 @@ def test_a_tenant_is_gone_after_a_kill_too(
 @pytest.mark.parametrize(
     ("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)]
 )
-def test_nothing_is_held_is_said_only_where_that_is_known(
+def test_empty_is_reported_only_if_it_is_known(
     found: dict[str, object],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +187,7 @@ def test_bytes_that_are_no_text_are_a_wrong_argument(
     assert f"argument {option}: expected UTF-8" in capsys.readouterr().err
 
 
-def test_without_a_server_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evict", "--socket", str(folder / "kv.sock"), "--salt", SALT]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
 

@@ -76,7 +76,7 @@ def save(engine: _core.Session, salt: str | None, seed: int, num_blocks: int) ->
     return engine.settle(chunks.tickets())[0]
 
 
-def test_people_see_what_tenants_have_and_no_salt(
+def test_status_shows_usage_of_tenants_without_salts(
     server: tuple[str, "subprocess.Popen[str]"], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     socket, process = server

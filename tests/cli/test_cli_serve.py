@@ -210,7 +210,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(
+def test_an_unwritable_log_is_reported_once_and_ends_no_server(
     is_stderr_full: bool, unbuffered: str, folder: Path
 ) -> None:
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -261,7 +261,7 @@ def test_a_log_continues_after_the_disk_has_space(
 
 
 @pytest.mark.parametrize("is_one_place", [False, True])
-def test_a_reason_is_said_once_to_whoever_reads_both_logs(is_one_place: bool, folder: Path) -> None:
+def test_a_reason_is_logged_once_for_both_logs(is_one_place: bool, folder: Path) -> None:
     (folder / "disk").mkdir()
     (folder / "disk").chmod(0o777)
     with open(folder / "err", "w+") as err:

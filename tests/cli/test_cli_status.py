@@ -101,7 +101,7 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     ]
 
 
-def test_json_has_what_a_person_reads_first_and_all_that_it_had(
+def test_json_has_the_summary_first_and_all_fields(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in (["status", "--json"], ["status", "--watch", "--json", "--count", "1"]):
@@ -122,7 +122,7 @@ def test_json_has_what_a_person_reads_first_and_all_that_it_had(
         assert shown["hit_rate"] is None
 
 
-def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes_last(
+def test_commands_accept_the_name_in_status(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = _core.Session.connect(socket, frame_bytes=4096, namespace=b"\x1a" * 32, timeout_s=60.0)

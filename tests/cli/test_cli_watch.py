@@ -59,7 +59,7 @@ def scrape(url: str) -> dict[str, Any]:
     }
 
 
-def test_prometheus_reads_what_status_says(socket: str) -> None:
+def test_prometheus_metrics_match_status(socket: str) -> None:
     url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
     try:
         found, status = scrape(url), _core.server_status(socket)
@@ -163,7 +163,7 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
         "--count=-1",
     ],
 )
-def test_watch_says_which_intervals_and_counts_are_allowed(
+def test_watch_reports_allowed_intervals_and_counts(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -343,7 +343,7 @@ def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(
     assert all("server_timeout" in line for line in lines)
 
 
-def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_are_shown_if_set(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20, shares=[("01", 25)])):
@@ -422,7 +422,7 @@ def test_a_count_is_short(number: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(("num_engines", "num_more"), [(1, 0), (2, 3), (9, 17)])
-def test_watch_fits_a_terminal_of_24_rows_or_says_what_does_not(
+def test_watch_fits_24_rows_or_lists_hidden_parts(
     socket: str, num_engines: int, num_more: int
 ) -> None:
     status = _core.server_status(socket) | {"settings": {"salt_quota": "10%"}}
@@ -473,7 +473,7 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
     return drawn
 
 
-def test_watch_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) -> None:
+def test_watch_lists_hidden_parts_on_24_rows(socket: str) -> None:
     others = [
         _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
         for _ in range(3)
@@ -589,7 +589,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
         assert process.returncode == 0
 
 
-def test_a_server_that_stands_is_not_said_to_be_missing(
+def test_a_stopped_server_is_not_reported_as_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socketlib.socket(socketlib.AF_UNIX) as stands:

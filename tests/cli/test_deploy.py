@@ -143,7 +143,7 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
     assert f"--socket={parsed(argv).socket}" in service["command"]
 
 
-def test_an_image_whose_entrypoint_is_vllm_serve_starts_both() -> None:
+def test_an_image_with_vllm_serve_as_entrypoint_starts_both() -> None:
     """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command
     has arguments only.
     """

@@ -21,7 +21,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 
 @pytest.mark.parametrize("kind", [World, SharedWorld], ids=["its own", "a server's"])
 @pytest.mark.parametrize("capacity", [3, 1 << 16], ids=["loses keys", "has room"])
-def test_the_replayed_index_is_what_the_store_answers(
+def test_the_replayed_index_matches_the_store(
     kind: type[World], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "SLICE", 5)
@@ -172,7 +172,7 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.close()
 
 
-def test_chunks_whose_save_got_no_frame_or_ended_without_them_are_not_kept(tmp_path: Path) -> None:
+def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
     """A book of what may yet come would fill with what never does, where memory is short."""
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):

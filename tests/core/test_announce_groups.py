@@ -182,7 +182,7 @@ class World:
 
 
 @pytest.mark.parametrize("groups", SHAPES.values(), ids=SHAPES)
-def test_the_replayed_index_is_what_the_store_answers_of_each_group(
+def test_the_replayed_index_matches_the_store_for_each_group(
     groups: tuple[GroupShape, ...], tmp_path: Any
 ) -> None:
     world = World(5, groups, str(tmp_path / "disk"))

@@ -51,7 +51,7 @@ def assert_same(real: _core.ChunkBatch, model: Chunks) -> None:
     end=st.none() | st.integers(-9, 9),
     step=st.sampled_from([None, 1, 2, -1]),
 )
-def test_a_batch_is_what_its_chunks_are(
+def test_a_batch_equals_its_chunks(
     model: Chunks, begin: int | None, end: int | None, step: int | None
 ) -> None:
     real = batch_of(model)
@@ -78,7 +78,7 @@ def test_batches_are_joined(models: list[Chunks]) -> None:
 
 
 @given(batches(), batches())
-def test_batches_are_equal_where_their_chunks_are(a: Chunks, b: Chunks) -> None:
+def test_batches_are_equal_if_their_chunks_are(a: Chunks, b: Chunks) -> None:
     assert (batch_of(a) == batch_of(b)) == (a == b)
     assert batch_of(a) != tuple(a)
 

@@ -52,7 +52,7 @@ def _flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_inspect_shows_what_the_store_wrote(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_written_chunks(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(disk), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["namespace"] == NAMESPACE[:8].hex()
@@ -67,7 +67,7 @@ def test_inspect_shows_what_the_store_wrote(disk: Path, capsys: pytest.CaptureFi
     assert NAMESPACE[:8].hex() in capsys.readouterr().out
 
 
-def test_inspect_works_while_an_engine_owns_the_directory_and_verify_says_busy(
+def test_inspect_works_and_verify_is_busy_while_an_engine_owns_the_directory(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = _open_store(disk)

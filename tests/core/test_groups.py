@@ -166,7 +166,7 @@ def benches(draw: st.DrawFn) -> Bench:
 
 @settings(max_examples=300)
 @given(benches(), st.integers(0, MAX_UNITS), st.integers(0, MAX_UNITS))
-def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(
+def test_a_hit_is_the_deepest_boundary_with_all_chunks_in_every_group(
     bench: Bench, most: int, begin: int
 ) -> None:
     shape = bench.shape
@@ -209,7 +209,7 @@ def whole(shape: CacheShape, num_units: int) -> Bench:
     )
 
 
-def test_a_lease_gives_nothing_where_a_group_has_no_block_for_a_chunk() -> None:
+def test_a_lease_returns_no_chunks_if_a_group_lacks_a_block() -> None:
     bench = whole(CacheShape((FULL, GroupShape(UNIT, kind="window", reach=5))), 4)
     lease = bench.store.acquire(bench.chain, 4)
     assert len(lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 4)[0]) == 6
@@ -220,7 +220,7 @@ def test_a_lease_gives_nothing_where_a_group_has_no_block_for_a_chunk() -> None:
     )
 
 
-def test_a_lease_whose_chunk_is_gone_has_nothing() -> None:
+def test_a_lease_with_a_removed_chunk_is_empty() -> None:
     shape = CacheShape((FULL, GroupShape(UNIT, kind="state")))
     bench = whole(shape, 3)
     assert bench.store.acquire(bench.chain, 3).poll() == (3, 0)
@@ -261,7 +261,7 @@ def test_between_two_local_chunks_a_hit_needs_neither() -> None:
     assert Bench(shape, 10, stored).hit() == 4
 
 
-def test_a_group_that_had_what_it_needs_is_looked_up_again_for_a_shorter_prefix() -> None:
+def test_a_complete_group_is_looked_up_again_for_a_shorter_prefix() -> None:
     window = GroupShape(UNIT, kind="window", reach=2 * UNIT)
     stored = {(nth, unit) for nth in range(3) for unit in range(8)} - {(1, 4), (2, 6)}
     assert Bench(CacheShape((FULL, window, window)), 8, stored).hit() == 4

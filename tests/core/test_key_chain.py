@@ -164,7 +164,7 @@ def test_rows_may_come_as_any_contiguous_buffer() -> None:
         assert keys_of(chain) == wanted
 
 
-def test_rows_that_are_not_what_they_are_called_raise() -> None:
+def test_rows_of_a_wrong_type_raise() -> None:
     chain = _core.KeyChain(ROOT, block_tokens=4)
     raw = bytes(96)
     bad: list[tuple[Any, str, int]] = [

@@ -44,7 +44,7 @@ def keys_of(chain: _core.KeyChain) -> list[bytes]:
     return [chain.key(block) for block in range(chain.num_blocks)]
 
 
-def test_vectors_are_what_the_oracle_makes() -> None:
+def test_vectors_match_the_oracle() -> None:
     assert model.render(model.make_vectors()) == model.VECTORS.read_text(encoding="utf-8")
     assert _core.KEY_SCHEMA == 2
 

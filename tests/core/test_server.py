@@ -124,7 +124,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
         ({"frame_bytes": 2 * FRAME}, "give them the same settings"),
     ],
 )
-def test_an_engine_that_the_server_refuses_starts_without_the_cache_and_says_so(
+def test_an_engine_rejected_by_the_server_starts_without_the_cache(
     socket: str, settings: dict[str, int], said: str
 ) -> None:
     server = _core.Server(socket, host_bytes=8 * FRAME)

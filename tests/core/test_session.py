@@ -36,7 +36,7 @@ def chain_of(prompt: list[int]) -> _core.KeyChain:
     span=st.tuples(st.integers(0, 14), st.integers(0, 14)),
     as_list=st.booleans(),
 )
-def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
+def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     num_blocks: int, stored: int, span: tuple[int, int], as_list: bool
 ) -> None:
     """Behind the last one that is stored there is nothing."""
@@ -75,7 +75,7 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
     assert (store.num_in_flight, stats["frames_reserved"]) == (0, 0)
 
 
-def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> None:
+def test_a_chain_in_two_rows_is_rejected_without_reservations() -> None:
     """Rows hold their chains until the store has answered: a second row of the same one must not
     wait for the first.
     """
@@ -94,7 +94,7 @@ STATES = [
 ]
 
 
-def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left_out() -> None:
+def test_missing_states_are_reserved_for_many_requests() -> None:
     store, one, other = session(3, groups=STATES), chain_of([1, 2]), chain_of([1, 3])
     found = store.reserve_states(
         [(one, 1, 0, 7), (one, 1, 1, 8), (other, 1, 0, 9), (other, 1, 1, 10), (one, 2, 1, 11)]
@@ -108,7 +108,7 @@ def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left
 
 
 @pytest.mark.parametrize(("has_full", "dropped"), [(False, 4), (True, 0)])
-def test_windows_without_a_frame_count_as_dropped_where_no_group_keeps_everything(
+def test_windows_without_a_frame_count_as_dropped_without_full_attention(
     has_full: bool, dropped: int
 ) -> None:
     groups = [(None, "full", 1, 1, 1, 0, 0, None)] * has_full + [(5, "window", 1, 1, 1, 3, 0, None)]

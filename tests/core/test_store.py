@@ -108,7 +108,7 @@ def test_discard_takes_descendants_and_keeps_pinned_frames_until_released() -> N
     balance(store)
 
 
-def test_clear_voids_reservations_and_forgets_pinned_chunks() -> None:
+def test_clear_voids_reservations_and_removes_pinned_chunks() -> None:
     store = make_store(4)
     chain = chain_of(1, 2, 3)
     save(store, chain, 0, 2)
@@ -194,7 +194,7 @@ def part(frame: int = 1, **changes: object) -> dict[str, object]:
     }
 
 
-def test_seal_and_check_say_what_is_wrong() -> None:
+def test_seal_and_check_report_the_problem() -> None:
     store = make_store(2)
     arena = _core.Arena.open(store.arena_path, size_bytes=FRAME * 2)
     memory = view_of(arena)

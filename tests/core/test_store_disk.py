@@ -101,7 +101,7 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     again.close()
 
 
-def test_close_writes_what_is_left(tmp_path: Path) -> None:
+def test_close_writes_remaining_chunks(tmp_path: Path) -> None:
     chain = chain_of(*range(8))
     store = make_store(tmp_path)
     assert save(store, chain) == 8

@@ -25,7 +25,7 @@ def arena() -> _core.Arena:
     return _core.Arena.open(store.arena_path, size_bytes=FRAME * 1)
 
 
-def test_vectors_are_what_the_oracle_makes() -> None:
+def test_vectors_match_the_oracle() -> None:
     assert model.render(model.make_vectors()) == model.VECTORS.read_text(encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ TABLES = (
 
 
 @given(st.lists(TABLES, max_size=40))
-def test_the_first_of_each_value_that_is_there_comes_with_its_key(
+def test_the_first_of_each_present_value_has_its_key(
     values: list[tuple[list[int], ...] | None],
 ) -> None:
     keys = [f"request-{nth}" for nth in range(len(values))]

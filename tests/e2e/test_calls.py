@@ -84,9 +84,7 @@ def test_a_pause_leaves_both_tiers_alone_unless_weights_go(
 
 
 @pytest.mark.short
-def test_a_reset_that_a_user_asks_for_forgets_after_a_pause_as_before(
-    truth: Truth, start: Callable[..., Engine]
-) -> None:
+def test_a_users_reset_clears_after_a_pause_too(truth: Truth, start: Callable[..., Engine]) -> None:
     engine = start(kv_transfer_config=kvloft())
     hit(truth, engine)
     for connector, expected in ((False, FULL), (True, 0)):

@@ -120,7 +120,7 @@ def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engin
     assert result.cached == 10 * BLOCK
 
 
-def test_a_prompt_of_whole_blocks_is_answered_whether_or_not_all_of_it_is_loaded(
+def test_a_prompt_of_whole_blocks_is_answered_with_full_and_partial_loads(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
     for settings in (

@@ -30,7 +30,7 @@ def all_true(truth: Truth, engine: Engine) -> int:
 
 @pytest.mark.parametrize("keep", [0, 3, 11])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recompute_gives_the_truth(
+def test_recompute_gives_right_tokens(
     truth: Truth, start: Callable[..., Engine], shape: str, keep: int
 ) -> None:
     settings = kvloft(policy="recompute")
@@ -68,7 +68,7 @@ def test_fail_ends_the_request_cleanly(
     assert all_true(truth, engine) == FULL
 
 
-def test_damage_under_preemption_gives_the_truth(
+def test_answers_are_right_with_damage_and_preemption(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
     requests = truth.clear([Req(random_ids(4200 + i, 60 + i), max_tokens=50) for i in range(10)])

@@ -151,7 +151,7 @@ def disk(tmp_path: Path) -> Iterator[Ext4 | None]:
         yield stack.enter_context(mounted(tmp_path / "ext4", size_mib=24)) if can_mount() else None
 
 
-def test_a_storm_over_a_disk_says_the_truth(
+def test_answers_are_right_in_a_storm_over_a_disk(
     place: Place,  # noqa: F811
     serve: Start,  # noqa: F811
     disk: Ext4 | None,
@@ -180,7 +180,7 @@ def test_a_storm_over_a_disk_says_the_truth(
     )
 
 
-def test_a_storm_over_a_server_says_the_truth(
+def test_answers_are_right_in_a_storm_over_a_server(
     place: Place,  # noqa: F811
     serve: Start,  # noqa: F811
     server: CacheServer,  # noqa: F811

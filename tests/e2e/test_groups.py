@@ -169,7 +169,7 @@ def test_lengths_around_every_boundary_say_the_truth(
     assert_sound(engine)
 
 
-def test_another_tail_after_a_known_beginning_says_the_truth(
+def test_another_ending_after_a_cached_prefix_is_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
     """A hit that ends where no request of before ended: windows and states of that place must be
@@ -184,7 +184,7 @@ def test_another_tail_after_a_known_beginning_says_the_truth(
     assert_sound(engine)
 
 
-def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., Engine]) -> None:
+def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
     """Turn one decodes past windows and several states, whose blocks vLLM frees while it runs."""
     # By default vLLM retains the states at a prompt's end only, and offers no others.
     retained = (
@@ -239,7 +239,7 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     assert_sound(engine)
 
 
-def test_a_loaded_state_that_is_overwritten_changes_what_is_said(
+def test_overwriting_a_loaded_state_changes_answers(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
     """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test
@@ -262,7 +262,7 @@ def test_a_loaded_state_that_is_overwritten_changes_what_is_said(
         engine.kill()
 
 
-def test_a_loaded_block_that_is_overwritten_changes_what_is_said_where_blocks_differ_in_size(
+def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
     """The first and the last block that kvloft loads of each group, which may be any of a chunk's.
@@ -416,7 +416,7 @@ def predicted_hit(place: Place, told: Subscriber, sizes: list[int], prompt: Req)
     return 0
 
 
-def test_events_say_what_each_group_has(
+def test_events_contain_the_blocks_of_each_group(
     place: Place,
     serve: Callable[..., Engine],
     router: Subscriber,  # noqa: F811
@@ -465,7 +465,7 @@ def test_events_say_what_each_group_has(
 
 
 @pytest.mark.parametrize("is_finer", [False, True], ids=["as it does", "in shorter steps"])
-def test_blocks_are_called_what_vllm_calls_them_however_it_hashes(
+def test_blocks_have_vllms_hashes_with_every_algorithm(
     place: Place,
     serve: Callable[..., Engine],
     router: Subscriber,  # noqa: F811

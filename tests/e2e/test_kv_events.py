@@ -184,7 +184,7 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
     return expected
 
 
-def test_events_say_before_each_prompt_what_the_store_gives(
+def test_events_predict_each_prompts_hit(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
     """Few frames and few slots: chunks are evicted from both. Then a restart, whose chunks on disk
@@ -222,7 +222,7 @@ def test_events_say_before_each_prompt_what_the_store_gives(
     engine.assert_at_rest()
 
 
-def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
+def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
     truth: Truth,
     start: Callable[..., Engine],
     router: Subscriber,
@@ -275,7 +275,7 @@ def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
     engine.assert_at_rest()
 
 
-def test_blocks_are_called_what_vllm_calls_them(
+def test_blocks_have_vllms_hashes(
     start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
     """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with

@@ -19,7 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_abort_at_any_step_gives_everything_back(
+def test_abort_at_any_step_releases_everything(
     truth: Truth, start: Callable[..., Engine], shape: str
 ) -> None:
     """Queued (step 0), computing its prompt in chunks, saving, decoding: for each step one request
@@ -48,7 +48,7 @@ def test_abort_at_any_step_gives_everything_back(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_abort_while_loading_gives_everything_back(
+def test_abort_during_a_load_releases_everything(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
 ) -> None:
     """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into
@@ -77,7 +77,7 @@ def test_abort_while_loading_gives_everything_back(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_reset_with_the_connector_forgets_and_without_it_keeps(
+def test_reset_clears_the_store_only_with_the_connector(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
 ) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path), **SHAPES[shape])

@@ -170,7 +170,7 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
         ("qwen3-next", "2,2", 2),
     ],
 )
-def test_stages_of_several_groups_save_and_load_what_they_have_of_each(
+def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
     """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other

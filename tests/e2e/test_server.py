@@ -192,7 +192,7 @@ def test_a_frozen_server_delays_one_lookup_and_one_save_by_their_deadline(
     engine.assert_at_rest()
 
 
-def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
+def test_an_engine_that_starts_before_its_server_connects_later(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     server.end()

@@ -75,7 +75,7 @@ def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> 
     engine.stop()
 
 
-def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(
+def test_a_disk_that_turns_read_only_keeps_good_chunks(
     truth: Truth, start: Callable[..., Engine], disk: Ext4
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")

@@ -23,7 +23,7 @@ def test_output_depends_on_every_block_of_the_prompt_and_varies(truth: Truth) ->
         )
 
 
-def test_one_engine_says_the_same_alone_and_in_a_batch(
+def test_an_engine_answers_equally_alone_and_in_a_batch(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
     requests = truth.clear([Req(random_ids(200 + i, 40 + 9 * i), max_tokens=24) for i in range(12)])
@@ -34,7 +34,7 @@ def test_one_engine_says_the_same_alone_and_in_a_batch(
         assert engine.ask(request.again())[0].tokens == truth.tokens(request)
 
 
-def test_prompt_embeds_of_the_vocabulary_say_what_the_ids_say(truth: Truth) -> None:
+def test_prompt_embeds_of_the_vocabulary_answer_like_ids(truth: Truth) -> None:
     ids = random_ids(300, 70)
     rows = tiny.embedding_rows(list(ids))
     assert truth.tokens(Req(embeds=rows)) == truth.tokens(Req(ids))

@@ -139,7 +139,7 @@ def ask_all(truth: Truth, engine: Engine) -> int:
     return sum(r.num_external for r in results)
 
 
-def test_tokens_depend_on_what_is_in_the_windows_and_before_them(gemma_truth: Truth) -> None:
+def test_tokens_depend_on_kv_inside_and_before_windows(gemma_truth: Truth) -> None:
     prompt = PROMPTS[0].ids or ()
     for first in (0, 64, len(prompt) - WINDOW):
         changed = (*prompt[:first], *random_ids(9100 + first, 32), *prompt[first + 32 :])

@@ -135,7 +135,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
     engine.assert_at_rest()
 
 
-def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(
+def test_no_step_runs_while_a_connector_is_swapped(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
     """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks

@@ -43,7 +43,7 @@ def test_a_second_compilation_comes_from_the_cache(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == entries
 
 
-def test_a_failed_compilation_says_what_the_compiler_said() -> None:
+def test_a_failed_compilation_reports_the_compilers_output() -> None:
     with pytest.raises(KernelError, match="sm_90"):
         compile_kernels("sm_90", 3)
 

@@ -134,7 +134,7 @@ def test_rows_reach_the_driver_as_the_bindings_would_say_them(
     assert library.said[0][2] == HANDLE
 
 
-def test_every_argument_reaches_its_function_whole(
+def test_every_argument_reaches_its_function(
     library: Library, stream: Stream, event: Event
 ) -> None:
     stream.copy_to_device(OTHER, HOST, SIZE)
@@ -215,7 +215,7 @@ def test_seconds_are_counted_from_the_earlier_event(library: Library, event: Eve
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_batch_is_one_command_where_the_driver_has_it(
+def test_a_batch_is_one_command_if_the_driver_supports_it(
     is_old: bool, library: Library, stream: Stream
 ) -> None:
     if is_old:
@@ -286,7 +286,7 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
         driver._library.__wrapped__()
 
 
-def test_each_function_is_asked_for_by_the_name_of_cuda_12_and_13() -> None:
+def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
     """As cuda.h maps them: without ``_v2`` a library answers with what CUDA 3 had. A batch copy is
     as of 12.8, on purpose.
     """

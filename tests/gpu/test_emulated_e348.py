@@ -38,26 +38,26 @@ def few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 0.7, 1.0])
 @pytest.mark.parametrize("layout", ["pages_of_6k", "mixed", "pages_of_1k"])
-def test_any_width_comes_back(layout: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_width_round_trips(layout: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
     on_gpu.check_round_trip(on_gpu.bf16(layout), "outliers", 3, ring=(2, 300 << 10))
 
 
 @pytest.mark.parametrize("sample", e348.SAMPLES)
-def test_any_content_comes_back(sample: str) -> None:
+def test_any_content_round_trips(sample: str) -> None:
     on_gpu.check_round_trip(on_gpu.bf16("pages_of_6k"), sample, 2)
 
 
 test_parts_saved_raw_and_with_any_width_are_loaded_together = (
     on_gpu.test_parts_saved_raw_and_with_any_width_are_loaded_together
 )
-test_an_encoded_part_is_a_miss_where_parts_are_raw = (
-    on_gpu.test_an_encoded_part_is_a_miss_where_parts_are_raw
+test_an_encoded_part_is_a_miss_for_raw_readers = (
+    on_gpu.test_an_encoded_part_is_a_miss_for_raw_readers
 )
 test_chunks_that_do_not_fit_their_parts_are_not_saved = (
     on_gpu.test_chunks_that_do_not_fit_their_parts_are_not_saved
 )
-test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
+test_partial_loads_write_only_their_blocks = on_gpu.test_partial_loads_write_only_their_blocks
 test_unregistered_frames_are_loaded_but_not_used_by_saves = (
     on_gpu.test_unregistered_frames_are_loaded_but_not_used_by_saves
 )
@@ -114,7 +114,7 @@ def kernels_of(
     return [kernels.encodes for _, kernels in made]
 
 
-def test_parts_are_encoded_where_settings_device_and_pages_allow_it(
+def test_parts_are_encoded_if_settings_device_and_pages_allow_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ["pages_of_64k", "mixed", "pages_of_2m"]
@@ -130,7 +130,7 @@ def test_parts_are_encoded_where_settings_device_and_pages_allow_it(
     assert chosen == [[True] * 3, [False] * 3, [False] * 3, [True, True, False]]
 
 
-def test_parts_are_raw_where_the_kernels_that_encode_do_not_compile(
+def test_parts_are_raw_if_the_encoding_kernels_do_not_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):

@@ -41,7 +41,7 @@ def test_round_trip_is_bitwise(layout: str, route: str) -> None:
     on_gpu.test_round_trip_is_bitwise(layout, route, 3)
 
 
-test_partial_loads_write_only_what_they_want = on_gpu.test_partial_loads_write_only_what_they_want
+test_partial_loads_write_only_their_blocks = on_gpu.test_partial_loads_write_only_their_blocks
 test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 test_unregistered_frames_are_loaded_but_not_used_by_saves = (
     on_gpu.test_unregistered_frames_are_loaded_but_not_used_by_saves

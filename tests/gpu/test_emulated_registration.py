@@ -182,9 +182,7 @@ def test_draining_does_not_wait_for_pinning(rig: Rig) -> None:
     rig.mover.close()
 
 
-def test_loads_go_by_dma_where_their_frames_are_pinned(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_from_registered_frames_use_dma(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = chunks(30)
     rig.pins.pin(BLOCKS)
     rig.submit(copies)
@@ -214,7 +212,7 @@ def test_an_engine_that_zeroes_new_blocks_waits_for_no_pin(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("num_ranks", "node"), [(1, 1), (2, None)])
-def test_ranks_that_share_frames_leave_their_pages_where_they_are(
+def test_ranks_that_share_frames_keep_memory_placement(
     num_ranks: int, node: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated(1):
@@ -223,7 +221,7 @@ def test_ranks_that_share_frames_leave_their_pages_where_they_are(
         rig.mover.close()
 
 
-def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_registered_in_order_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool]] = []
     with emulated(1) as gpu:
         monkeypatch.setattr(registration, "_touch", lambda *_: None)
@@ -243,7 +241,7 @@ def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.Mo
         gpu.registered.clear()
 
 
-def test_memory_that_was_placed_stays_where_it_was_placed() -> None:
+def test_memory_stays_on_its_numa_node() -> None:
     """The first process that places pages decides, for example the server."""
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))

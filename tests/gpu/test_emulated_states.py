@@ -54,7 +54,7 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
     rig.mover.close()
 
 
-def test_a_state_that_is_loaded_is_not_overwritten_by_what_its_step_did_before_any_hook(
+def test_a_loaded_state_is_not_overwritten_by_earlier_work_of_its_step(
     gpu: Gpu,
 ) -> None:
     """A waiting request's new blocks are zeroed, or copied to, in the step that begins its load:

@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool]) -> None:
     ("num_chunks", "num_slots", "slot_pages"),
     [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)],
 )
-def test_submitters_send_what_is_not_polled_for(
+def test_submitters_send_copies_without_polls(
     num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)

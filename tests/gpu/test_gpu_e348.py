@@ -140,13 +140,13 @@ def check_round_trip(
 
 
 @pytest.mark.parametrize("sample", e348.SAMPLES)
-def test_any_content_comes_back(sample: str) -> None:
+def test_any_content_round_trips(sample: str) -> None:
     check_round_trip(bf16("pages_of_18k"), sample, 2)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 0.7, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_page_size_and_width_comes_back(
+def test_any_page_size_and_width_round_trips(
     layout: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With width 0.6, a part of each chunk is written and read in host memory."""
@@ -210,7 +210,7 @@ def test_parts_saved_raw_and_with_any_width_are_loaded_together(
     mover.close()
 
 
-def test_an_encoded_part_is_a_miss_where_parts_are_raw() -> None:
+def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
     paged = bf16("pages_of_4k")
     frames = encoded_frames(paged, 10, 1)
     copies = copies_of(range(6), [[block] for block in range(6)])
@@ -250,7 +250,7 @@ def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
     mover.close()
 
 
-def test_partial_loads_write_only_what_they_want() -> None:
+def test_partial_loads_write_only_their_blocks() -> None:
     paged = bf16("pages_of_6k")
     mover = make_mover(paged, encoded_frames(paged, 6, 7), 7, encodes=True)
     fill(paged, "outliers")

@@ -134,7 +134,7 @@ def check_partial_loads(paged: Paged, mover) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_partial_loads_write_only_what_they_want(route: str) -> None:
+def test_partial_loads_write_only_their_blocks(route: str) -> None:
     paged = per_layer(3, 41, 4096 + 16)
     frames = Frames(6, part_bytes_for(paged.block_bytes * 7))
     mover = make_mover(paged, frames, 7, **ROUTES[route])
@@ -283,7 +283,7 @@ def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
     check_unregistered(paged, frames, monkeypatch, ring=(2, 64 << 10))[0].close()
 
 
-def test_every_ticket_and_load_comes_back_once() -> None:
+def test_every_ticket_and_load_is_reported_once() -> None:
     paged = per_layer(2, 600, 512)
     frames = Frames(600, part_bytes_for(paged.block_bytes))
     mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))

@@ -207,7 +207,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_steps_save_and_load_what_a_step_left(seed: int) -> None:
+def test_random_steps_save_and_load_the_right_bytes(seed: int) -> None:
     engine = Engine(seed)
     for number in range(150):
         engine.step(number)

@@ -73,7 +73,7 @@ def encoded(frames: FrameMemory) -> Trailers:
     return Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK, block_tiles=1)
 
 
-def test_an_encoded_part_says_how_long_it_is() -> None:
+def test_an_encoded_part_has_its_length() -> None:
     frames, raw = memory()
     used = np.array([40, 101], dtype=np.uint64)
     assert (
@@ -107,7 +107,7 @@ def test_an_encoded_part_says_how_long_it_is() -> None:
     assert (tags.tolist(), problems) == ([5, 7], {})
 
 
-def test_parts_of_both_encodings_are_read_where_parts_are_encoded_and_raw_ones_elsewhere() -> None:
+def test_encoding_readers_read_both_encodings_and_others_only_raw_parts() -> None:
     frames, raw = memory()
     plain, keys, blocks = (
         Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK),

@@ -59,9 +59,7 @@ def serve(
 
 @pytest.mark.parametrize("load_failure", [0.05, 1.0])
 @pytest.mark.parametrize("names", [*KINDS, *UNEQUAL])
-def test_requests_whose_loads_failed_give_way_to_those_behind(
-    names: str, load_failure: float
-) -> None:
+def test_requests_with_failed_loads_yield_to_others(names: str, load_failure: float) -> None:
     for blocks in range(15, 31):
         assert serve(names, blocks, 48, (49, 43, 42, 41, 40), load_failure).ledger.doubtful
 

@@ -71,9 +71,7 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
 )
 @pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("machine", [ServedMachine, BusyMachine] if IS_WHOLE else [ServedMachine])
-def test_the_machine_sees_where_several_groups_are_served(
-    machine: type[Machine], mutant: Mutant
-) -> None:
+def test_the_machine_detects_with_served_groups(machine: type[Machine], mutant: Mutant) -> None:
     judge(mutant, machine)
 
 

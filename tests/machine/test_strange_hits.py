@@ -89,7 +89,7 @@ def test_the_scene_detects_wrong_kv_without_the_check_of_writers(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_hit_is_saved_again_where_its_writer_is_known(shape: Shape) -> None:
+def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
     """The store lost everything, as with a new server: of requests that ended, and of those that
     run in the same step.
     """
@@ -111,7 +111,7 @@ def test_a_hit_is_saved_again_where_its_writer_is_known(shape: Shape) -> None:
     engine.close()
 
 
-def test_a_request_that_a_reset_preempted_knows_the_blocks_that_vllm_kept() -> None:
+def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:
     """Another request's load holds a block, so vLLM preempts and keeps its cache."""
     engine = Engine(MODEL, Shape(num_blocks=16), 1)
     for name, length, num_tokens in (("first", 16, 5), ("second", 4, 1)):

@@ -67,7 +67,7 @@ def test_draft_tokens_of_two_steps_and_the_columns_of_states_for_them_count() ->
     assert states.need(CHAINS[0], 97, local_tokens=0, loaded_tokens=80).own == 3 + 3
 
 
-def test_where_blocks_differ_in_size_all_of_a_shared_chunk_count() -> None:
+def test_all_blocks_of_a_shared_chunk_count_with_different_sizes() -> None:
     groups = (GroupShape(2, 2), GroupShape(4), GroupShape(1, 4, kind="window", reach=8))
     need = BlockBudget(groups, PoolSize(200, step_tokens=16)).need(
         CHAINS[0], 100, local_tokens=40, loaded_tokens=80

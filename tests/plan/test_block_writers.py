@@ -60,7 +60,7 @@ def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete:
     )
 
 
-def test_blocks_given_to_a_request_are_not_known_until_it_has_filled_them() -> None:
+def test_allocated_blocks_are_not_trusted_until_they_are_filled() -> None:
     writers = BlockWriters(4, sees_grants=True)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     assert writers.know_hit(single("b", "ab", [1, 2], num_local=2))

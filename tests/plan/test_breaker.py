@@ -81,7 +81,7 @@ def test_while_loads_fail_nothing_is_saved_and_later_all_of_it_is() -> None:
     engine.check()
 
 
-def test_after_a_while_one_load_is_tried_and_ends_the_pause_or_begins_another() -> None:
+def test_one_load_probes_after_a_pause() -> None:
     engine = tripped()
     engine.now += RETRY_S - 1
     assert offered(engine) == 0
@@ -149,7 +149,7 @@ def test_only_one_load_at_a_time_is_tried() -> None:
     assert offered(engine) == 0
 
 
-def test_a_save_that_fails_while_loads_are_tried_again_begins_another_pause() -> None:
+def test_a_failed_save_during_retried_loads_starts_another_pause() -> None:
     engine = tripped()
     engine.now += RETRY_S
     engine.failure_rate = 1.0

@@ -108,7 +108,7 @@ def test_a_load_that_hangs_is_waited_for_no_longer_than_a_disk() -> None:
     "why",
     ["no prefix cache", "another salt", "a part that vLLM has", "may not wait", "the last block"],
 )
-def test_where_vllm_would_not_share_the_blocks_no_request_waits(why: str) -> None:
+def test_no_request_waits_for_blocks_that_vllm_would_not_share(why: str) -> None:
     engine = warm(local_cache=why != "no prefix cache")
     if why == "another salt":
         serve(engine, Request("salted", list(PROMPT), 2, salt="x"))
@@ -208,7 +208,7 @@ def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
     return answers
 
 
-def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_turn() -> None:
+def test_waiting_requests_pin_at_most_half_of_host_memory() -> None:
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
@@ -231,7 +231,7 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
     engine.core.close()
 
 
-def test_those_who_wait_pin_half_of_what_is_the_stores_in_a_shared_arena() -> None:
+def test_waiting_requests_pin_at_most_half_of_a_stores_share() -> None:
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
     engine.core.count_on(100 * 4096)
     ask(engine, requests)
@@ -287,7 +287,7 @@ def test_chunks_read_from_disk_wait_for_a_running_slot() -> None:
     settle(engine)
 
 
-def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() -> None:
+def test_a_request_that_vllm_stops_matching_yields_to_the_next() -> None:
     engine, requests = on_disk(3, num_frames=8, local_cache=False)
     assert ask(engine, requests[:2]) == [None] * 2
     for _ in range(3):
@@ -334,7 +334,7 @@ def test_while_vllm_has_no_seat_a_request_does_not_use_up_its_wait() -> None:
     engine.core.close()
 
 
-def test_no_turn_is_waited_for_where_none_may_wait() -> None:
+def test_no_request_waits_if_waiting_is_disabled() -> None:
     engine, requests = on_disk(12, num_frames=24, local_cache=False)
     assert [engine.match(request, 0, may_wait=False) for request in requests] == [0] * 12
     assert pinned_frames(engine) == 12
@@ -353,7 +353,7 @@ def test_a_prefix_that_many_wait_for_counts_once() -> None:
     assert engine.core._admission.turns.waiting.num_units == 0
 
 
-def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
+def test_leases_expire_and_read_chunks_stay() -> None:
     engine, requests = on_disk(1, num_frames=24, local_cache=False)
     assert ask(engine, requests) == [None]
     engine.store.tick(100)

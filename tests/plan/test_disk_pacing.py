@@ -134,7 +134,7 @@ def test_waiting_is_never_expected_to_end_later_than_computing(
         assert read_s * chunks >= backlog_s + compute_s - 1e-3
 
 
-def test_the_line_has_what_admitted_prompts_have_left() -> None:
+def test_the_backlog_counts_the_rest_of_admitted_prompts() -> None:
     line = PromptBacklog()
     line.enter("a", 100)
     line.enter("b", 50)

@@ -37,7 +37,7 @@ def rewritten(saves: Any, computed: int, *blocks: int) -> tuple[BlockId, ...]:
     )
 
 
-def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
+def test_reallocated_blocks_are_reported_while_a_save_reads_them() -> None:
     saves = Saves()
     saves.add(1, 5, 6)
     assert rewritten(saves, 0, 4, 6, 7) == (6,)

@@ -83,7 +83,7 @@ def test_offers_do_not_depend_on_the_first_lookups_length(
     )
 
 
-def test_a_prompt_not_seen_before_gets_keys_of_its_beginning_and_of_what_is_saved() -> None:
+def test_a_new_prompt_gets_keys_for_its_start_and_its_saves() -> None:
     """The rest is not waited for by its first forward."""
     engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
     request, table = (

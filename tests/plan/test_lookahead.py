@@ -17,9 +17,7 @@ BLOCK = 4
 
 @both_modes
 @pytest.mark.parametrize("num_outputs", [1, 2, 6, 7, 8, 9])
-def test_all_is_found_whose_next_token_was_known_while_it_ran(
-    run_ahead: bool, num_outputs: int
-) -> None:
+def test_all_blocks_with_a_known_next_token_are_found(run_ahead: bool, num_outputs: int) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead, lookahead=1))
     request = serve(engine, Request("a", list(PROMPT), num_outputs))
     assert stored(engine, request) == whole_blocks(request.num_tokens - 2)
@@ -34,7 +32,7 @@ def test_a_block_is_not_found_under_another_next_token() -> None:
     assert engine.match(Request("other", [*other, 0, 0], 2), 0) == 2 * BLOCK
 
 
-def test_a_prompts_end_is_saved_once_its_next_token_is_known() -> None:
+def test_a_prompts_end_is_saved_after_its_next_token_is_known() -> None:
     engine = SymbolicEngine(Setup(local_cache=False, lookahead=1))
     request = engine.add(Request("a", PROMPT[: 2 * BLOCK], 3))
     engine.run(1)

@@ -41,7 +41,7 @@ def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> No
 
 
 @both_modes
-def test_the_next_input_of_a_session_is_saved_with_what_came_before_it(run_ahead: bool) -> None:
+def test_the_next_input_of_a_session_is_saved_with_its_history(run_ahead: bool) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = engine.add(
         Request("a", PROMPT[:9], 4, saves="prompt", updates=[[2, 1, 0, 2, 1, 0, 0]])

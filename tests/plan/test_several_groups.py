@@ -117,7 +117,7 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
     }
 
 
-def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> None:
+def test_a_hung_load_keeps_its_frames_and_waiting_requests_compute() -> None:
     bench = Bench(pool=PoolSize(14, step_tokens=16))
     bench.finish(saving_step(bench, request_of()))
     bench.core.finish(ReqId("a"))
@@ -156,7 +156,7 @@ def test_kv_computed_before_a_reset_or_an_unreadable_step_is_not_saved(happens: 
 
 
 @pytest.mark.parametrize("tables", [None, Tables([[], [], []], SHAPE.main)])
-def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(
+def test_a_step_without_tables_saves_later_and_keeps_resets(
     tables: Tables | None,
 ) -> None:
     bench = Bench()
@@ -193,7 +193,7 @@ def test_a_state_behind_the_prompt_is_kept_unless_prompts_only_are(
     assert ((2, 34) in saved(plan)) == is_kept
 
 
-def test_a_state_whose_block_left_the_table_in_the_same_pass_is_not_kept() -> None:
+def test_a_state_freed_in_the_same_pass_is_not_saved() -> None:
     bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
     bench.core.admit(request := request_of(), 0, tables)
     state = BoundaryState(ReqId("a"), 2, 35, 16)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_no_state_is_saved_while_loads_fail() -> None:
     assert not saved(saving_step(bench, request_of("b", [7, *PROMPT[1:]])))
 
 
-def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:
+def test_a_state_with_unknown_tokens_is_not_saved() -> None:
     bench = Bench()
     request = request_of(ids=PROMPT[:15])
     tables = tables_of([0, 22, 23, 24, 25])
@@ -268,7 +268,7 @@ def test_lost_blocks_of_a_load_exclude_null_blocks() -> None:
     assert (load.lost, len(load.chunks)) == ((54,), 0)
 
 
-def test_a_session_whose_window_moved_on_keeps_what_it_had_before_a_reset() -> None:
+def test_a_session_with_a_moved_window_keeps_blocks_from_before_a_reset() -> None:
     bench, request = Bench(WINDOW_ONLY), request_of()
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))

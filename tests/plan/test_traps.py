@@ -85,7 +85,7 @@ def test_nothing_is_copied_twice() -> None:
         {"items": (MediaItem("image", 0, 4),)},
     ],
 )
-def test_equal_tokens_do_not_share_what_differs_in_anything_else(other: dict[str, Any]) -> None:
+def test_equal_tokens_with_other_differences_are_not_shared(other: dict[str, Any]) -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     serve(engine, Request("a", list(PROMPT), 2))
     serve(engine, Request("b", list(PROMPT), 2, **other))
@@ -211,7 +211,7 @@ def test_session_replaces_its_last_token(run_ahead: bool) -> None:
 
 
 @both_modes
-def test_preempted_request_loads_what_it_had_computed(run_ahead: bool) -> None:
+def test_preempted_request_loads_its_saved_tokens(run_ahead: bool) -> None:
     engine = SymbolicEngine(Setup(run_ahead=run_ahead, local_cache=False))
     request = engine.add(Request("a", list(PROMPT), 9))
     engine.run(4)
@@ -331,7 +331,7 @@ def test_disk_chunks_are_waited_for_and_then_loaded() -> None:
     assert engine.core.counters["load_tokens_disk"] == 16
 
 
-def test_slow_disk_is_waited_for_no_longer_than_said() -> None:
+def test_a_slow_disk_is_waited_for_at_most_load_timeout() -> None:
     engine = SymbolicEngine(Setup(local_cache=False, with_disk=True))
     serve(engine, Request("a", PROMPT[:16], 2))
     evict_all(engine)

@@ -61,7 +61,7 @@ def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None
 
 
 @pytest.mark.parametrize("fail_policy", [False, True])
-def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_policy: bool) -> None:
+def test_a_bad_frame_is_removed_and_affects_only_its_request(fail_policy: bool) -> None:
     engine = SymbolicEngine(Setup(local_cache=False, fail_policy=fail_policy))
     serve(engine, Request("a", list(PROMPT), 2))
     key = sorted(engine.store.entries.values(), key=lambda e: len(engine.book.prefix_of[e.key]))[
@@ -186,7 +186,7 @@ def test_after_an_unreadable_step_only_requests_with_a_fresh_table_are_saved() -
     assert stored(engine, new) == whole_blocks(new.num_tokens - 1, 2)
 
 
-def test_a_step_that_fails_half_way_gives_back_what_it_reserved(
+def test_a_failed_step_aborts_its_reservations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = SymbolicEngine(Setup())
@@ -227,7 +227,7 @@ def test_close_releases_every_pin_and_leaves_frames_that_workers_may_write_reser
     assert not engine.core.plan_step(StepView()).loads
 
 
-def test_a_closed_core_hears_late_reports_without_harm() -> None:
+def test_a_closed_core_accepts_late_reports() -> None:
     engine = SymbolicEngine(Setup())
     engine.add(Request("a", list(PROMPT), 2))
     plan = engine.schedule()

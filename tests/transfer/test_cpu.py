@@ -359,7 +359,7 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
     )
 
 
-def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
+def test_part_sizes_come_from_the_arena(bench: Bench) -> None:
     """A pipeline stage that needs less than another has the same part of each frame."""
     small = replace(bench.shape, groups=(replace(bench.shape.groups[0], part_bytes=4096),))
     (smaller,) = map_frames(bench.spec, small, shard=0, payload_bytes=[16])

@@ -139,12 +139,12 @@ def test_tensors_without_pages_are_rejected_by_name(tensor: torch.Tensor, what: 
     assert "model.layers.0.attn" in str(caught.value)
 
 
-def test_no_layer_at_all_is_refused() -> None:
+def test_a_model_without_layers_is_rejected() -> None:
     with pytest.raises(LayoutError, match="no KV tensor"):
         read_layout({}, 7)
 
 
-def test_digest_tells_apart_what_is_laid_out_differently_in_a_page_and_nothing_else() -> None:
+def test_digest_depends_on_the_layout_inside_pages_only() -> None:
     def digest(order: str = "LBHNC", fingerprint: str = "x", **changes: int) -> bytes:
         sizes = Sizes(**changes)
         return read_layout(carve(order, sizes), sizes.blocks, fingerprint).digest

@@ -78,9 +78,7 @@ def test_an_engine_that_never_moved_a_page_can_sleep_too(store: _core.Session) -
 
 
 @pytest.mark.parametrize("how", ["shutdown", "register", "stop and resume"])
-def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(
-    store: _core.Session, how: str
-) -> None:
+def test_the_mover_stays_closed_during_sleep(store: _core.Session, how: str) -> None:
     closed: list[str] = []
 
     class Watched(IdleMover):

@@ -106,7 +106,7 @@ def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None
     assert [why for result in report.loads for _, why in result.bad_keys] == ["unsealed"]
 
 
-def test_saves_that_a_step_left_out_have_failed_when_the_next_one_begins(
+def test_saves_skipped_by_a_step_fail_in_the_next(
     store: _core.Session,
 ) -> None:
     worker = worker_for()
@@ -213,7 +213,7 @@ def test_a_plan_before_registration_fails_copies_only(store: _core.Session) -> N
     assert report.failed == (11,)
 
 
-def test_registering_refuses_what_cannot_be_read() -> None:
+def test_registering_rejects_unreadable_tensors() -> None:
     with pytest.raises(LayoutError):
         worker_for({"layer": torch.zeros(8, 2)})
 
@@ -233,7 +233,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
     assert len(made) == 1
 
 
-def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Session) -> None:
+def test_a_mover_is_told_of_loads_before_the_forward_pass(store: _core.Session) -> None:
     """vLLM submits them only after it, and they should not wait for it."""
     heard: list[bool] = []
 
@@ -292,7 +292,7 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
     assert (report.saved, report.usable_bytes) == ((11,), (0, 2))
 
 
-def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(
+def test_memory_of_a_new_arena_is_not_touched_by_old_plans(
     store: _core.Session,
 ) -> None:
     """A path is used again for another arena."""
@@ -368,7 +368,7 @@ class TestLifeline:
         os.close(read)
 
     @pytest.mark.parametrize("is_reused", [False, True])
-    def test_a_worker_whose_scheduler_is_gone_maps_nothing(
+    def test_a_worker_without_its_scheduler_maps_nothing(
         self, store: _core.Session, is_reused: bool
     ) -> None:
         read, write, (path, inode) = self.new_pipe()

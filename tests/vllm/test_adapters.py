@@ -99,7 +99,7 @@ def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> No
     assert names.identify(LoRARequest("a", 1, str(adapter))) == first
 
 
-def test_the_shape_that_a_request_gives_its_adapter_counts(adapter: Path) -> None:
+def test_the_adapter_shape_of_a_request_counts(adapter: Path) -> None:
     loras: list[Any] = [
         SimpleNamespace(
             lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d
@@ -188,7 +188,7 @@ def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(
     assert AdapterNames().identify(lora) != AdapterNames().identify(lora)
 
 
-def test_where_loads_of_adapters_are_not_seen_no_request_shares_one(adapter: Path) -> None:
+def test_adapters_are_not_shared_if_their_loads_are_unseen(adapter: Path) -> None:
     names, lora = AdapterNames(are_seen=False), LoRARequest("a", 1, str(adapter))
     assert names.identify(lora) != names.identify(lora)
     assert names.identify(None) is None

@@ -43,7 +43,7 @@ def broken(error: type[BaseException]) -> KVLoftConnector:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, PanicLike])
-def test_whatever_breaks_in_a_hook_is_a_miss_and_counted(error: type[BaseException]) -> None:
+def test_any_error_in_a_hook_is_a_counted_miss(error: type[BaseException]) -> None:
     connector = broken(error)
     blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)

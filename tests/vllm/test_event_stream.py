@@ -255,7 +255,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.timeout((300 + NUM_STEPS // 10) * PACE)
 @pytest.mark.parametrize("kind", ["its own", "a server's"])
-def test_a_routers_index_is_what_the_store_answers(
+def test_a_routers_index_matches_the_store(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "SLICE", 5)

@@ -147,7 +147,7 @@ def test_a_log_line_says_if_events_are_impossible(
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])
-def test_a_store_that_is_not_asked_about_is_not_watched(config: Any) -> None:
+def test_a_store_without_a_listener_records_nothing(config: Any) -> None:
     assert announcer_of(config, None, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
 
 

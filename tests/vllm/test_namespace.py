@@ -160,7 +160,7 @@ def drafter(
     )
 
 
-def test_a_drafter_counts_where_its_kv_is_kept() -> None:
+def test_a_draft_model_with_kv_counts() -> None:
     others = [
         drafter("eagle3"),
         drafter(model="hub/other"),
@@ -199,7 +199,7 @@ def test_an_engine_with_user_code_in_workers_is_not_shared() -> None:
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_environment_that_changes_what_is_computed_counts(
+def test_environment_variables_that_change_results_count(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(name, raising=False)
@@ -279,7 +279,7 @@ def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:
     )
 
 
-def test_weights_of_which_nothing_is_known_serve_this_run_only() -> None:
+def test_unidentified_weights_are_valid_for_this_run_only() -> None:
     assert digest(commit=None) != digest(commit=None)
 
 
@@ -287,7 +287,7 @@ def test_weights_of_which_nothing_is_known_serve_this_run_only() -> None:
     ("cache_gb", "prefix_caching", "counted"),
     [(0, False, True), (0, True, False), (4, False, False)],
 )
-def test_media_are_named_by_a_count_only_where_both_caches_are_off(
+def test_media_are_numbered_only_if_both_caches_are_off(
     cache_gb: int, *, prefix_caching: bool, counted: bool
 ) -> None:
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
@@ -351,7 +351,7 @@ def digest_of_states(**changes: Any) -> bytes:
         {"shapes": ((8, 3), (4, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
     ],
 )
-def test_states_of_another_type_or_layout_are_others_although_they_are_as_large(
+def test_states_of_another_type_or_layout_with_equal_size_are_different(
     change: dict[str, Any],
 ) -> None:
     assert digest_of_states(**change) != digest_of_states()

@@ -59,7 +59,7 @@ def name_of(patch: Patch) -> str:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=name_of)
-def test_each_target_is_there(patch: Patch) -> None:
+def test_each_target_exists(patch: Patch) -> None:
     """Fails where a release renames one: then the wrapping, or the row, has to follow."""
     assert patch.find() is not None
     assert settle([patch]) is False
@@ -170,7 +170,7 @@ def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
 
 
 @pytest.mark.skipif(HOOK_FOR_SLEEP, reason="this vLLM asks connectors before it unmaps pages")
-def test_whatever_unmaps_pages_is_wrapped() -> None:
+def test_calls_that_unmap_pages_are_wrapped() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     unmapping = {
@@ -297,7 +297,7 @@ def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
     assert len(patches._listeners[patches.ADD_REQUEST]) < num_listeners
 
 
-def test_a_child_of_multi_connector_knows_its_siblings() -> None:
+def test_a_child_of_multi_connector_finds_its_siblings() -> None:
     child, sibling = new_connector(), object()
     scheduler = new_scheduler(SimpleNamespace(_connectors=[sibling, child]))
     listen(patches.ADD_REQUEST, child.meet_scheduler, scheduler)
@@ -306,7 +306,7 @@ def test_a_child_of_multi_connector_knows_its_siblings() -> None:
     assert (child._scheduler.siblings, made.defer_block_free) == ((sibling,), True)
 
 
-def test_a_scheduler_whose_own_reads_of_free_pages_come_late_keeps_deferring() -> None:
+def test_a_scheduler_with_late_free_page_reads_keeps_deferring() -> None:
     own = new_connector()
     cls = new_scheduler(own, defer_async_loads=True)
     listen(patches.ADD_REQUEST, own.meet_scheduler, cls)

@@ -112,7 +112,7 @@ def test_other_connectors_are_none_of_our_business(
         factory.get_connector_class(transfer("nothing"))
 
 
-def test_it_is_wrapped_once_and_passes_on_what_it_is_given() -> None:
+def test_a_call_is_wrapped_once_and_keeps_its_arguments() -> None:
     calls: list[Any] = []
 
     class Factory:
@@ -149,7 +149,7 @@ def test_a_factory_that_looks_up_in_another_way_is_left_alone() -> None:
         ({"kv_groups": "all"}, False, True),
     ],
 )
-def test_vllm_keeps_several_groups_where_it_tells_enough_and_no_user_says_otherwise(
+def test_vllm_keeps_several_groups_if_supported_and_not_overridden(
     factory: Any,
     extra: dict[str, str],
     has_groups: bool,

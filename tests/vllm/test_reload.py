@@ -165,7 +165,7 @@ class Engine:
         (("synchronize_device",), {}, False),
     ],
 )
-def test_the_scheduler_hears_when_the_engine_is_asked(
+def test_engine_rpcs_reach_the_weights_watch(
     model: Any, args: Any, kwargs: Any, stops: bool
 ) -> None:
     class Asked(Engine):

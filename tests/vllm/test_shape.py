@@ -140,7 +140,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         (Config(gpu_copies="torch"), [BF16], RAW),
     ],
 )
-def test_parts_are_encoded_where_some_layer_is_bf16(
+def test_parts_are_encoded_if_a_layer_is_bf16(
     config: Config, specs: list[Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cuda(monkeypatch)

@@ -63,7 +63,7 @@ def counted(half: Any, **more: int) -> None:
     half.take_stats()
 
 
-def test_a_namespace_counts_on_what_it_has_or_may_have(half: Any) -> None:
+def test_a_namespace_plans_with_its_share_or_its_used_frames(half: Any) -> None:
     counted_on: list[int] = []
     half.core.count_on = counted_on.append
     half._store.numbers.pop("host_share_bytes", None)

@@ -12,7 +12,7 @@ from kvloft.vllm.store_log import EventPoller
 PACE = float(os.environ.get("TEST_PACE", "1"))
 
 
-def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
+def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
     heard, is_news = list[str](), threading.Condition()
 
     def tell(session: _core.Session) -> None:

@@ -249,7 +249,7 @@ def test_several_groups_need_none_of_full_attention(
 
 
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW, FULL), (FULL, FULL, WINDOW)])
-def test_several_groups_are_served_unless_one_is_asked_for(
+def test_several_groups_are_supported_unless_kv_groups_is_one(
     specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
@@ -266,7 +266,7 @@ def test_several_groups_are_served_unless_one_is_asked_for(
     ("other", "helps"),
     [(replace(CHUNKED, block_size=64), True), (replace(MAMBA, block_size=64), False)],
 )
-def test_where_one_group_would_do_that_is_said(
+def test_kv_groups_one_is_suggested_if_it_would_work(
     other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
@@ -380,7 +380,7 @@ def test_draft_tokens_with_states_are_rejected_if_vllm_mixes_up_states(
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(
+def test_states_are_supported_if_vllm_keeps_them_at_block_ends(
     is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))

@@ -56,7 +56,7 @@ def test_token_ids_are_vllms_own_growing_list() -> None:
         (None, None),
     ],
 )
-def test_a_request_may_say_what_to_save(params: Any, wish: str | None) -> None:
+def test_a_request_can_choose_what_to_save(params: Any, wish: str | None) -> None:
     extra = {"kv_transfer_params": params} if params is not None else None
     live = VllmRequest(
         request(sampling_params=SamplingParams(max_tokens=4, extra_args=extra)), AdapterNames()
@@ -72,7 +72,7 @@ def test_embeds_only_prompt_is_one_run_of_raw_rows() -> None:
     assert raw(run) == rows.view(torch.int16).numpy().tobytes()
 
 
-def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
+def test_mixed_prompt_hashes_each_positions_model_input() -> None:
     rows = torch.randn(6, 3)
     mask = [True, False, False, True, True, False]
     mixed = request(
@@ -94,9 +94,7 @@ def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
         ({"do_remote_decode": True}, False),
     ],
 )
-def test_a_request_whose_kv_comes_from_a_prefill_server_is_not_offered_any(
-    params: Any, skips: bool
-) -> None:
+def test_a_request_with_kv_from_a_prefill_server_gets_no_offer(params: Any, skips: bool) -> None:
     live = request(
         sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
     )
@@ -122,7 +120,7 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
     assert (numbered.savable_tokens, hashed.savable_tokens) == (feature.mm_position.offset, None)
 
 
-def test_hit_sources_never_exceed_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own labels where it has them (0.32 and newer), stand-ins where it has not; and none of
     them without labels.
     """
@@ -169,7 +167,7 @@ def test_running_requests_extend_their_table() -> None:
     assert view.preempted == {"z"}
 
 
-def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
+def test_resumed_request_is_new_with_its_whole_table() -> None:
     view = view_step(_step({"b"}))
     assert (list(view.running), list(view.num_computed_tokens), view.grown) == (["a"], [40], [])
     assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [

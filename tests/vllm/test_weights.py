@@ -159,7 +159,7 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     "name",
     ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
 )
-def test_weights_of_which_nothing_is_known_serve_this_run_only(name: str) -> None:
+def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
     """Another hub's, say: the name alone does not show that they were trained further."""
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
@@ -260,7 +260,7 @@ def test_a_damaged_cache_is_no_error(hub_cache: Any, tmp_path: Path) -> None:
     assert hub_commit("hub/name") is None
 
 
-def test_the_engines_start_is_known_to_a_tick() -> None:
+def test_the_engines_start_is_exact_to_a_tick() -> None:
     code = (
         "import time; t = time.time(); from kvloft.vllm.identity.weights import engine_start_s, "
         "note_start; "

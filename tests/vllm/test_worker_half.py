@@ -162,7 +162,7 @@ def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(
+def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
     zeroes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From vLLM's own answer to the GPU mover; the engine zeroes before any hook of the step."""
@@ -191,7 +191,7 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(
     assert given == [zeroes]
 
 
-def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
+def test_gathers_run_first_if_vllm_moves_states_before_hooks() -> None:
     """`preprocess_mamba` copies a state into the block that its request got in this step; saves of
     another may read it still.
     """
@@ -211,7 +211,7 @@ def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
         ("ngram", WITH_STATES, True),
     ],
 )
-def test_saves_wait_for_what_comes_behind_the_results(
+def test_saves_wait_for_work_after_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
     """vLLM takes results before a drafter runs, and before it settles the states that accepted

@@ -27,7 +27,7 @@ def _release(vllm_release: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "kv_groups"), TRIED)
-def test_a_model_is_served_or_what_is_missing_is_said(
+def test_a_model_is_supported_or_the_reason_is_reported(
     name: str, kv_groups: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     if name == "deepseek-v2" and "amx_tile" in Path("/proc/cpuinfo").read_text():

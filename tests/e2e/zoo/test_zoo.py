@@ -133,7 +133,7 @@ def test_vllm_forms_the_groups_that_the_zoo_names(cage: Cage) -> None:
     assert found["hit_tokens"] == cage.model.hit_tokens
 
 
-def test_a_hit_needs_the_blocks_that_its_kind_says_and_says_the_truth(cage: Cage) -> None:
+def test_a_hit_needs_the_blocks_of_its_kind_and_answers_correctly(cage: Cage) -> None:
     request = cage.prompt(500)
     assert cage.cold(request)[0].tokens == cage.truth.tokens(request)
     hit = cage.hit(request)
