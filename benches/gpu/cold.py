@@ -63,6 +63,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
         stepped = time.perf_counter()
         for output in engine.engine.step():
             if output.finished and any(output.request_id.startswith(name) for name in waiting):
+                # Read the clock after each output.
                 times.append(time.perf_counter() - begin)  # noqa: PERF401
         steps.append((time.perf_counter() - stepped, stepped - begin))
     if len(times) < len(prompts):

@@ -172,6 +172,7 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 def _nearest(path: Path) -> Path:
     """Return the closest existing parent, or the path, as far as this user can see."""
+    # Path.exists raises for hidden paths.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 

@@ -74,7 +74,7 @@ def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
     r"\(window, target\)|null block",
     "window",
 )
-def one_group_is_not_asked(mp: pytest.MonkeyPatch) -> None:
+def one_group_is_not_looked_up(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         size, null = kwargs["kv_cache_spec"].block_size, kwargs["block_pool"].null_block
         count = (

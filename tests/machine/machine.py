@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
     @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
-    def a_dead_engines_worker_writes(self, rate: float, count: int) -> None:
+    def dead_worker_writes(self, rate: float, count: int) -> None:
         """To frames that are this engine's by now: a store that gave them back too early."""
         self.engine.trouble.strangers = rate
         self._run(count)

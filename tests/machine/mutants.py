@@ -248,7 +248,7 @@ def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("the answer of a request with prompt-only saves is saved", "its prompt only")
-def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
+def save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "saves", lambda original, self: None)
 
 
@@ -260,7 +260,7 @@ def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
     "LMCache #5248, vLLM #45704: a block is rewritten while a save reads it",
     "does not hold its key's KV",
 )
-def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
+def no_fence_before_a_block_is_rewritten(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler, "rewritten_blocks", lambda original, *args: ())
 
 
@@ -268,7 +268,7 @@ def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
     "a load is reported when it is submitted, and its request reads stale KV",
     "WrongKV|position",
 )
-def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
+def load_is_reported_before_it_is_complete(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:
         finished, bad = original(self)
         told = self.__dict__.setdefault("told", set())
@@ -420,7 +420,7 @@ def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("a request that must not read the cache gets an offer", "asked for no cached KV")
-def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
+def skip_reading_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "skip_load", lambda original, self: False)
 
 
@@ -428,7 +428,7 @@ def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
     "hits are missed: requests with a local hit get no offer",
     "tokens are stored, only",
 )
-def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
+def nothing_is_offered_after_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         return Miss() if local_tokens else original(self, request, local_tokens, **more)  # type: ignore[no-any-return]
 
@@ -436,7 +436,7 @@ def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("sglang: an aborted request's pins are never released", "pins|frames_reserved")
-def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
+def pins_of_a_finished_request_stay(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (request := self._requests.get(req_id)) is not None:
             self.__dict__.setdefault("kept", []).append(

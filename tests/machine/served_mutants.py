@@ -109,7 +109,7 @@ def local_chunk_is_not_loaded(mp: pytest.MonkeyPatch) -> None:
     LOAD,
     *STATES,
 )
-def states_are_not_asked(mp: pytest.MonkeyPatch) -> None:
+def states_are_not_looked_up(mp: pytest.MonkeyPatch) -> None:
     change_groups(mp, lambda row: (row[0], "window", *row[2:5], 0) if row[1] == "state" else row)
     save_nothing_of(mp, lambda row: row[5] == 0 and row[1] == "window")
 
@@ -168,7 +168,7 @@ def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("LMCache #4247: after a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
-def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
+def only_attention_is_loaded_after_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     def batch(original: Any, self: Any, tables: Any, begin: int, end: int) -> Any:
         chunks, by_tier = original(self, tables, begin, end)
         full = [own for group, own in chunks.by_group() if self._store.groups[group][1] == "full"]
@@ -193,7 +193,7 @@ def only_windows_are_a_block_short(mp: pytest.MonkeyPatch) -> None:
     "tokens are stored, only",
     *ONLY_WINDOWS,
 )
-def only_windows_are_not_asked(mp: pytest.MonkeyPatch) -> None:
+def only_windows_are_not_looked_up(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp, SteadyStore, "deepest_hit", lambda original, self, chain, host, stored: (stored, stored)
     )
@@ -218,7 +218,7 @@ def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
     "null block|WrongKV|position",
     "one window",
 )
-def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
+def bad_blocks_of_the_one_window_are_reported(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
         KVLoftGroupsConnector,
@@ -237,7 +237,7 @@ def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
     "window of long blocks",
 )
-def blocks_of_a_chunk_are_turned(mp: pytest.MonkeyPatch) -> None:
+def blocks_of_a_chunk_are_reversed(mp: pytest.MonkeyPatch) -> None:
     def turned(table: list[int], size: int) -> list[int]:
         whole = len(table) // size * size
         return [
@@ -321,7 +321,7 @@ def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("vLLM #45704: one block table is used for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
-def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
+def all_groups_use_the_main_table(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         main = next(nth for nth, group in enumerate(self.groups) if group[0] is None)
         return original(self, [(*row, [tables[main]] * len(tables)) for *row, tables in rows])
@@ -334,7 +334,7 @@ def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
     r"\(I6\)|does not hold its key's KV|known \(I7\)",
     *WINDOWS,
 )
-def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
+def window_is_saved_after_it_was_freed(mp: pytest.MonkeyPatch) -> None:
     """Uses tables that only grow, one step late."""
     seen: dict[str, list[list[int]]] = {}
 
@@ -427,7 +427,7 @@ def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
     "does not hold its key's KV|state after",
     *DRAFTED_STATES,
 )
-def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) -> None:
+def state_is_saved_before_accepted_drafts_are_copied(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
         WorkerHalf,
@@ -450,7 +450,7 @@ def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int],
     r"\(I6\)",
     *DRAFTED_STATES,
 )
-def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> None:
+def state_is_saved_from_a_freed_block(mp: pytest.MonkeyPatch) -> None:
     states_saved_if(mp, lambda row, block: True)
 
 
@@ -460,7 +460,7 @@ def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> Non
     STATES[0],
     NEXT_TO_STATES[1],
 )
-def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
+def state_is_saved_from_a_reallocated_block(mp: pytest.MonkeyPatch) -> None:
     states_saved_if(mp, lambda row, block: block in row)
 
 
@@ -479,7 +479,7 @@ def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     r"known \(I7\)|one key, two prefixes|does not hold",
     *NEXT_TO_STATES,
 )
-def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
+def draft_token_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
     def drafted(original: Any, self: Any) -> Any:
@@ -534,7 +534,7 @@ def saved_before_dflash(mp: pytest.MonkeyPatch) -> None:
     "are stored, only|offered and is not saved",
     *OF_DFLASH,
 )
-def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
+def dflash_is_treated_as_eagle(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(shape, "HIDDEN_DRAFTERS", (*shape.HIDDEN_DRAFTERS, "dflash"))
 
 
@@ -558,7 +558,7 @@ def lookahead_only_where_vllm_marks_a_group(mp: pytest.MonkeyPatch) -> None:
     "are stored, only|offered and is not saved",
     *OF_DRAFT_MODELS,
 )
-def draft_model_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
+def draft_model_is_treated_as_eagle(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(shape, "HIDDEN_DRAFTERS", (*shape.HIDDEN_DRAFTERS, "draft_model"))
 
 
@@ -603,7 +603,7 @@ def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant("a load with a failed group is reported as successful", "WrongKV|position|state after")
-def failure_of_one_group_is_not_told(mp: pytest.MonkeyPatch) -> None:
+def failure_of_one_group_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     def load(original: Any, self: Any, group: int, copy: Any) -> Any:
         problem = original(self, group, copy)
         return None if group else problem
@@ -644,7 +644,7 @@ def failed_requests_are_not_named(mp: pytest.MonkeyPatch) -> None:
 @mutant(
     "bad blocks are reported for several groups, which ends the engine", "block-level load failures"
 )
-def bad_blocks_are_told(mp: pytest.MonkeyPatch) -> None:
+def bad_blocks_are_reported_for_groups(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:
         done = self._worker.take_finished()
         return done, set(self._worker.core.failed_loads)

@@ -21,20 +21,20 @@ from .shape import HAS_GROUPS
 SEEDS = (1, 2, 3, 4, 5, 6)
 IS_WHOLE = os.environ.get("MODEL_MUTANTS") == "all"
 IN_CI = {
-    "blocks_of_a_chunk_are_turned",
+    "blocks_of_a_chunk_are_reversed",
     "frames_are_sealed_in_place",
     "keys_without_salt",
     "last_block_of_a_drafter_is_kept",
     "last_group_is_missing_at_a_hit",
     "load_is_reported_twice",
     "local_chunk_is_not_loaded",
-    "one_group_is_not_asked",
+    "one_group_is_not_looked_up",
     "resumed_are_not_loaded",
     "saved_before_computed",
     "saved_before_the_forward",
     "state_is_saved_under_another_boundary",
-    "states_are_not_asked",
-    "tables_are_all_the_main_ones",
+    "states_are_not_looked_up",
+    "all_groups_use_the_main_table",
     "unit_is_the_main_groups_block",
 }
 """The cheapest to see: each costs less than a CPU second."""

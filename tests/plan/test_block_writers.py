@@ -32,13 +32,13 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     same, other = (
         tracker(keys, [[1, 2, 3], [11, 12, 13, 14, 15, 16]], num_local=2) for keys in ("abc", "axc")
     )
-    assert known.are_its_own(same, [1, 2, 11, 12, 13, 14])
-    assert known.are_its_own(other, [1, 11, 12])
-    assert not any(known.are_its_own(other, [block]) for block in (2, 13, 14))
-    assert known.are_its_own(other, [3, 15, 16]), "they are not vLLM's own"
+    assert known.are_of_continuation(same, [1, 2, 11, 12, 13, 14])
+    assert known.are_of_continuation(other, [1, 11, 12])
+    assert not any(known.are_of_continuation(other, [block]) for block in (2, 13, 14))
+    assert known.are_of_continuation(other, [3, 15, 16]), "they are not vLLM's own"
     known.forget(tracker("axc", [[1, 2, 3], [0, 0, 13, 14, 15, 16]], num_local=1))
-    assert known.are_its_own(same, [1, 11, 12])
-    assert not any(known.are_its_own(same, [block]) for block in (2, 13, 14))
+    assert known.are_of_continuation(same, [1, 11, 12])
+    assert not any(known.are_of_continuation(same, [block]) for block in (2, 13, 14))
 
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:

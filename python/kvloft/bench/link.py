@@ -54,7 +54,7 @@ def current_stream() -> driver.Stream:
 
 def occupy(then: driver.Event, cycles: int) -> None:
     """Keep the compute stream busy for ``cycles``, then record ``then``."""
-    torch.cuda._sleep(cycles)  # noqa: SLF001
+    torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
 

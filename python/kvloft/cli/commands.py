@@ -58,6 +58,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD
 
+        # As argparse prints its help.
         parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001
         parser.exit()
 

@@ -101,6 +101,7 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         "it must contain lines such as: host_size: 8GiB",
     )
     try:
+        # A NUL in the name raises ValueError.
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             text = file.read()
         document = yaml.safe_load(text)

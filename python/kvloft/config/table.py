@@ -43,7 +43,7 @@ def _parse_path(value: object) -> str | None:
     value = os.path.expanduser(_parse_text(value))  # noqa: PTH111
     if value.startswith("~"):
         raise ValueError(value)
-    return os.path.abspath(value)  # noqa: PTH100
+    return os.path.abspath(value)  # noqa: PTH100 - a str for Rust
 
 
 def parse_socket(value: object) -> str | None:

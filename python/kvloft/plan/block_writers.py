@@ -36,7 +36,7 @@ class BlockWriters:
     def record(self, request: RequestState) -> None:
         """Record what the request wrote, if its KV is to be saved; otherwise drop it."""
         if request.is_hit_unchecked:
-            self.disown(request)
+            self.drop_written(request)
             return
         if not (request.save_blocked or request.kv_outdated):
             request.extend_chains(request.num_complete * self._unit_tokens)
@@ -65,7 +65,7 @@ class BlockWriters:
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
-    def disown(self, request: RequestState) -> None:
+    def drop_written(self, request: RequestState) -> None:
         """Drop every block that the request wrote: it may have computed on a wrong hit."""
         request.num_noted = 0
         self._drop_unknown(request)
@@ -149,7 +149,7 @@ class BlockWriters:
             left = self._without_known(left)
         for request in left:
             request.is_hit_unchecked = False
-            self.disown(request)
+            self.drop_written(request)
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
@@ -180,15 +180,17 @@ class BlockWriters:
         found = []
         for save in saves:
             request = requests[save.req_id]
-            if not request.num_local_blocks or self.are_its_own(request, save.chunks.block_ids()):
+            if not request.num_local_blocks or self.are_of_continuation(
+                request, save.chunks.block_ids()
+            ):
                 continue
             found.append(save)
         for save in found:
             requests[save.req_id].save_blocked = True
         return found
 
-    def are_its_own(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
-        """Return True if those of ``blocks`` that vLLM had were written for this continuation."""
+    def are_of_continuation(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
+        """Return True if the ``blocks`` from vLLM's own cache were written for this continuation."""
         wanted = set(blocks)
         for table, size in _tables(request):
             local = enumerate(table[: request.num_local_blocks * size])

@@ -44,7 +44,7 @@ class LoadProgress:
         return self.num_ranks_left == 0
 
     @property
-    def shows_if_copies_work(self) -> bool:
+    def counts_for_breaker(self) -> bool:
         """True if the load counts for the circuit breaker."""
         return (self.has_chunks or self.has_failed) and not self.is_other_layout
 
@@ -124,7 +124,7 @@ class LoadPlanner:
     def settle(self, result: LoadResult) -> None:
         """Take in what one rank reports of a load."""
         if result.bad_keys:
-            self._discard(result)
+            self._remove_damaged(result)
         if result.bad_keys or result.failed:
             self._admission.loads.fail(result.req_id)
             if (request := self._context.requests.get(result.req_id)) is not None:
@@ -135,10 +135,10 @@ class LoadPlanner:
             return
         del self.in_progress[result.load_id]
         load.release()
-        if load.shows_if_copies_work:
+        if load.counts_for_breaker:
             self.count_copy(failed=load.has_failed)
 
-    def _discard(self, result: LoadResult) -> None:
+    def _remove_damaged(self, result: LoadResult) -> None:
         """Remove chunks that failed verification; those of another layout are valid for others."""
         context = self._context
         damaged = [key for key, problem in result.bad_keys if problem != LAYOUT]

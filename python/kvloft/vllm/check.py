@@ -227,7 +227,7 @@ def run(job: dict[str, Any]) -> None:
             _passes(engine, job, tell)
             engine.llm.engine_core.shutdown()
             tell("done")
-        except (Exception, SystemExit) as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported before the process exits
             traceback.print_exc()
             tell("failed", error=f"{type(error).__name__}: {error}")
 

@@ -39,7 +39,7 @@ def register_classes() -> None:
     ``__name__``.
     """
     for name in CLASS_NAMES:
-        if name not in KVConnectorFactory._registry:  # noqa: SLF001
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
             KVConnectorFactory.register_connector(name, MODULE, name)
 
 

@@ -112,6 +112,7 @@ def look(path: str, *, below: bool = True) -> Look | None:
     if not path:
         return None
     try:
+        # Pathlib raises for unknown users.
         root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
         latest = max(_links_to(root), default=0.0)
         entries = list(_entries(os.fsencode(root), below=below))
@@ -187,7 +188,7 @@ def _entries(
             raise ValueError(f"more than {MAX_ENTRIES} files and folders")
         try:
             own = os.lstat(path)
-            status = os.stat(path)  # noqa: PTH116
+            status = os.stat(path)  # noqa: PTH116 - bytes
         except OSError:  # gone, or a link to nothing: vLLM loads nothing from it either
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
@@ -197,7 +198,7 @@ def _entries(
         if is_folder and (status.st_dev, status.st_ino) not in folders:
             folders.add((status.st_dev, status.st_ino))
             try:
-                inside = os.listdir(path)  # noqa: PTH208
+                inside = os.listdir(path)  # noqa: PTH208 - bytes
             except OSError:
                 if not name:
                     raise
@@ -222,6 +223,7 @@ def _links_to(path: str) -> Iterator[float]:
                 continue
             if stat.S_ISLNK(own.st_mode):
                 yield max(own.st_mtime, own.st_ctime)
+                # One link at a time.
                 target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100
                 if target not in seen and len(seen) < MAX_LINKS:
                     seen.add(target)
