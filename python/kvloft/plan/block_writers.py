@@ -190,7 +190,7 @@ class BlockWriters:
         return found
 
     def are_of_continuation(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
-        """Return True if the ``blocks`` from vLLM's own cache were written for this continuation."""
+        """Return True if ``blocks`` from vLLM's own cache were written for this continuation."""
         wanted = set(blocks)
         for table, size in _tables(request):
             local = enumerate(table[: request.num_local_blocks * size])
