@@ -96,8 +96,8 @@ def test_an_engine_that_stops_offering_retracts_its_events(tmp_path: Path) -> No
 
 
 def test_repeated_events_start_at_the_beginning(tmp_path: Path) -> None:
-    """A router may drop a block whose parent it does not know. Later requests have only the
-    beginning, and only the end.
+    """A router may drop a block with an unknown parent. Later requests have only the beginning, and
+    only the end.
     """
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
@@ -173,7 +173,9 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """A book of what may yet come would fill with what never does, where memory is short."""
+    """With little memory, a book of chunks that may still appear would fill with chunks that never
+    do.
+    """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
         world.save(prompt, whole=True)
@@ -218,8 +220,8 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """It may come from what a newer vLLM has in a request. The next note finds a book that is
-    right.
+    """The error may come from new fields of a newer vLLM's requests. The next note finds an intact
+    book.
     """
     world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))

@@ -1,8 +1,8 @@
 """KV events of several KV cache groups, replayed, match lookups in the real store, also for windows
 and states.
 
-Groups' blocks have one size, or several. The oracle is lookups of every prefix, and of a window's
-blocks what a hit can need.
+Blocks of groups have one size, or several. The oracle is lookups of every prefix, for windows of
+the blocks that a hit can need.
 """
 
 import random
@@ -83,7 +83,7 @@ class World:
         return chain
 
     def save(self) -> None:
-        """As the scheduler half does: all groups' blocks, and the state at the prompt's end."""
+        """As the scheduler side does: all groups' blocks, and the state at the prompt's end."""
         prompt = self.rng.choice(self.prompts)
         num_chunks, live, chain = (
             len(prompt) // self.size,
@@ -161,8 +161,8 @@ class World:
         self.seen |= {group for group, _ in stored}
 
     def there(self, tier: int) -> Iterator[Place]:
-        """Blocks that lookups find in host (0) or anywhere (1) of what requests had, and that a hit
-        may need.
+        """Blocks of requested prompts that lookups find in host memory (0) or in any tier (1) and a
+        hit may need.
         """
         for nth, prefix in self.noted:
             group, chain, num_chunks = (

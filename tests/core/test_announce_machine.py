@@ -48,7 +48,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Chain:
-    """Keys that say whose they are."""
+    """Keys that identify their group and prefix."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt, self.num_blocks = prompt, len(prompt) // SIZE
@@ -84,7 +84,7 @@ class Store:
         self.num_asked += len(asked)
         lost, self.has_lost = self.has_lost, False
         if lost:
-            self.waiting.clear()  # all are asked for
+            self.waiting.clear()  # all are looked up
         told, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return [(key, self.say(key)) for key in [*asked, *told]], lost
 
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """What subscribers call the blocks of a chunk that some hit may need."""
+    """Subscribers' hashes for the blocks of a chunk that a hit may need."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -124,7 +124,7 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 
 
 class Subscriber:
-    """``is_first``: it heard everything, so an event that contradicts what it knows is an error."""
+    """``is_first``: it received every event, so a contradicting event is an error."""
 
     def __init__(self, *, is_first: bool) -> None:
         self.is_first, self.known = is_first, {tier: set[tuple[int, bytes]]() for tier in TIERS}
@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """vLLM says that all blocks are gone."""
+        """vLLM reports that all blocks are removed."""
         self.announcer.repeat()
         for subscriber in self.subscribers:
             subscriber.known = {tier: set() for tier in TIERS}

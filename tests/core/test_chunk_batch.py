@@ -130,7 +130,9 @@ def test_chunks_of_several_groups_are_one_batch(groups: list[tuple[int, Chunks]]
 
 @pytest.mark.parametrize("blocks", [(), (-1,), (-1, -1), (5, -1, 6), (-2,), (5, -2), (-(2**31),)])
 def test_blocks_that_are_not_one_run_are_no_chunk(blocks: tuple[int, ...]) -> None:
-    """Nothing to copy would never be reported, and a hole is neither copied nor told of."""
+    """A chunk with nothing to copy would never be reported; null blocks are neither copied nor
+    reported.
+    """
     part = (0, bytes(4), bytes(32), struct.pack(f"<{len(blocks)}i", *blocks))
     with pytest.raises(ConfigError, match="one run"):
         _core.ChunkBatch([part], b"")

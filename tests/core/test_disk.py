@@ -1,4 +1,4 @@
-"""`kvloft inspect` and `kvloft verify` over what a real store left on disk, sound and damaged."""
+"""`kvloft inspect` and `kvloft verify` on a real store's directory, good and damaged."""
 
 import json
 import os

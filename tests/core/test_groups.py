@@ -35,7 +35,7 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Blocks with a token that the query behind ``boundary`` units may attend to, or the state that
+    """Blocks with a token that the query after ``boundary`` units may attend to, or the state that
     it continues from.
     """
     query = boundary * UNIT
@@ -64,7 +64,7 @@ def test_chunks_keep_all_blocks_that_any_prefix_needs(group: GroupShape, boundar
 
 
 def block_of(nth: int, block: int) -> int:
-    """The paged block of a group's block: every group has ids of its own."""
+    """The paged block of a group's block: each group has separate ids."""
     return 1000 * (nth + 1) + block
 
 
@@ -271,7 +271,7 @@ def test_a_complete_group_is_looked_up_again_for_a_shorter_prefix() -> None:
     ("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)]
 )
 def test_without_full_attention_a_hit_may_begin_anywhere(stored: range, wanted: int) -> None:
-    """Nothing before a window is looked for, and nothing behind it is needed."""
+    """Nothing before a window is looked up, and nothing after it is needed."""
     bench = Bench(
         CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)),
         100,

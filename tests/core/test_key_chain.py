@@ -1,6 +1,4 @@
-"""The Python face of KeyChain at its edges: what it takes, what it refuses, and that a refusal
-changes nothing.
-"""
+"""KeyChain in Python at its edges: accepted and rejected input. A rejection changes nothing."""
 
 import array
 import struct
@@ -34,8 +32,8 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
 def test_chunks_of_groups_have_separate_keys(
     num_tokens: int, first: int, group: int, more: int
 ) -> None:
-    """Those of a group of full attention are hashed as the chain grows; of others, when they are
-    asked for.
+    """Keys of full-attention groups are hashed as the chain grows; those of other groups on
+    request.
     """
     ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
@@ -225,9 +223,7 @@ def test_repr_tells_the_chain_without_its_content() -> None:
 
 
 def test_threads_may_share_a_chain() -> None:
-    """Appends are whole: whatever two threads do, the keys are those of some order of their
-    calls.
-    """
+    """Appends are atomic: for any two threads, the keys are those of some order of their calls."""
     per_call, calls = 5000, 20
     chain = _core.KeyChain(ROOT, block_tokens=per_call)
 

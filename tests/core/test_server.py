@@ -1,4 +1,4 @@
-"""The server and its client as Python sees them; what they do is tested in rust/wire."""
+"""The server and its client from Python; their behavior is tested in rust/wire."""
 
 import os
 import signal

@@ -39,7 +39,7 @@ def chain_of(prompt: list[int]) -> _core.KeyChain:
 def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     num_blocks: int, stored: int, span: tuple[int, int], as_list: bool
 ) -> None:
-    """Behind the last one that is stored there is nothing."""
+    """Nothing is stored after the last stored unit."""
     store, chain = session(16), chain_of(list(range(num_blocks)))
     stored = min(stored, num_blocks)
     rows, dropped = reserve(store, chain, 0, stored)
@@ -177,8 +177,8 @@ class Saves(RuleBasedStateMachine):
         random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans()
     )
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
-        """All that is in flight, as a rank does; or any, some twice, some settled long ago, some
-        never heard of.
+        """All saves in flight, as a rank reports; or any tickets: repeated, settled long ago, or
+        unknown.
         """
         tickets = (
             list(self.model.left)

@@ -1,6 +1,4 @@
-"""The store through `kvloft._core`, without a disk: the contract that the scheduler half and the
-worker half rely on.
-"""
+"""The store through `kvloft._core` without a disk: the contract of the scheduler and worker sides.
 
 import ctypes
 import os

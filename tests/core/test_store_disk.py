@@ -1,4 +1,6 @@
-"""The store with a real directory: what survives a restart, what does not, and who may own it."""
+"""The store with a real directory: which chunks survive a restart, and who may own the
+directory.
+"""
 
 import os
 import subprocess
@@ -70,7 +72,7 @@ def settled(lease: _core.ReadLease) -> tuple[int, int]:
 
 
 def load(store: _core.Session, chain: _core.KeyChain) -> int:
-    """Blocks that come back, each proven to be the right one."""
+    """Number of blocks that are loaded again, each with verified content."""
     lease = store.acquire(chain)
     blocks, pending = settled(lease)
     assert pending == 0

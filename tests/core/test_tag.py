@@ -1,6 +1,4 @@
-"""Tags against the golden vectors and the independent oracle, and what the oracle's definition
-promises.
-"""
+"""Tags against the golden vectors and the independent oracle, and properties of the definition."""
 
 import json
 import sys
@@ -46,7 +44,7 @@ def test_golden_tag(case: dict[str, Any], arena: _core.Arena) -> None:
 
 
 def unspread(y: int) -> int:
-    """The inverse of `spread`, whose 64th power is the identity: rotations by 64 * n are."""
+    """The inverse of `spread`: its 64th power is the identity, as for rotations by 64 * n."""
     for _ in range(63):
         y = model.spread(y)
     return y
@@ -54,8 +52,8 @@ def unspread(y: int) -> int:
 
 @pytest.mark.parametrize(("top_bits", "fewest_flips"), [(8, 20), (16, 10)])
 def test_few_flipped_bits_never_end_in_the_top_bits_alone(top_bits: int, fewest_flips: int) -> None:
-    """The weak masks: a product leaves a difference of top bits alone there, and two such words
-    cancel out often.
+    """The weak masks: a product leaves only a difference of top bits, and two such words often
+    cancel out.
     """
     basis = [unspread(1 << bit) for bit in range(64 - top_bits, 64)]
     assert all(

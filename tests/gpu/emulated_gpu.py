@@ -37,7 +37,7 @@ class Record:
     def __init__(self) -> None:
         self.is_done = False
         self.at = 0
-        """Commands run by then, on all streams: what passes for time here."""
+        """Commands run so far, on all streams: the emulated time."""
 
 
 class Gpu:
@@ -61,9 +61,7 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """A copy may not leave the range that was pinned at once; memory of no such range is the
-        device's, or pageable.
-        """
+        """A copy must stay within one registration; other memory is the device's, or pageable."""
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
@@ -256,7 +254,7 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """As e348.cu: whole chunks, records in any order, those behind the width in host memory."""
+    """As e348.cu: whole chunks, records in any order, those beyond the width in host memory."""
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
     )
@@ -324,7 +322,7 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def fake_driver(gpu: Gpu) -> Any:
-    """What the movers use of `kvloft.transfer.cuda.driver`."""
+    """The functions of `kvloft.transfer.cuda.driver` that the movers use."""
     registered = gpu.registered
 
     def host_alloc(num_bytes: int) -> int:

@@ -1,5 +1,5 @@
-"""What the GPU tests share: paged KV in many layouts, frames in plain memory, movers made for both,
-and the torch reference.
+"""Shared by the GPU tests: paged KV in many layouts, frames in plain memory, movers for both, and
+the torch reference.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from kvloft.transfer.mover import Finished
 POISON = 0xA5
 CACHE = Path("/tmp/kvloft-test-kernels")
 DEVICE = "cuda"
-"""Where paged KV is; emulated_gpu.py changes it and what follows."""
+"""The device of paged KV; emulated_gpu.py changes it and the next names."""
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
@@ -119,7 +119,7 @@ def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
-    """Layers whose pages differ in size (MLA with an indexer)."""
+    """Layers with pages of different sizes (MLA with an indexer)."""
     buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 

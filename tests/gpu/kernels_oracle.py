@@ -1,5 +1,5 @@
 """Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with
-what it checks.
+the kernels.
 """
 
 import json
@@ -28,8 +28,8 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """The terms of one page (uint8), `number` in payload order, or of what of it begins with its
-    word ``first_word``.
+    """The terms of one page (uint8), `number` in payload order, or of its part from word
+    ``first_word`` on.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page

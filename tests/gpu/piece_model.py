@@ -1,6 +1,4 @@
-"""What a piece means, spelled out tile by tile in Python: the reference that the cutting into
-pieces is held against.
-"""
+"""The definition of pieces, tile by tile in Python: the reference for the division into pieces."""
 
 import numpy as np
 

@@ -27,7 +27,7 @@ class Library:
         self.said: list[tuple[Any, ...]] = []
         self.lacks: set[str] = set()
         self.writes: dict[str, Any] = {}
-        """What a function writes where its first argument points to."""
+        """Values that a function writes to the address in its first argument."""
         self.copied: list[bytes] = []
 
     def __getitem__(self, name: str) -> Any:
@@ -287,8 +287,8 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """As cuda.h maps them: without ``_v2`` a library answers with what CUDA 3 had. A batch copy is
-    as of 12.8, on purpose.
+    """As in cuda.h: without ``_v2`` a library returns CUDA 3's version. Batch copies are those of
+    12.8, on purpose.
     """
     header = Path(
         str(

@@ -94,8 +94,8 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
 def test_many_short_runs_are_one_command(
     places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link idles between commands, so a store whose frames lie in pairs must not have one for
-    each.
+    """The link is idle between commands, so a store with pairs of adjacent frames must not need a
+    command for each frame.
     """
     paged = per_layer(2, 60, 900)
     paged.randomize(3)
@@ -174,7 +174,7 @@ def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
 def test_a_load_is_behind_until_its_last_piece_is_sent(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks larger than a slot are many pieces, which wait one behind the other."""
+    """Chunks larger than a slot are many pieces, which wait for each other."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     monkeypatch.setattr(
         "kvloft.transfer.cuda.mover.Submitter",
@@ -195,8 +195,8 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """Or their requests would be offered the same again and again. One was under way, one comes
-    later.
+    """Otherwise their requests would get the same offer again and again. One is in flight, one
+    follows.
     """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)

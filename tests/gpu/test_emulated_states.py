@@ -1,5 +1,5 @@
-"""The tests of states on the emulated GPU, and what vLLM does with states before any hook of a
-step. Needs no GPU.
+"""The tests of states on the emulated GPU, and vLLM's work on states before any hook of a step.
+Needs no GPU.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ test_a_states_frame_is_not_read_as_another_groups = (
 
 
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
-    """vLLM copies a running state into a new block, and copies on write, before the connector hears
-    of the step: the block's last owner may be gone, and no step names it as rewritten.
+    """vLLM copies a running state into a new block, and copies on write, before the connector sees
+    the step: the block's last owner may have finished, and no step names it as rewritten.
     """
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)
@@ -57,8 +57,8 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
 def test_a_loaded_state_is_not_overwritten_by_earlier_work_of_its_step(
     gpu: Gpu,
 ) -> None:
-    """A waiting request's new blocks are zeroed, or copied to, in the step that begins its load:
-    the load comes last.
+    """A waiting request's new blocks are zeroed, or copied to, in the step that starts its load:
+    the load must run last.
     """
     rig = Rig("blocks outermost", heads_first=False)
     rig.raw.random_(0, 256)

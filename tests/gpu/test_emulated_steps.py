@@ -51,7 +51,7 @@ has none.
 SIZES = (CHUNK, CHUNK, 7)
 """Blocks of a chunk, by kind."""
 FIELDS = ("magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank")
-"""Of a trailer: what says something."""
+"""The fields of a trailer with meaning."""
 SHAPES = {
     "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
@@ -66,7 +66,7 @@ def no_pages(paged: Paged) -> Paged:
 
 @dataclass
 class Saved:
-    """A chunk that was asked to be saved: what its frame must hold once it is."""
+    """A requested save: the expected content of its frame."""
 
     frame: int
     key: ChunkKey
@@ -80,8 +80,8 @@ class Saved:
 
 @dataclass
 class Wanted:
-    """A chunk of a load: what ``blocks`` must hold once it is reported, or that it must be reported
-    as bad.
+    """A chunk of a load: the expected content of ``blocks`` once it is reported, or that it must be
+    reported as bad.
     """
 
     saved: Saved
@@ -130,7 +130,7 @@ class Steps(RuleBasedStateMachine):
         few_pieces: bool,
         more_bytes: int,
     ) -> None:
-        """``more_bytes``: what another stage's layers need more of a part."""
+        """``more_bytes``: additional part bytes for another stage's layers."""
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()
@@ -411,7 +411,7 @@ class Steps(RuleBasedStateMachine):
         self.gpu.stop_forever()
         self.held = dict.fromkeys(range(NUM_BLOCKS))
 
-    # -- what comes back
+    # -- results
     # ------------------------------------------------------------------------------------------
 
     def take(self, done: Finished) -> None:

@@ -91,7 +91,9 @@ def test_submitters_send_copies_without_polls(
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or a caller that asks then, a bench, takes a copy for done whose last piece has not begun."""
+    """Otherwise a caller that checks then, a bench, takes a copy as done before its last piece
+    starts.
+    """
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
     with emulated(7):

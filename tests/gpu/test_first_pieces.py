@@ -1,6 +1,4 @@
-"""Pieces of a save or a load that begin on an idle link are small at first, for any request. Needs
-no GPU.
-"""
+"""The first pieces of a save or a load on an idle link are small, for any request. Needs no GPU."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -33,8 +31,8 @@ PER_PIECE, BLOCKS = 6, 120
 
 
 class Rig:
-    """A mover whose first pieces have 2 and 3 chunks, later ones 6; how many chunks each piece had,
-    as they were sent.
+    """A mover whose first pieces have 2 and 3 chunks, later ones 6; and the number of chunks of
+    each piece in sending order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def some_bf16(paged: Paged, are_bf16: Sequence[bool]) -> Paged:
 
 
 def bf16(name: str) -> Paged:
-    """All planes are, unless the layout says otherwise."""
+    """All planes are encoded, unless the layout says otherwise."""
     paged = LAYOUTS[name]()
     return paged if paged.are_bf16 else some_bf16(paged, [True] * len(paged.planes))
 

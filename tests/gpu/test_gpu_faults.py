@@ -18,8 +18,8 @@ KINDS = ("bit", "swap", "stale", "skip", "truncate", "shift", "zero")
 def damage(
     kind: str, part: np.ndarray, old: np.ndarray, pages: int, page: int, rng: random.Random
 ) -> None:
-    """Change the payload in ``part`` as a failure of that kind would; ``old`` is what another chunk
-    left there before.
+    """Change the payload in ``part`` as a failure of that kind would; ``old`` is another chunk's
+    earlier content.
     """
     size = pages * page
     one, two = rng.sample(range(pages), 2)

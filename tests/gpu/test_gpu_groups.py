@@ -114,9 +114,7 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
 def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
     other: str, sizes: tuple[int, int], slot_bytes: int
 ) -> None:
-    """Each is loaded from a block of its own on, as a window begins in the midst of its first
-    chunk.
-    """
+    """Each load starts at a different block, as a window starts inside its first chunk."""
     rig = Rig(4096, other, sizes=sizes, slot_bytes=slot_bytes)
     rig.paged.randomize(1)
     before = rig.paged.snapshot()
@@ -153,7 +151,7 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
 
 
 def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
-    """Another kind's, whose blocks are smaller, may have as many."""
+    """Another kind with smaller blocks may have as many."""
     rig = Rig(4096, "half", sizes=(1, 2))
     rig.paged.randomize(1)
     two = copies_of([0], [[1, 2]])
@@ -203,8 +201,8 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
 
 
 def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
-    """Its gather is behind a queue when the load comes, and its old owner gone: no step names it as
-    rewritten.
+    """Its gather is queued when the load starts, and its old owner has finished: no step names it
+    as rewritten.
     """
     rig = Rig(4096, "turned", slot_bytes=3 * 12288)
     rig.paged.randomize(1)
@@ -250,7 +248,7 @@ def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
 def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
-    """All that such a frame has: nothing else says that its chunk is another."""
+    """The only content of such a frame: nothing else shows that its chunk is another."""
     rig = Rig(4096, "none")
     rig.paged.randomize(3)
     rig.save()

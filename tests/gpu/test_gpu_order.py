@@ -62,7 +62,7 @@ def test_submitters_send_everything_by_themselves() -> None:
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
-    """The engine's own copies queue up behind them."""
+    """The engine's own copies queue after them."""
     paged, _, mover = rig()
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     paged.randomize(1)
@@ -135,8 +135,8 @@ def test_a_save_waits_for_no_later_step() -> None:
 
 
 class Engine:
-    """Writes blocks, saves and loads them at random, and remembers by clones what each frame must
-    hold.
+    """Writes, saves and loads blocks at random, and keeps clones of each frame's expected
+    content.
     """
 
     def __init__(self, seed: int) -> None:

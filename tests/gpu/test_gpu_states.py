@@ -113,7 +113,7 @@ class Rig:
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
-        """Where the group's bytes of a block are: of a state without the padding behind it."""
+        """Place of a group's bytes in a block: for a state without the padding after it."""
         num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]

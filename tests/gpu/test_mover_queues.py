@@ -1,6 +1,4 @@
-"""What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no
-GPU.
-"""
+"""Order of saves and loads on the GPU, with lanes whose pieces a test finishes. Needs no GPU."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -52,7 +50,7 @@ class Clock:
 
 @dataclass
 class Gathered:
-    """The event behind a gather."""
+    """The event after a gather."""
 
     number: int
 
@@ -71,7 +69,7 @@ class Stream:
 
 
 class Lane:
-    """Pieces are done when `finish` says so; a chunk's tag is its frame's number."""
+    """Pieces are done after `finish`; a chunk's tag is its frame's number."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -300,8 +298,8 @@ class Queues(RuleBasedStateMachine):
         return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
-        """A save's kernel starts after the forward that wrote, and after no later one; a load's
-        after what ran before its step.
+        """A save's kernel starts after the forward pass that wrote, but does not wait for later
+        ones; a load's kernel starts after the work before its step.
         """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
         after: dict[Any, int] = {}

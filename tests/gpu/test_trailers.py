@@ -1,4 +1,4 @@
-"""Trailers written for many frames at once are those of ARCHITECTURE.md, byte by byte."""
+"""Trailers written for many frames at once match docs/design/frames.md, byte by byte."""
 
 import mmap
 import struct

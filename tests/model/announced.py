@@ -180,7 +180,7 @@ class World:
                 self.announcer.repeat()
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
-        """As the scheduler half does."""
+        """As the scheduler side does."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
         chain, _, _, start, stop, _ = row
         self.announcer.note(SimpleNamespace(prompt=prompt), chain, range(start, stop))  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ class World:
 
 
 class SharedWorld(World):
-    """The same with a server of ``host``'s, which goes and comes back, and another engine, whose
+    """The same with a server of ``host``'s that is stopped and restarted, and another engine whose
     saves evict.
     """
 

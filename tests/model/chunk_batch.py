@@ -1,5 +1,5 @@
-"""Batches of chunks and the tickets of saves in flight again, a chunk at a time and obviously:
-doubles of `_core.ChunkBatch` and of what `_core.Session` counts. It must not import kvloft.
+"""Batches of chunks and tickets of saves in flight, one chunk at a time: simple models of
+`_core.ChunkBatch` and of `_core.Session`'s counts. Must not import kvloft.
 """
 
 import struct
@@ -61,8 +61,8 @@ class Chunks(tuple[Chunk, ...]):
 def chunks_to_load(
     leased: Iterable[tuple[int, bytes, str]], table: Sequence[int], begin: int, end: int
 ) -> tuple[Chunks, dict[str, int]]:
-    """Of leased (frame, key, tier), from unit 0 on: those of units [begin, end), one block each,
-    and units by tier.
+    """From leased (frame, key, tier), from unit 0 on: the chunks of units [begin, end), one block
+    each, and units by tier.
     """
     assert 0 <= begin <= end <= len(table), "blocks were promised that the request has not got"
     chunks: list[Chunk] = []
@@ -114,8 +114,8 @@ class InFlight:
 
 
 class Session(ABC):
-    """What both stores of `tests/` share: the session over a store that can reserve rows, commit,
-    abort, discard and forget.
+    """Shared by both store models: a session over a store that can reserve rows, commit, abort,
+    discard and clear.
     """
 
     in_flight: InFlight

@@ -1,8 +1,7 @@
-"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. It
-shares no code with it.
+"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. Shares
+no code with it.
 
-`python tests/model/e348.py --write` makes tests/vectors/e348.json anew; `--check` says whether it
-is as made.
+`python tests/model/e348.py --write` writes tests/vectors/e348.json; `--check` compares it.
 """
 
 import argparse
@@ -201,7 +200,7 @@ def with_exponents(rng: np.random.Generator, exponents: np.ndarray) -> np.ndarra
 
 
 def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
-    """bf16 words of a normal distribution, cut off: its sizes are those of real KV."""
+    """bf16 words of a truncated normal distribution, with the sizes of real KV."""
     return (rng.standard_normal(count).astype("<f4").view("<u4") >> 16).astype("<u2")
 
 

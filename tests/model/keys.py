@@ -1,9 +1,8 @@
-"""The key scheme of ARCHITECTURE.md, written again, slowly, over the `blake3` package: the oracle
-of keys.
+"""The key scheme of docs/design/keys.md, implemented a second time, slowly, with the `blake3`
+package: the oracle of keys.
 
-It recomputes everything from a flat list of positions and shares no code with kvloft, which it must
-not import. `python tests/model/keys.py --write` makes tests/vectors/keys.json anew; `--check` says
-whether it is as made.
+Recomputes everything from a flat list of positions, shares no code with kvloft and must not import
+it. `python tests/model/keys.py --write` writes tests/vectors/keys.json; `--check` compares it.
 """
 
 import argparse
@@ -119,7 +118,7 @@ def chain_keys(
     block_tokens: int,
     lookahead: int = 0,
 ) -> list[bytes]:
-    """Keys of all full blocks, each over ``lookahead`` positions behind its block, too."""
+    """Keys of all full blocks, each also over the ``lookahead`` positions after its block."""
     items = list(items)
     keys: list[bytes] = []
     key, start = root, 0
@@ -131,7 +130,7 @@ def chain_keys(
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """What KV cache group number ``group`` keeps of the prefix with ``key``."""
+    """The key of KV cache group number ``group`` for the prefix with ``key``."""
     return keyed("group", (key + u32(group)).ljust(64, b"\0"))
 
 
@@ -276,7 +275,7 @@ def _item_cases() -> list[dict[str, Any]]:
 
 
 def make_vectors() -> dict[str, Any]:
-    """All cases with what they must give, as JSON values."""
+    """All cases with their expected values, as JSON values."""
     cases = _identity_cases() + _token_cases() + _embed_cases() + _item_cases()
     for case in cases:
         namespace = namespace_digest([(name, value) for name, value in case["fields"]])

@@ -1,9 +1,8 @@
-"""The store and the key chain of `kvloft.seam` again, in dicts: the double that the scheduler half
-is tested against.
+"""The store and the key chain of `kvloft.seam` in dicts: a model to test the scheduler side.
 
-It follows the rules written in `_core.pyi` and checks, at every call, that its caller keeps them
-too. Where those rules leave a choice it takes the one that is worst for the caller (a commit after
-`clear` is lost, a frame is reused as soon as it may be). It must not import kvloft.
+Follows the rules in `_core.pyi` and checks, at every call, that its caller follows them too. If the
+rules leave a choice, it takes the worst for the caller (a commit after `clear` is lost, a frame is
+reused as soon as possible). Must not import kvloft.
 """
 
 import hashlib
@@ -14,13 +13,11 @@ from typing import Any
 from chunk_batch import Chunks, InFlight, Session, chunks_to_load
 
 Content = tuple[Any, ...]
-"""What one position reads: ``("token", id)`` or ``("row", bytes, dtype)``, and the items on it."""
+"""The content of one position: ``("token", id)`` or ``("row", bytes, dtype)``, and its items."""
 
 
 class KeyBook:
-    """Makes chains and remembers what every key stands for, so that a key can be turned back into
-    its prefix.
-    """
+    """Makes chains and records the prefix of every key."""
 
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
@@ -82,7 +79,7 @@ class ModelChain:
 
 
 def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Content]:
-    """What the multimodal items that cover position ``at`` put there."""
+    """The multimodal items' part of position ``at``."""
     return ((name, at - start) for name, start, count in items if start <= at < start + count)
 
 
@@ -100,11 +97,11 @@ class Entry:
     pins: int = 0
     used: int = 0
     gone: bool = False
-    """Forgotten; its frame is freed with its last pin or when its ticket or read ends."""
+    """Removed; its frame is freed with its last pin, or when its ticket or read ends."""
 
 
 class Lease:
-    """Pins on a prefix; entries behind the first one that failed to be read do not count."""
+    """Pins on a prefix; entries after the first failed read do not count."""
 
     def __init__(self, store: "ModelStore", entries: list[Entry]) -> None:
         self._store = store
@@ -157,9 +154,8 @@ class Lease:
 class ModelStore(Session):
     """Host frames, an optional disk, prefix-aware LRU eviction.
 
-    ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads finish.
-    ``drop_next`` reservations find no frame; ``is_save_late`` says that a server's answer came too
-    late for them.
+    ``arena[frame]`` is the workers' data. ``tick`` lets disk reads finish. ``drop_next``
+    reservations get no frame; ``is_save_late`` means that a server's answer to them was late.
     """
 
     num_frames: int
@@ -338,7 +334,7 @@ class ModelStore(Session):
         self.free_if_done(entry)
 
     def free_if_done(self, entry: Entry, force: bool = False) -> None:
-        """Give back the frame of a forgotten entry that is not pinned, written or read into."""
+        """Release the frame of a removed entry that is not pinned, written or read into."""
         busy = entry.pins or (entry.state == "reserved" and not force) or entry.state == "reading"
         if entry.gone and entry.frame is not None and not busy:
             self._hidden.discard(entry.frame)

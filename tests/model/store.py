@@ -1,9 +1,9 @@
-"""The store as a dictionary: what may be found after each call, whatever was evicted. It must not
-import kvloft.
+"""The store as a dictionary: the chunks that may be found after each call, for any evictions. Must
+not import kvloft.
 
-The model never evicts, so its answers are upper bounds in a small store and exact in a large one.
+The model never evicts, so its answers are upper bounds for a small store and exact for a large one.
 Keys are whole prefixes (tuples of token ids), so that two prefixes are the same chunk only if they
-are the same tokens.
+have the same tokens.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class StoreModel:
-    """Chunks by prefix: reserved (by a ticket), filled (committed behind a parent that is not
+    """Chunks by prefix: reserved (by a ticket), filled (committed after a parent that is not
     visible yet) or visible.
     """
 
     state: dict[Prefix, str] = field(default_factory=dict)
     tickets: dict[int, Prefix] = field(default_factory=dict)
-    """Tickets whose chunk is still the one they reserved."""
+    """Tickets whose reserved chunk still exists."""
 
     def parent(self, prefix: Prefix) -> Prefix:
         """The chunk before the last one, () for the root."""
@@ -59,7 +59,7 @@ class StoreModel:
             self.forget(prefix)
 
     def forget(self, prefix: Prefix) -> int:
-        """Forgets a chunk and those behind it. Returns how many chunks went."""
+        """Remove a chunk and its descendants. Return the number of removed chunks."""
         if prefix not in self.state:
             return 0
         gone = [other for other in self.state if other[: len(prefix)] == prefix]

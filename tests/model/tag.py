@@ -1,8 +1,8 @@
-"""The tag of ARCHITECTURE.md, written again, slowly, in plain integers: the oracle of tags.
+"""The tag of docs/design/frames.md, implemented a second time, slowly, in plain integers: the
+oracle of tags.
 
-It shares no code with kvloft, which it must not import, and makes the constants again from their
-names. `python tests/model/tag.py --write` makes tests/vectors/tag.json anew; `--check` says whether
-it is as made.
+Shares no code with kvloft, must not import it, and derives the constants from their names. `python
+tests/model/tag.py --write` writes tests/vectors/tag.json; `--check` compares it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def rotate_right(x: int, by: int) -> int:
 
 
 def spread(x: int) -> int:
-    """What comes before the first product."""
+    """The steps before the first product."""
     return x ^ rotate_right(x, 17) ^ rotate_right(x, 36)
 
 
@@ -66,7 +66,7 @@ def _case(name: str, payload: bytes, page_bytes: Sequence[int], num_blocks: int)
 
 
 def make_vectors() -> dict[str, Any]:
-    """The constants and all cases with what they must give, as JSON values."""
+    """The constants and all cases with their expected values, as JSON values."""
     count, noise = bytes(range(256)), blake3(b"kvloft tag vectors").digest(length=960)
     cases = [
         _case("nothing", b"", [], 0),

@@ -10,7 +10,7 @@ from kvloft.seam.plan import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, content: Any) -> None:
-    """I1, I2, I3, I7: what became visible is, on every rank, the KV of its key's prefix."""
+    """I1, I2, I3, I7: visible chunks have, on every rank, the KV of their keys' prefixes."""
     prefix = engine.book.prefix_of[key]
     expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
@@ -68,7 +68,7 @@ def reference(engine: Any, request: Request) -> list[int]:
 
 
 def check_held(engine: Any) -> None:
-    """After every rule: I5, I8, and outputs of whatever ended."""
+    """After every rule: I5, I8, and outputs of finished requests."""
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._requests.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), (
@@ -91,7 +91,7 @@ def check_held(engine: Any) -> None:
 
 
 def settle(engine: Any) -> None:
-    """Everything must end by itself, and leave nothing behind (I5)."""
+    """All requests end without further help, and leave nothing behind (I5)."""
     for request in list(engine.requests.values()):
         if request.updates is not None and request.status != "finished":
             engine.feed_session(request, None)

@@ -1,9 +1,9 @@
 """A symbolic vLLM: the scheduler of 0.32 as far as a connector can see it, over paged KV of
 symbols.
 
-Follows vLLM's order of hooks (lookup, admission, plan, then numbers advance; results may come a
-step later) and checks, at each hook, what kvloft must keep: I1, I2, I4, I6, I7, I9, I10. Sync or
-async, chunked prefill, drafts, preemption, sessions.
+Follows vLLM's order of hooks (lookup, admission, plan, then numbers advance; results may be a step
+late) and checks the invariants at each hook: I1, I2, I4, I6, I7, I9, I10. Sync or async scheduling,
+chunked prefill, draft tokens, preemption, sessions.
 """
 
 from collections import deque
@@ -115,7 +115,7 @@ class SymbolicEngine:
     def schedule(
         self, budget: int = 1 << 30, rng: Random | None = None, *, fussy: float = 0.0
     ) -> StepPlan:
-        """One schedule(): with chance ``fussy`` each, requests are left out, asked again, or
+        """One schedule(): with probability ``fussy`` each, requests are left out, matched twice, or
         dropped after a match.
         """
         rng = rng or Random(0)
@@ -253,7 +253,7 @@ class SymbolicEngine:
         size = self.setup.block_tokens
         fresh = max(0, -(-num_tokens // size) - len(local) - len(request.blocks))
         available = len(self.pool.free) - sum(self.pool.refs[b] == 0 for b in local)
-        if external:  # an async load may not take what others need to get on
+        if external:  # an async load may not take blocks that others need to continue
             available -= sum(self._missing(r) for r in self.requests.values() if r.blocks)
         if max(fresh, self._missing(request) - len(local) if external else 0) > available:
             return False
@@ -360,8 +360,8 @@ class SymbolicEngine:
         return any(not step.executed for step in self.steps)
 
     def execute(self, rng: Random | None = None, num_copies: list[int] | None = None) -> None:
-        """Run the oldest step not run yet; each rank then finishes ``num_copies`` of its copies
-        (all, if not said).
+        """Run the oldest pending step; each rank then finishes ``num_copies`` of its copies
+        (default all).
         """
         rng = rng or Random(0)
         step = next(step for step in self.steps if not step.executed)
@@ -414,7 +414,7 @@ class SymbolicEngine:
         return failed
 
     def _received(self, req_id: str) -> None:
-        """One rank's finished_recving; the aggregator passes it on once all ranks said it."""
+        """One rank's finished_recving; the aggregator passes it on after the last rank."""
         self.received[req_id] = self.received.get(req_id, 0) + 1
         assert self.received[req_id] <= self.setup.num_ranks, "I10: a load reported twice"
         if self.received[req_id] < self.setup.num_ranks:
@@ -514,8 +514,8 @@ class SymbolicEngine:
     # -----------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, with_connector: bool = True) -> bool:
-        """reset_prefix_cache(reset_running_requests=True): everything is preempted; the weights
-        change behind it.
+        """reset_prefix_cache(reset_running_requests=True): all requests are preempted; then the
+        weights change.
         """
         while self.running:
             request = self.running.pop()
@@ -528,7 +528,9 @@ class SymbolicEngine:
         return True
 
     def swap_weights_hot(self) -> None:
-        """A reset under running requests, whose KV is then of two makes and must never be saved."""
+        """A reset under running requests; their KV then mixes two sets of weights and must never be
+        saved.
+        """
         assert not self.setup.local_cache
         self.core.reset()
         self._new_weights()
@@ -560,7 +562,7 @@ class SymbolicEngine:
         check_held(self)
 
     def drain(self) -> None:
-        """Take in all steps under way without scheduling more."""
+        """Process all steps in flight without scheduling more."""
         while self.steps:
             if self.can_execute():
                 self.execute()

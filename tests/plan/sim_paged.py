@@ -1,9 +1,8 @@
-"""Paged KV of symbols: an engine's block pool, and its workers, whose every KV entry says what it
-was computed from.
+"""Paged KV of symbols: an engine's block pool and its workers. Every KV entry names its inputs.
 
-The symbol at a position is made from all symbols the forward *read* before it, the position's
-content and the weights' version. So a wrong, stale or missing block shows in every later symbol and
-token. It must not know how kvloft plans.
+The symbol at a position is made from all earlier symbols that the forward pass *read*, the
+position's content and the weights' version. A wrong, stale or missing block therefore changes every
+later symbol and token. Must not depend on kvloft's plans.
 """
 
 from collections.abc import Sequence
@@ -155,11 +154,9 @@ class Workers:
         self.weights = 0
         self.ranks = [Rank(i, num_blocks, block_tokens) for i in range(num_ranks)]
         self.corrupt: set[bytes] = set()
-        """Keys whose check will fail at their next load."""
+        """Keys whose verification fails at their next load."""
         self.broken = False
-        """No mover could be made: every save fails, every load brings nothing, and no frame is to
-        blame.
-        """
+        """No mover could be created: every save and every load fails, without bad frames."""
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
 

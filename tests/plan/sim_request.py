@@ -13,7 +13,7 @@ from kvloft.seam.views import EmbedRows, MediaItem, RequestView
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change in one engine's life."""
+    """The fixed settings of one engine."""
 
     block_tokens: int = 4
     num_blocks: int = 40
@@ -34,7 +34,7 @@ class Setup:
 
 @dataclass(eq=False)
 class Request:
-    """vLLM's Request, and at once the `LiveRequest` kvloft sees."""
+    """vLLM's Request, which is also the `LiveRequest` that kvloft sees."""
 
     req_id: Any
     token_ids: list[int]
@@ -105,7 +105,7 @@ class Request:
 
 
 def tokens_of(answer: Answer) -> int | None:
-    """Return an answer as vLLM gets it: tokens, or None for "ask again"."""
+    """Return an answer in vLLM's form: tokens, or None for "ask again"."""
     if isinstance(answer, Wait):
         return None
     return answer.num_tokens if isinstance(answer, Offer) else 0

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's pool for requests with loads, against a count that is made anew each time."""
+"""Blocks of vLLM's pool for requests with loads, compared with a full recount."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -11,8 +11,8 @@ from kvloft.seam.views import StepView
 
 
 def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
-    """A request whose chunks have these keys, and chunks of one block in the first group and of two
-    in the second.
+    """A request with these keys, and chunks of one block in the first group and of two in the
+    second.
     """
     chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(

@@ -30,7 +30,7 @@ def offered(engine: SymbolicEngine) -> int | None:
 
 
 def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
-    """Begin to load the prompt."""
+    """Start to load the prompt."""
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
     assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables(list(range(1, 6))))

@@ -1,5 +1,5 @@
-"""Requests that wait in a crowd: shared loads, turns at host memory, and what ends a wait. Each
-called hook by hook.
+"""Many waiting requests: shared loads, turns for host memory, and the ends of waits. Calls each
+hook directly.
 """
 
 from typing import Any
@@ -170,7 +170,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     settle(engine)
 
 
-# -- turns at host memory
+# -- turns for host memory
 # ---------------------------------------------------------------------------------------------
 
 
@@ -196,7 +196,7 @@ def pinned_frames(engine: SymbolicEngine) -> int:
 
 
 def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
-    """One step in which vLLM asks about all and has room for none."""
+    """One step in which vLLM matches all requests and admits none."""
     engine.now += 0.01
     answers: list[int | None] = []
     for request in requests:

@@ -17,7 +17,7 @@ from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptBack
 
 PROMPT_TOKENS, NUM_PROMPTS = 64, 40
 TOKENS_PER_S = 6400.0
-"""What the simulated engine computes: 10 ms a prompt."""
+"""The simulated engine's compute time: 10 ms per prompt."""
 STEP_S = 0.0005
 
 
@@ -106,7 +106,7 @@ def test_a_restarted_store_is_not_a_measurement() -> None:
 
 def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
     made = DiskPacing()
-    for nth in range(10):  # each is planned when the one before begins
+    for nth in range(10):  # each is planned when the previous one starts
         made.observe_step_begin(nth, 100)
         if nth:
             made.observe_step_end(nth + 1.0)

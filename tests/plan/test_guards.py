@@ -1,5 +1,5 @@
-"""Guards of the scheduler half against states that the symbolic engine hardly ever reaches, each
-called hook by hook.
+"""Guards of the scheduler side against states that the symbolic engine rarely reaches. Calls each
+hook directly.
 """
 
 from typing import Any
@@ -47,8 +47,8 @@ def view_of_running(computed: int, scheduled: int, grown: list[int] | None = Non
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
-    """A request of 12 tokens in pages of 2 that was admitted and has had its first step; its saves
-    are under way.
+    """A request of 12 tokens in pages of 2, after admission and its first step, with saves in
+    flight.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)
@@ -142,7 +142,7 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
 def test_reservations_are_aborted_if_planning_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store fails just when it is asked what there is of chunks that found no frame."""
+    """The store fails during the lookup for chunks without a frame."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
     engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 

@@ -78,7 +78,7 @@ def test_a_long_prompts_keys_are_made_as_its_blocks_need_them() -> None:
 
 
 def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
-    """The drafter's KV before that token knows it."""
+    """The draft model's KV before that token depends on it."""
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, local_cache=False))
     request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
     assert stored(engine, request) == 4

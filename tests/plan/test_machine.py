@@ -26,7 +26,7 @@ chances = st.sampled_from([0.0, 0.1, 0.5])
 
 
 def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngine) -> Request:
-    """Give a request what else decides its keys, or another way to live."""
+    """Give a request other inputs of its keys, or another kind of life."""
     length = request.num_tokens
     if flavour == "salt":
         request.salt = "pepper"
@@ -170,7 +170,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def no_request_waits_for_ever(self) -> None:
-        """Where disk and loads hang, each is answered within its time, as long as vLLM asks."""
+        """With hung disk and loads, each request is answered in time, as long as vLLM matches
+        it.
+        """
         engine = self.engine
         crowd = [
             r

@@ -31,7 +31,7 @@ def test_a_requests_parameter_overrides_the_setting() -> None:
 
 
 def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> None:
-    """What it filled is noted, for a later request whose prompt has it."""
+    """Blocks that it filled are recorded for a later request with the same prompt."""
     engine = SymbolicEngine(Setup())
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)

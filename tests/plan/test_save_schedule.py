@@ -78,7 +78,7 @@ def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, o
 
 
 def test_steady_steps_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every step costs what the first ones do."""
+    """Otherwise every step would cost as much as the first ones."""
     ours, num_tokens = SaveSchedule(), [5, 9]
     ours.line_up([ReqId("a"), ReqId("b")], [16, NEVER])
     for step in range(20):

@@ -160,8 +160,8 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
-    """vLLM keeps the KV of accepted drafts that the turn's end cut off, under whatever tokens come
-    next.
+    """vLLM keeps the KV of accepted draft tokens that the end of a turn cut off, for any next
+    tokens.
     """
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id
@@ -224,7 +224,7 @@ def test_preempted_request_loads_its_saved_tokens(run_ahead: bool) -> None:
 
 
 def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() -> None:
-    """Two requests on a pool for one and a half: each preemption hands blocks over; outputs and
+    """Two requests in a pool for one and a half: each preemption transfers blocks; outputs and
     frames stay right.
     """
     engine = SymbolicEngine(Setup(num_blocks=12, block_tokens=2))
@@ -236,13 +236,11 @@ def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() ->
 
 
 def test_preemption_named_after_readmission_does_not_undo_it() -> None:
-    """reset_prefix_cache preempts between steps; the step that says so may already run the request
-    again.
+    """reset_prefix_cache preempts between steps; the step that reports it may already resume the
+    request.
     """
     engine = SymbolicEngine(Setup())
-    engine.store.drop_next = (
-        1 << 30
-    )  # nothing is stored, so the request runs again at once instead of loading
+    engine.store.drop_next = 1 << 30  # nothing is stored, so the request is resumed without a load
     request = engine.add(Request("a", list(PROMPT), 9))
     engine.run(2)
     engine.reset_prefix_cache(with_connector=False)

@@ -1,8 +1,8 @@
-"""Paged KV as vLLM's releases lay it out, and where each block's bytes are, told from element
+"""Paged KV in the layouts of vLLM's releases, and where each block's bytes are, from element
 addresses alone.
 
-The oracle for layouts and movers: it knows nothing of planes, only that a block's bytes are the
-bytes its elements have, in address order. It must not import kvloft.
+The oracle for layouts and movers: it does not use planes; a block's bytes are those of its
+elements, in address order. Must not import kvloft.
 """
 
 import math
@@ -66,7 +66,7 @@ def block_addresses(tensor: torch.Tensor, num_blocks: int, block: int) -> np.nda
 
 
 def block_bytes(caches: Mapping[str, torch.Tensor], num_blocks: int, block: int) -> bytes:
-    """What a block holds over all layers, each memory range once."""
+    """A block's content over all layers, each memory range once."""
     seen: set[tuple[int, int]] = set()
     parts: list[bytes] = []
     for tensor in caches.values():

@@ -1,5 +1,5 @@
-"""The CPU mover against address arithmetic: right bytes, nothing else touched, and every failure a
-report.
+"""The CPU mover against address arithmetic: right bytes, nothing else changed, and every failure
+reported.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ BLOCKS_PER_CHUNK = 3
 
 
 class Bench:
-    """One engine's paged KV, an arena of its own, and a mover between them."""
+    """One engine's paged KV, a separate arena, and a mover between them."""
 
     def __init__(
         self, caches: dict[str, torch.Tensor], num_blocks: int, num_ranks: int = 1, rank: int = 0
@@ -274,7 +274,7 @@ def test_a_save_that_fails_leaves_its_frame_as_it_was(bench: Bench) -> None:
 
 class TestAnotherProcessWritesToTheFrame:
     """A worker whose scheduler was killed still has the arena mapped, and may write to a frame that
-    is another's by now.
+    belongs to another engine by then.
     """
 
     @staticmethod

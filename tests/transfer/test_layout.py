@@ -82,7 +82,7 @@ def test_key_and_value_outermost_become_planes() -> None:
 
 
 def test_one_latent_head_is_one_page_a_layer() -> None:
-    """MLA: [B, N, C], or [B, 1, N, C] with whatever stride the single head has."""
+    """MLA: [B, N, C], or [B, 1, N, C] with any stride of the single head."""
     flat = random_bytes(6 * 5 * 7)
     for tensor in (
         flat.view(6, 5, 7),

@@ -331,8 +331,8 @@ def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
 
 
 class TestLifeline:
-    """What a server goes by: it gives no frame to another engine while some process has the
-    engine's lifeline open.
+    """The server's criterion: it gives no frame to another engine while a process has the engine's
+    lifeline open.
     """
 
     @staticmethod

@@ -111,8 +111,8 @@ def test_the_adapter_shape_of_a_request_counts(adapter: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
 def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
-    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path
-    that stands for nothing.
+    """vLLM loads the hub's current version, or tensors from a trainer under a path without
+    meaning.
     """
     names = AdapterNames()
     loras: list[Any] = [
@@ -157,7 +157,7 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
 def test_a_file_system_that_hangs_delays_no_request(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile requests with adapters share nothing."""
+    """Until then, requests with adapters share nothing."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)

@@ -1,5 +1,5 @@
-"""What a hook raises inside vLLM: whatever breaks in kvloft is a miss; only what ends the process
-passes through.
+"""Exceptions from hooks inside vLLM: any error in kvloft is a miss; only exceptions that end the
+process pass through.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ class PanicLike(BaseException):
 
 
 def broken(error: type[BaseException]) -> KVLoftConnector:
-    """A connector whose scheduler half raises ``error`` wherever it is asked."""
+    """A connector whose scheduler side raises ``error`` in every call."""
 
     def fail(*_: Any) -> None:
         raise error

@@ -44,7 +44,7 @@ BUFFERED = 50
 
 
 class Router:
-    """What a subscriber knows of one engine: an `Index` that follows what it reads."""
+    """A subscriber of one engine: an `Index` that follows the stream."""
 
     def __init__(self, prompts: set[Prompt], endpoint: str, replay_endpoint: str) -> None:
         self.index, self._endpoint, self.num_missed = Index(prompts), endpoint, 0
@@ -69,12 +69,12 @@ class Router:
         self._replay.close(linger=0)
 
     def stumble(self) -> None:
-        """Fall out of the stream, or come back to it."""
+        """Leave the stream, or rejoin it."""
         (self._sub.disconnect if self._is_in else self._sub.connect)(self._endpoint)
         self._is_in = not self._is_in
 
     def hear(self) -> None:
-        """What has come by now."""
+        """Read all messages received so far."""
         while self._sub.poll(0):
             _topic, number, payload = self._sub.recv_multipart()
             self._take(int.from_bytes(number, "big"), payload)
@@ -137,8 +137,8 @@ class Router:
 
 
 class Stream:
-    """One engine's publisher and who listens to it, in place of an `Index` that hears events at
-    once.
+    """One engine's publisher and its subscriber, replacing an `Index` that receives events
+    immediately.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Stream:
 
 
 class Totals:
-    """Of a test: that what it is about was used."""
+    """Checks that a test used its subject."""
 
     num_batches = num_missed = num_servers = 0
 

@@ -18,8 +18,8 @@ def _release(vllm_release: tuple[int, int]) -> None:
 def test_bad_blocks_are_reported_by_id_only_with_one_group(
     fails_requests: bool,
 ) -> None:
-    """An id says which tokens are missing only with one group; then vLLM computes from there on,
-    else all again.
+    """An id names the missing tokens only with one group: vLLM then computes from there on,
+    otherwise everything.
     """
     bad = {5, 6}
 
@@ -43,7 +43,9 @@ def test_bad_blocks_are_reported_by_id_only_with_one_group(
 
 
 def test_bad_blocks_of_a_running_load_are_not_reported_with_several_groups() -> None:
-    """They are known chunk by chunk; told of several groups, they would end the engine."""
+    """Bad blocks are found chunk by chunk; reporting them for several groups would end the
+    engine.
+    """
     connector: Any = object.__new__(KVLoftGroupsConnector)
     bad = {5}
 

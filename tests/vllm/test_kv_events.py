@@ -184,7 +184,7 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
     assert half.take_kv_events() == [Stored(HOST, [Block(HASHES[0], None, array("I"))])]
-    half._writer.write = lambda event: event.hashes  # what came cannot be written
+    half._writer.write = lambda event: event.hashes  # the event cannot be written
     with pytest.raises(AttributeError):
         half.take_kv_events()
     half._writer.write = lambda event: event
@@ -194,7 +194,7 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
 
 
 def test_events_are_repeated_only_after_vllms_clear_event() -> None:
-    """While requests have blocks it resets nothing, and says nothing."""
+    """While requests have blocks, vLLM resets and publishes nothing."""
     told: list[str] = []
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, pool = (

@@ -45,7 +45,7 @@ NOT_HARMLESS = frozenset(
         "update_weights",
     }
 )
-"""What replaces weights, writes KV or hands the model out."""
+"""Calls that replace weights, write KV or pass the model out."""
 HOOK_FOR_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
@@ -192,7 +192,9 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
 
 @pytest.fixture
 def engine() -> Any:
-    """vLLM's engine core as far as pauses go, and a half that notices them."""
+    """The part of vLLM's engine core that handles pauses, and a scheduler side that records
+    them.
+    """
 
     class Core:
         def __init__(self) -> None:

@@ -21,7 +21,7 @@ OTHER = "ExampleConnector"
 
 @pytest.fixture
 def factory() -> Iterator[Any]:
-    """vLLM's factory as a first call of the plugin leaves it; as it was afterwards."""
+    """vLLM's factory in its state after a first call of the plugin; restored afterwards."""
     method, registry = (
         vars(KVConnectorFactory)["get_connector_class"],
         dict(KVConnectorFactory._registry),

@@ -1,5 +1,5 @@
-"""What the scheduler half knows of ranks: what vLLM's own executor hands them, and of no other
-engine of this process.
+"""The scheduler side's knowledge of ranks: configs that vLLM's executor passes to this engine's
+ranks, and of no other engine in the process.
 """
 
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""What the scheduler half makes of its settings before it has a store: chunk sizes, and whose
-directory is whose.
+"""Results from the settings before a store exists: chunk sizes, and the directory of each
+engine.
 """
 
 from collections.abc import Sequence

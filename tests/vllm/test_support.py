@@ -36,7 +36,7 @@ MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.
 
 
 def per_layer(*specs: Any) -> Any:
-    """One group whose layers have specs of their own, as vLLM's UniformTypeKVCacheSpecs."""
+    """One group with separate specs for its layers, as vLLM's UniformTypeKVCacheSpecs."""
     return SimpleNamespace(kv_cache_specs={f"layer{i}": spec for i, spec in enumerate(specs)})
 
 
@@ -166,7 +166,7 @@ def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(
         check_supported(config, groups(FULL))
 
 
-# -- what vLLM makes of a model's layers for a connector of one block table
+# -- layers of a model for a connector with one block table
 # ---------------------------------------
 
 
@@ -279,8 +279,8 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where hits end with whole blocks of all of them; vLLM says so, or says nothing where it has
-    no prefix cache.
+    """Hits end with whole blocks of all groups; vLLM defines this, or nothing without a prefix
+    cache.
     """
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
@@ -359,7 +359,7 @@ def test_draft_tokens_are_supported_with_gated_delta_nets(method: str) -> None:
 def test_states_with_other_block_sizes_are_rejected_and_name_the_draft_model(
     method: str | None,
 ) -> None:
-    """A drafter whose KV heads are not like the model's."""
+    """A draft model with other KV heads than the model."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
     with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")

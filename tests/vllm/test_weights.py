@@ -1,5 +1,5 @@
-"""What shows which weights were loaded: files, links and commits; when they show nothing, or too
-late, a run is alone.
+"""Identification of loaded weights: files, links and commits; if they show nothing, or too late, a
+run is not shared.
 """
 
 import os
@@ -27,7 +27,7 @@ LONG_AGO = (1_000_000_000, 1_000_000_000)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's, in a folder of its own and older than the engine."""
+    """A model's weights, in a separate folder and older than the engine."""
     model = tmp_path / "model"
     (model / "whisper").mkdir(parents=True)
     for name in (
@@ -160,7 +160,7 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
 )
 def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
-    """Another hub's, say: the name alone does not show that they were trained further."""
+    """For example another hub's: the name alone does not show further training."""
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
     assert not is_shared(name, commit="abc", hf_config_path="hub/other"), (

@@ -1,4 +1,4 @@
-"""The worker half in its engine: copies end before memory is unmapped, gathers go before zeroes,
+"""The worker side in its engine: copies end before memory is unmapped, gathers run before zeroing,
 other weights stop it.
 """
 
@@ -95,7 +95,7 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(
 
 
 def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
-    """What a worker half listens to from now on."""
+    """Calls that a worker side starts to observe."""
     heard: dict[Patch, Any] = {}
     monkeypatch.setattr(
         worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener})
@@ -214,8 +214,8 @@ def test_gathers_run_first_if_vllm_moves_states_before_hooks() -> None:
 def test_saves_wait_for_work_after_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
-    """vLLM takes results before a drafter runs, and before it settles the states that accepted
-    drafts passed; it calls `wait_for_save` behind both.
+    """vLLM processes results before a draft model runs, and before it copies the states of accepted
+    draft tokens; it calls `wait_for_save` after both.
     """
     half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
