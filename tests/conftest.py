@@ -33,8 +33,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Longest wait, at the usual pace, for threads, processes and files of a test to disappear."""
 COLLECT_S = 0.1
-"""After this long, what only a cycle of objects keeps is collected; and again after twice as long,
-and so on.
+"""After this time, objects kept only by a cycle are collected; and again after twice the time, and
+so on.
 """
 
 
@@ -72,8 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no engine comes first, then one scenario of each defect: the order in which a
-    deadline hurts least.
+    """Tests without an engine come first, then one scenario of each defect: the order with the
+    least loss at a deadline.
     """
     e2e = REPOSITORY / "tests" / "e2e"
     items.sort(
@@ -109,7 +109,7 @@ def pytest_terminal_summary(
 
 
 def pytest_report_header() -> str:
-    """Says which kvloft is under test."""
+    """Reports which kvloft is under test."""
     import kvloft
 
     return (
@@ -119,8 +119,8 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_release() -> tuple[int, int]:
-    """(0, 32) for vLLM 0.32.x. Skips ask this and never for a feature: what a newer release renames
-    must fail its test.
+    """(0, 32) for vLLM 0.32.x. Skips depend on it and never on a feature: a rename in a newer
+    release must fail its test.
     """
     version = next(
         found.version
@@ -132,8 +132,8 @@ def vllm_release() -> tuple[int, int]:
 
 
 def running(since_s: float = 0.0) -> dict[object, str]:
-    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust,
-    and processes begun since.
+    """Leftovers that a test could leave, by name: Python threads, kvloft's threads in Rust, and
+    processes started since.
     """
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
@@ -178,7 +178,7 @@ def read(path: Path) -> str:
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Names of what runs and did not run before, once it had its time to end."""
+    """Names of leftovers that did not exist before, after time to end."""
     begin, collect_s = time.monotonic(), COLLECT_S
     while left := [name for key, name in running(since_s).items() if key not in before]:
         waited_s = time.monotonic() - begin
@@ -204,7 +204,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     )
     yield
     if request.session.testsfailed > num_failed:
-        return  # what pytest shows of a failure holds the test's objects
+        return  # pytest's report of a failure holds the test's objects
     assert not (left := left_behind(before, since_s)), (
         f"left behind by this test: {', '.join(sorted(left))}"
     )
@@ -212,7 +212,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
-    """What kvloft has logged in this test: other libraries log what they like, when they like."""
+    """kvloft's log records in this test; other libraries may log at any time."""
     return lambda: [record for record in caplog.records if record.getMessage().startswith("kvloft")]
 
 
@@ -220,7 +220,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRec
 def _no_settings_from_outside(
     _nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A developer's own KVLOFT_* must not change what a test sees."""
+    """A developer's KVLOFT_* variables must not affect tests."""
     for name in list(os.environ):
         if name.startswith("KVLOFT_"):
             monkeypatch.delenv(name)

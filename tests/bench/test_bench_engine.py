@@ -1,5 +1,5 @@
-"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are one sentence, and an
-engine that dies costs only its own row. What it measures runs on a GPU.
+"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are reported in one
+sentence, and an engine that dies costs only its own row. The measurements run on a GPU.
 """
 
 import json
@@ -46,7 +46,7 @@ print("RESULT", json.dumps(result), flush=True)
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that take turns and measure nothing; "native" dies before its first."""
+    """Children that take turns without measuring; "native" dies before its first turn."""
 
     def start(
         name: str, options: dict[str, Any], log: Path, gpu: int | None

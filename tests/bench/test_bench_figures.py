@@ -1,5 +1,5 @@
-"""What GPU benches make of what they measured: percentiles, medians of runs, the report's verdicts;
-on figures made up here.
+"""Evaluation of GPU benches: percentiles, medians of runs, and the report's verdicts, on invented
+figures.
 """
 
 import importlib.util

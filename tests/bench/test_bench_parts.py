@@ -1,6 +1,4 @@
-"""What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no
-GPU.
-"""
+"""The parts of a first token's time, around a torch model on the emulated GPU. Needs no GPU."""
 
 import gc
 import sys
@@ -37,7 +35,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """But those that a test asks for; and no watcher of them stays behind."""
+    """Except those that a test adds; no watcher of them stays."""
     gc.disable()
     before = list(gc.callbacks)
     yield
@@ -67,8 +65,8 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
             assert found is not None
-            # An event counts what ran before it: behind the first event 3 forwards, 2 of sampling,
-            # 3 events at ends, 2 at begins.
+            # An event counts the work before it: before the first event 3 forward passes, 2 of
+            # sampling, 3 events at ends, 2 at starts.
             assert found.gpu_s == 3 * 7 + 2 + 3 + 2
             assert found.between_s == 2 * 2, "a command of sampling, and the event"
             assert found.before_s in (0.5, 0.25)
@@ -97,8 +95,8 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
 
 
 class Wave:
-    """An engine whose requests finish one a step, with a forward in each step, or with none that a
-    model's hooks see.
+    """An engine that finishes one request per step, with a forward pass in each step, or without
+    one that a model's hooks see.
     """
 
     llm = None
@@ -135,7 +133,7 @@ class Wave:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """What the benches find in any engine, and take apart."""
+    """The hooks that the benches find in any engine."""
     with emulated(1) as gpu:
         found = Model(gpu)
         monkeypatch.setattr(parts, "driver", lanes.driver)

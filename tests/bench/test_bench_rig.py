@@ -1,5 +1,5 @@
-"""The copy bench's rig on the emulated GPU: a run lasts from its data being there to its last byte,
-and says so if any was dropped.
+"""The copy bench's rig on the emulated GPU: a run lasts until its last byte arrived, and reports
+dropped copies.
 
 Time is the number of commands run. Needs no GPU.
 """
@@ -134,9 +134,7 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops what there is no room for: its rate would be one of bytes that were not
-    moved.
-    """
+    """A mover drops copies without space: the rate would count bytes that were not moved."""
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()
     monkeypatch.setattr(saves, "MAX_PIECES", 3)

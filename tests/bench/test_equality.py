@@ -1,6 +1,4 @@
-"""The equality check itself: whatever goes wrong with tokens or pages, it must say so. Needs no
-GPU.
-"""
+"""The equality check itself: it must report any wrong token or page. Needs no GPU."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -95,7 +93,7 @@ def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
 
 
 class CopyingMover:
-    """Keeps clones of saved blocks and copies them back at once; ``spoil`` damages what it
+    """Keeps clones of saved blocks and copies them back immediately; ``spoil`` damages the
     copies.
     """
 
@@ -162,7 +160,7 @@ def test_groups_that_were_not_loaded_and_unequal_numbers_of_blocks_are_problems(
 def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
     kv = [torch.zeros(8, 2, 4), torch.zeros(8, 3, 4)]
     poison(kv, 1)
-    mover = CopyingMover(kv[:1])  # the second group's pages do not come back
+    mover = CopyingMover(kv[:1])  # the second group's pages are not loaded
     audit = PageAudit(mover, kv[:1], kv[1:])
     chunks = [
         batch_of([ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),))]) for i in range(2)
@@ -183,7 +181,7 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
 
 
 def kept() -> dict[str, Any]:
-    """What the phase `kept` gives of an engine with two groups whose kernels are not
+    """Results of the phase `kept` for an engine with two groups whose kernels are not
     batch-invariant.
     """
     told = {

@@ -1,6 +1,4 @@
-"""The check of several ranks itself: whatever goes wrong in any of them, it must say so. Needs no
-GPU.
-"""
+"""The check of several ranks itself: it must report errors in any rank. Needs no GPU."""
 
 from copy import deepcopy
 from typing import Any

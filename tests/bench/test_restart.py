@@ -1,4 +1,4 @@
-"""The restart check itself: whatever the next engine lacks, it must say so. Needs no GPU."""
+"""The restart check itself: it must report tokens that the next engine lacks. Needs no GPU."""
 
 import sys
 from pathlib import Path

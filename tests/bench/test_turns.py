@@ -1,5 +1,5 @@
-"""The turns in which benches measure engines that share a GPU: strict, passed on where one fails,
-and not waited for too long.
+"""Turns of benches that share a GPU: strictly alternating, passed on after a failure, with a
+timeout.
 """
 
 import threading

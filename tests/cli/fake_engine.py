@@ -1,5 +1,5 @@
-"""Stands for `kvloft.vllm.check` in tests of who starts it: says what the model's name asks for,
-without vLLM.
+"""Replaces `kvloft.vllm.check` in tests of its parent process: reports the result that the model's
+name selects, without vLLM.
 """
 
 import json

@@ -232,7 +232,7 @@ def test_answers_differ_by_rounding_only_between_equally_good_tokens(
 
 
 def report(extra: dict[str, str] | None = None, /, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Of a run in which all went well, but for ``changes`` of a pass's answer or of an engine's
+    """The report of a successful run, with ``changes`` of a pass's answer or of an engine's
     facts.
     """
     good = {"host": {"host": 16}, "disk": {"disk": 16}}

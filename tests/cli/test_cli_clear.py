@@ -30,9 +30,7 @@ def test_clear_empties_a_server_only_after_confirmation(
 def test_clear_empties_a_namespace_that_is_on_disk_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a restart no engine has opened it yet; and it says so where it cannot tell which of
-    several is meant.
-    """
+    """After a restart no engine has opened the namespace yet; an ambiguous name is reported."""
 
     def chunks() -> list[int]:
         assert main(["inspect", str(tmp_path / "disk"), "--json"]) == 0

@@ -185,7 +185,7 @@ def test_server_memory_is_not_shown_as_the_engines(
 def test_unknown_options_are_reported_with_the_known_ones(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An abbreviation may mean something else than its writer thinks."""
+    """An abbreviation may mean something else than the user expects."""
     with pytest.raises(SystemExit) as ended:
         main(argv)
     err = capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""What all commands have in common before they do anything: standard streams that are closed, and
-Ctrl-C at any moment.
-"""
+"""Shared behavior of all commands: closed standard streams, and Ctrl-C at any time."""
 
 import importlib.metadata
 import os
@@ -102,9 +100,7 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
     [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")],
 )
 def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reason: str) -> None:
-    """Python writes what it kept back as it ends: then an error would be a traceback, and the
-    status 120.
-    """
+    """Python flushes its buffers at exit: an error there would be a traceback with status 120."""
     with open(place, "r" if place == "/dev/null" else "w") as out:
         done = subprocess.run(
             [*COMMAND, *argv],

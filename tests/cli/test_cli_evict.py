@@ -29,7 +29,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server with a disk, in a process of its own."""
+    """A server with a disk, in a separate process."""
     socket = str(folder / "run" / "kv.sock")
     sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes]

@@ -394,8 +394,8 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
 
 @contextlib.contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """A server in the background is no child of this process: it ends with the block, and is gone
-    then.
+    """A background server is not a child of this process; the block ends it and waits for its
+    exit.
     """
     process = os.pidfd_open(pid)
     try:

@@ -1,6 +1,4 @@
-"""`kvloft status`: what an operator reads first about a server, and the same figures for a
-script.
-"""
+"""`kvloft status`: the summary of a server for operators, and the same figures for scripts."""
 
 import io
 import json
@@ -26,7 +24,7 @@ def shown_first(status: dict[str, Any]) -> list[str]:
 
 
 def looked_at(socket: str, **stats: int) -> dict[str, Any]:
-    """A status of that server, with other numbers of its own."""
+    """The server's status with some changed numbers."""
     status = _core.server_status(socket)
     return status | {"stats": status["stats"] | stats, "settings": {"disk_path": "/a/disk"}}
 

@@ -441,7 +441,7 @@ def test_watch_fits_24_rows_or_lists_hidden_parts(
 
 
 def drawn_on_terminal(socket: str, term: str) -> bytes:
-    """What two looks write to a terminal of that type with 24 rows."""
+    """The output of two refreshes on a terminal of that type with 24 rows."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     argv = [

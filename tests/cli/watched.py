@@ -1,4 +1,4 @@
-"""What tests of `kvloft status` and the metrics do with a server that they watch."""
+"""Helpers for tests of `kvloft status` and metrics with a server."""
 
 from kvloft import _core
 

@@ -1,4 +1,4 @@
-"""The store through `kvloft._core` without a disk: the contract of the scheduler and worker sides.
+"""The store through `kvloft._core` without a disk: what the scheduler and worker sides rely on."""
 
 import ctypes
 import os

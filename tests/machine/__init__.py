@@ -1,3 +1,3 @@
-"""The correctness machine: vLLM's real schedulers and kvloft's real halves over KV of symbols, and
-the oracles that judge them.
+"""The correctness machine: vLLM's real schedulers and both real sides of kvloft over KV of symbols,
+and the oracles that check them.
 """

@@ -78,8 +78,8 @@ class BusyMachine(ServedMachine):
         self.ask_again(**how)
 
     def _changed(self, spec: Spec, nth: int, cut: int, is_next_turn: bool, max_tokens: int) -> Spec:
-        """The next turn has the answer, or its begin. Embeddings and sessions stay as they are;
-        media keep their items whole.
+        """The next turn contains the answer, or its start. Embeddings and sessions are unchanged;
+        media items stay whole.
         """
         if spec.embeds is not None or spec.turns:
             return spec
@@ -98,7 +98,7 @@ class BusyMachine(ServedMachine):
 
 
 def busy(name: str) -> type[Machine]:
-    """The machine for one kind of group set, whose counts are its own."""
+    """The machine for one kind of group set, with separate counts."""
     return type("BusyMachine", (BusyMachine,), {"shapes": busy_groups((name,)), "seen": Counter()})
 
 

@@ -1,8 +1,8 @@
-"""The correctness machine, bounded, wherever vLLM is; all of it with `make model-check`.
+"""The correctness machine in bounded form, if vLLM is installed; `make model-check` runs all of it.
 
-Only where pytest is asked for it by name: it brings the whole of vLLM's scheduler into its process,
-whose log and environment other tests would inherit. Its tests import that before anything else of
-vLLM, which some releases do not bear: hence the import.
+Runs only if it is selected by name: it imports vLLM's whole scheduler, whose log and environment
+other tests would inherit. The import below must come before any other part of vLLM, because some
+releases fail otherwise.
 """
 
 import importlib.util

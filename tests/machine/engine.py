@@ -1,9 +1,9 @@
 """The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager,
-kvloft's real connector in both roles over its real store, workers that hold symbols.
+kvloft's real connector in both roles on its real store, and workers with memory of symbols.
 
-Plays vLLM's engine core: sync steps, or two batches in flight. Everything that crosses to a worker
-and back is pickled, as between processes. After each step nothing in the ledger may be broken;
-`assert_at_rest`: every owner gave back what it had.
+Acts as vLLM's engine core: sync steps, or two batches in flight. Everything that goes to a worker
+and back is pickled, as between processes. After each step the ledger must have no breach;
+`assert_at_rest` checks that everything was released.
 """
 
 import pickle
@@ -52,20 +52,20 @@ from .worker import Worker
 
 @dataclass
 class Outcome:
-    """What a request said, and how it ended (None: not yet)."""
+    """A request's output, and its end (None: still running)."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """It was preempted while its last step was under way: the tokens of the step before became
-    known too late to save them.
+    """The request was preempted with its last step in flight: the tokens of the step before became
+    known too late for a save.
     """
 
 
 @contextmanager
 def all_is_tried() -> Iterator[None]:
-    """Also what kvloft refuses because it never ran with a model."""
+    """Includes configurations that kvloft rejects because they were never tested with a model."""
     refused = ("_of_drafts_with_states", "_of_drafts_with_block_sizes")
     with pytest.MonkeyPatch.context() as patch:
         for name in refused:
@@ -93,7 +93,7 @@ class Engine:
         self.trouble = Trouble(random.Random(seed))
         self.now, self.step_s = 0.0, 0.05
         self.is_broken = False
-        """A step found something wrong, and nothing more is to be asked of this engine."""
+        """A step found a breach; the engine is not used again."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.admissions: list[tuple[str, int, bool]] = []
@@ -103,7 +103,7 @@ class Engine:
         ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
         """First token and number of tokens of loads whose requests have not run since: hits, if
-        what they read was loaded.
+        their content was loaded.
         """
         self._config, self._kv_config = (
             vllm_config(model, shape, disk, self.ledger.namespace),
@@ -118,7 +118,7 @@ class Engine:
             self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
         self._flying: deque[tuple[Any, Any]] = deque()
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
-        """What the ranks reported in steps whose results are still on their way."""
+        """Ranks' reports of steps whose results are still in flight."""
         self._states: dict[str, list[State]] = {}
         """Of each request, those that vLLM offers in the step being planned."""
         self._steps_without_tokens = 0
@@ -199,7 +199,7 @@ class Engine:
             self._hoped.pop(request.request_id, None)
             state = self.core._requests.get(request.request_id)
             has_offer = state is not None and state.lease is not None
-            # Adapters whose files are younger than this process are another run's own.
+            # Adapters with files younger than this process are not shared between runs.
             is_apart = (
                 self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
             )
@@ -257,10 +257,10 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """reset_prefix_cache; with ``connector`` and nothing left that was computed, other weights
-        are loaded behind it.
+        """reset_prefix_cache; with ``connector`` and no computed request left, other weights are
+        loaded afterwards.
 
-        vLLM refuses it for running requests while a load or a batch holds blocks.
+        vLLM rejects it for running requests while a load or a batch holds blocks.
         """
         try:
             done = self.scheduler.reset_prefix_cache(
@@ -310,8 +310,8 @@ class Engine:
 
     def _end_a_session_that_blocks(self) -> None:
         """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can
-        fill the pool and wait for each other without end, with or without a connector. Their user
-        would end one.
+        fill the pool and wait for each other without end, with or without a connector. A user would
+        end one.
         """
         self._steps_without_tokens += 1
         sessions = (
@@ -384,10 +384,10 @@ class Engine:
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _count_hits(self) -> None:
-        """A hit is a load that was admitted, ended well, and was compared on every rank: the
-        request's first step begins behind it.
+        """A hit is a load that was admitted, succeeded, and was compared on every rank: the
+        request's first step starts after it.
 
-        With full attention alone vLLM may compute the last token of it again.
+        With full attention alone vLLM may compute its last token again.
         """
         for work in self.workers[0].works:
             local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
@@ -492,7 +492,9 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All goes well from now on; everything must end, right, and leave nothing behind."""
+        """Without further faults, everything must finish with right results and leave nothing
+        behind.
+        """
         self.trouble.end()
         self.step_s = 1.0
         if self.store is not None:
@@ -503,8 +505,8 @@ class Engine:
         assert not self.ledger.breaches, self.ledger.breaches[:3]
 
     def _check_outcomes(self) -> None:
-        """Every request said its truth, or a beginning of it if it was aborted or its load failed;
-        and is stored.
+        """Every request's output is right, or a prefix of it if it was aborted or its load failed;
+        and its KV is stored.
         """
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]

@@ -1,6 +1,6 @@
-"""KV cache groups as models have them, and which positions of each kind a token attends to.
+"""KV cache groups as in real models, and the positions that a token attends to in each kind.
 
-That is the machine's own model of vLLM; it must not ask vLLM, nor kvloft.
+This is the machine's model of vLLM; it must use neither vLLM nor kvloft.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Group:
         return position // self.size * self.size if self.kind == "local" else 0
 
     def needs_from(self, end: int) -> int:
-        """The first position whose block a hit of ``end`` tokens needs; of states it needs the last
-        block only.
+        """The first position whose block a hit of ``end`` tokens needs; for states only the last
+        block.
         """
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
@@ -124,7 +124,7 @@ def unit_tokens(groups: tuple[Group, ...]) -> int:
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Tokens behind a block that its KV depends on. What DFlash and a draft model keep of a
-    position is of the tokens up to it.
+    """Tokens after a block that its KV depends on. KV of DFlash and of a draft model at a position
+    depends on tokens up to it.
     """
     return int(any("draft" in group.layers for group in groups))

@@ -27,7 +27,7 @@ def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
 
 @dataclass
 class Planned:
-    """A save that was planned: what its frame must hold, and which ranks reported it."""
+    """A planned save: its frame's expected content, and the ranks that reported it."""
 
     key: bytes
     words: list[int]
@@ -79,7 +79,7 @@ class Ledger:
         self.why_lossy = self.why_lossy or why
 
     def new_life(self, *, has_new_weights: bool) -> None:
-        """A restart: tickets, loads and requests of the old engine are gone."""
+        """A restart: tickets, loads and requests of the old engine end."""
         self.num_lives += 1
         if has_new_weights:
             self.namespace += "w"
@@ -90,13 +90,13 @@ class Ledger:
         self.admitted.clear()
 
     def new_weights(self) -> None:
-        """Whatever is stored is wrong from now on."""
+        """All stored chunks are wrong from now on."""
         self.weights = (self.weights + 0x5DEECE66D) & ((1 << 61) - 1)
         self.truth.clear()
         self.saved.clear()
 
     def kv(self, symbol: int, group: int = 0) -> int:
-        """What memory holds at a position, for a group."""
+        """The content of memory at a position, for a group."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
     @cached_property
@@ -107,11 +107,11 @@ class Ledger:
 
     @cached_property
     def ahead(self) -> int:
-        """Tokens behind a block that its KV depends on."""
+        """Tokens after a block that its KV depends on."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """What blocks of positions [begin, end) hold in a group, block after block, layer by
+        """The content of blocks of positions [begin, end) in a group, block by block, layer by
         layer.
         """
         found, group = list[int](), self.groups[number]
@@ -128,8 +128,8 @@ class Ledger:
         return found
 
     def ends(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """What stands for each block's end in [begin, end): the prefix up to the last token that
-        its KV depends on.
+        """The symbol of each block's end in [begin, end): the prefix up to the last token that its
+        KV depends on.
         """
         block = self.groups[number].block_tokens
         return [
@@ -187,7 +187,7 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Tokens of the state in the block, as vLLM says; 0 if it does not."""
+        """Tokens of the state in the block, according to vLLM; 0 if it offers none."""
         return next(
             (
                 num_tokens
@@ -200,8 +200,8 @@ class Ledger:
     def check_states(
         self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int
     ) -> None:
-        """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless
-        something may be missing.
+        """States that vLLM offered in this step are saved now or earlier, up to ``limit`` tokens,
+        unless chunks may be missing.
         """
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
@@ -292,7 +292,7 @@ class Ledger:
             is_own, f"{req_id}: another prefix's chunk for tokens {at} on (I1), group {number}"
         )
 
-    # -- what became of them
+    # -- results
     # --------------------------------------------------------------------------------------
 
     def landed(self, ticket: int, words: list[int]) -> None:
@@ -372,15 +372,17 @@ class Ledger:
             )
 
     def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
-        """Whether all was saved that a hit of ``end`` tokens needs of a group from ``begin`` on."""
+        """Whether all chunks of a group were saved that a hit of ``end`` tokens needs from
+        ``begin`` on.
+        """
         block = self.groups[number].block_tokens
         begin = max(begin, self.groups[number].needs_from(end) // block * block)
         ends = self.ends(prefix, begin, end, number)
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Tokens of the deepest hit: units that were saved and that nothing took away, and what
-        else it needs there.
+        """Tokens of the deepest hit: units that were saved and not removed, and the other chunks
+        that it needs.
         """
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
@@ -398,10 +400,9 @@ class Ledger:
         return found
 
     def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, unit: int) -> None:
-        """A request that ended well is stored, but for its last token, unless something may be
-        missing.
+        """A finished request is stored except for its last token, unless chunks may be missing.
 
-        Of states only those that vLLM offers are.
+        For states, only those that vLLM offers are stored.
         """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % unit

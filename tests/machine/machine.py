@@ -53,15 +53,13 @@ MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 def make_spec(
     name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]
 ) -> Spec:
-    """A request over the beginning of a story, with what else decides its KV, or another way to
-    live.
-    """
+    """A request with a prefix of a story, other inputs of its KV, or another kind of life."""
     ids = STORIES[story][:length]
     return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
 
 
 def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
-    """The request with what else decides its KV, or with another way to live. ``more`` chooses, or
+    """The request with other inputs of its KV, or with another kind of life. ``more`` chooses, or
     is a session's next input.
     """
     ids, length = plain.contents, len(plain.contents)
@@ -129,7 +127,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
 
 @st.composite
 def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
-    """What vLLM makes of hybrid models and drafters, without kvloft."""
+    """vLLM with hybrid models and draft models, without kvloft."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -150,7 +148,7 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 
 @st.composite
 def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Several groups, which kvloft serves. Several hundred frames keep whatever is saved."""
+    """Several groups, which kvloft supports. Several hundred frames keep all saves."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
     num_drafts = draw(
@@ -201,14 +199,14 @@ crowds = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """See the module; subclasses say which shapes."""
+    """See the module; subclasses define the shapes."""
 
     shapes: ClassVar[Any] = one_group()
     shapes_of: ClassVar[Any]
     """Shapes with one of some groups, by their names; of machines with several groups."""
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
-    """What all engines so far went through."""
+    """Counts over all engines so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +233,7 @@ class Machine(RuleBasedStateMachine):
             MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger
         )
 
-    # -- what arrives, and what runs
+    # -- requests and steps
     # ------------------------------------------------------------------------------
 
     @rule(crowd=crowds, ahead=st.integers(0, 8))
@@ -308,7 +306,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.reset(running=running, connector=True)
         self.arrive(crowd, ahead)
 
-    # -- what goes wrong
+    # -- faults
     # ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
@@ -457,7 +455,7 @@ def check(
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
-    logging.disable(logging.ERROR)  # each life of an engine says much of itself
+    logging.disable(logging.ERROR)  # each engine logs a lot
     try:
         run_state_machine_as_test(seed(first_seed)(machine), settings=chosen)
     finally:

@@ -1,10 +1,10 @@
-"""Paged memory of symbols: one pool of blocks that all groups share, and what a forward reads and
-writes there, kind by kind.
+"""Paged memory of symbols: one pool of blocks that all groups share, and the reads and writes of a
+forward pass in each kind of layer.
 
-This is the machine's own model of vLLM's kernels. Attention: KV at every position. State, mode
-"align": a block holds the state after some number of tokens, moved from column to column of the
-table before a forward, as `preprocess_mamba` does. Draft layers: KV at a position depends on the
-token after it; rejected drafts and positions drafted ahead hold garbage.
+This is the machine's model of vLLM's kernels. Attention: KV at every position. State, mode "align":
+a block has the state after some number of tokens and is moved between columns of the table before a
+forward pass, as `preprocess_mamba` does. Draft layers: KV at a position depends on the token after
+it; rejected draft tokens and positions drafted ahead have garbage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,8 +39,8 @@ class Work:
 
 
 class Memory:
-    """``planes``: one tensor [blocks, words] for each layer that a group may have; groups share
-    them, block by block.
+    """``planes``: one tensor [blocks, words] for each layer of a group; groups share them, block by
+    block.
     """
 
     def __init__(self, shape: Shape, ledger: Ledger) -> None:
@@ -79,8 +79,8 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def write(self, work: Work) -> None:
-        """KV of the target's layers at all scheduled positions, drafts behind the known ones;
-        states after them.
+        """KV of the target's layers at all scheduled positions, draft tokens after the known ones;
+        then states.
         """
         prefix = work.state.prefix
         symbols = prefix.symbols[work.start : work.stop]
@@ -113,9 +113,7 @@ class Memory:
             words[block, position % size] = value
 
     def check(self, work: Work) -> None:
-        """What the scheduled tokens attend to is their prefix, in every attention group of the
-        target.
-        """
+        """The scheduled tokens attend to their prefix in every attention group of the target."""
         for number, group in enumerate(self._shape.groups):
             if group.kind != "state" and "target" in group.layers:
                 begin = group.reads_from(work.start)
@@ -173,12 +171,13 @@ class Memory:
         group: Group,
         plane: int,
     ) -> bool:
-        """Whether all that differs is the last position of blocks of a drafter that another
+        """Whether only the last position of blocks of a draft model differs, which another
         continuation of the same prefix wrote.
 
-        vLLM's own cache serves such blocks: where two requests computed the same block, a hit takes
-        the one's block and, as the proof of what follows, the other's next block. It costs the
-        draft's acceptance only. What kvloft saves and loads must be exact: the ledger says so.
+        vLLM's own cache returns such blocks: if two requests computed the same block, a hit takes
+        one request's block and, as the proof of the continuation, the other's next block. It costs
+        only the acceptance of draft tokens. kvloft's saves and loads must be exact: the ledger
+        checks them.
         """
         if group.layers[plane] != "draft":
             return False
@@ -227,8 +226,8 @@ class Memory:
             state.accepted = 1
 
     def _write_states(self, number: int, group: Group, work: Work, symbols: Sequence[int]) -> None:
-        """The state after the known tokens; with drafts, one after each more, in the columns behind
-        it.
+        """The state after the known tokens; with draft tokens, one after each further token, in the
+        next columns.
         """
         table, column = work.state.tables[number], work.state.columns[number]
         for i in range(len(work.drafts) + 1):

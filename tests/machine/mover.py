@@ -1,8 +1,8 @@
-"""kvloft's real CpuMover, as early or late as a GPU's may be: a save reads its blocks when it is
-submitted, when they are about to be rewritten, or when it lands; a load lands any time before it is
+"""kvloft's real CpuMover with the timing of a GPU's: a save reads its blocks when it is submitted,
+when they are about to be rewritten, or when it completes; a load completes any time before it is
 reported.
 
-What a save put into its frame goes to the ledger. It must not know the scheduler.
+The ledger records the content of saved frames. Must not depend on the scheduler.
 """
 
 import random
@@ -99,10 +99,10 @@ class Saving:
 
 
 class SlowMover:
-    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds
-    them for the request.
+    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` returns whether vLLM still
+    holds them for the request.
 
-    With ``is_early`` saves are read before the next step begins.
+    With ``is_early`` saves read their blocks before the next step begins.
     """
 
     usable_bytes = None
@@ -126,7 +126,7 @@ class SlowMover:
             part._arena = Haunted(part._arena, *haunted)  # type: ignore[assignment]
         frames._arena = Haunted(frames.memory.owner, *haunted)  # type: ignore[attr-defined]
         self._saves, self._is_early = list[Saving](), is_early
-        """Under way, of all groups: a block is one group's at a time."""
+        """In flight, for all groups: a block belongs to one group at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
@@ -161,7 +161,7 @@ class SlowMover:
                     if self._is_early or self._trouble.random.random() < 0.5:
                         self._land_save(
                             saving
-                        )  # at once: a copy may begin as soon as it is submitted
+                        )  # immediately: a copy may start as soon as it is submitted
                     else:
                         self._saves.append(saving)
 

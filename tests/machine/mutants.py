@@ -69,9 +69,7 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]) -> None:
-    """``change(num_tokens, local_tokens, unit_tokens)`` is offered in the place of
-    ``num_tokens``.
-    """
+    """``change(num_tokens, local_tokens, unit_tokens)`` replaces the offered ``num_tokens``."""
 
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         answer: Answer = original(self, request, local_tokens, **more)

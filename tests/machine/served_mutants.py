@@ -390,8 +390,8 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
-    """``pick(row, block)``: the block that is saved in the place of ``block``, which is in a
-    group's ``row`` of the table.
+    """``pick(row, block)``: the block to save instead of ``block``, which is in a group's ``row``
+    of the table.
     """
     tables: list[Any] = []
 

@@ -1,5 +1,5 @@
-"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's
-configuration for it.
+"""The fixed parts of one engine: KV cache groups, scheduler, store; and vLLM's configuration for
+them.
 """
 
 import copy
@@ -64,9 +64,9 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration of engine and cache. ``early_results``: what came of transfers is taken
-    before sampling and the drafter, and saves come behind those, as vLLM's first runner does with
-    drafts.
+    """One configuration of engine and cache. ``early_results``: results of transfers are taken
+    before sampling and the draft model, and saves come after those, as in vLLM's first runner with
+    draft tokens.
     """
 
     groups: tuple[Group, ...] = (Group(),)
@@ -87,8 +87,8 @@ class Shape:
     None: it runs always.
     """
     marks_drafts: bool = True
-    """vLLM knows the group with the drafter's layer, as it does of MTP; False: it takes every group
-    for one, as with EAGLE.
+    """vLLM marks the group with the draft layer, as with MTP; False: it treats every group as one,
+    as with EAGLE.
     """
     kv_groups: Literal["one", "all"] = "one"
     """kvloft's setting. Several groups with "one": an engine without a connector."""
@@ -127,7 +127,9 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """Whose layers are in some group; None: drafts come from nothing but tokens."""
+        """The drafting method whose layers are in a group; None: draft tokens come from tokens
+        only.
+        """
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 
@@ -172,9 +174,7 @@ def kv_config(shape: Shape) -> KVCacheConfig:
 
 
 def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
-    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and
-    changed in copies.
-    """
+    """A VllmConfig for this shape. Slow parts are computed once, and changed in copies."""
     base = _base(model)
     config = copy.copy(base)
     config.model_config = copy.copy(base.model_config)

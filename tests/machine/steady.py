@@ -1,7 +1,7 @@
-"""kvloft's real Session, made repeatable: disk reads end when the machine says so, and losses are
-noted in the ledger.
+"""kvloft's real Session, made repeatable: the machine decides when disk reads end, and losses are
+recorded in the ledger.
 
-Everything goes to the real store; nothing is answered by a model. It must not know vLLM.
+All calls go to the real store, without a model. Must not depend on vLLM.
 """
 
 import random
@@ -12,8 +12,8 @@ from .ledger import Ledger
 
 
 class SteadyLease:
-    """A real lease whose chunks from disk are said to be on their way for ``patience`` polls, and
-    then are there.
+    """A real lease that reports chunks from disk as pending for ``patience`` polls, and then as
+    ready.
     """
 
     def __init__(self, store: "SteadyStore", lease: Any, host: int, patience: int) -> None:
@@ -49,14 +49,14 @@ class SteadyStore:
         self._ledger, self._has_disk = ledger, has_disk
         self.patience = 0
         self.is_kind = False
-        """Reads end at once."""
+        """Reads end immediately."""
         self.keys: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
     def settle_disk(self) -> None:
-        """Writes end here, so that what may be evicted does not depend on a thread."""
+        """Writes end here, so that evictable chunks do not depend on a thread."""
         if self._has_disk:
             assert self.session.flush(30.0), "the disk does not come to rest"
 
@@ -64,8 +64,8 @@ class SteadyStore:
         return self.session.deepest_hit(chain, host_units, stored_units)
 
     def acquire(self, chain: Any, num_units: int) -> SteadyLease:
-        """Which part of it is in host memory does not matter to several groups: all of it is, or it
-        is waited for.
+        """Several groups need all chunks: the part in host memory does not count, so it waits for
+        all.
         """
         self.settle_disk()
         host, _ = self.session.lookup(chain)

@@ -1,9 +1,9 @@
-"""The model that the correctness machine serves: KV is the identity of the prefix that wrote it,
-and so is the next token.
+"""The model that the correctness machine runs: KV is the identity of the prefix that wrote it, and
+so is the next token.
 
-A symbol stands for a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is
-the symbol, mixed with the group's number and the weights' version. It must not know vLLM or kvloft:
-it is the oracle.
+A symbol identifies a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is
+the symbol, mixed with the group's number and the weights' version. As the oracle, it must not
+depend on vLLM or kvloft.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any
 VOCAB = 40
 ADAPTERS = ("lora", "rola")
 POISON = -1
-"""What memory holds before the first write; drafts that were rejected leave `GARBAGE`."""
+"""Content of memory before the first write; rejected draft tokens leave `GARBAGE`."""
 GARBAGE = -2
 _MASK = (1 << 62) - 1
 
@@ -32,15 +32,15 @@ def root(adapter: str | None, salt: str | None) -> int:
 
 
 def extend(symbol: int, content: int) -> int:
-    """Symbol of a prefix with one more position; ``content`` is a token id, or what stands for a
-    row or an item.
+    """Symbol of a prefix with one more position; ``content`` is a token id, or identifies a row or
+    an item.
     """
     mixed = (symbol * 6364136223846793005 + content * 1442695040888963407 + 1) & _MASK
     return mixed ^ (mixed >> 29)
 
 
 def next_token(symbol: int) -> int:
-    """What greedy decoding says after a prefix, whatever the weights."""
+    """The result of greedy decoding after a prefix, for any weights."""
     return 3 + (symbol >> 7) % (VOCAB - 3)
 
 
@@ -103,8 +103,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Spec:
-    """One request: contents of its prompt, and what vLLM is given for it. ``turns`` make it a
-    streaming session.
+    """One request: contents of its prompt, and vLLM's input for it. ``turns`` make it a streaming
+    session.
     """
 
     id: str
@@ -122,7 +122,7 @@ class Spec:
 
     @property
     def most_tokens(self) -> int:
-        """Of the prompt and all that is said, over all turns."""
+        """Symbols of the prompt and all output, over all turns."""
         return (
             len(self.contents)
             + self.max_tokens
@@ -130,15 +130,13 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Of the prompt and the ids that follow it; ``ids`` begin at position 0."""
+        """Symbols of the prompt and the ids after it; ``ids`` start at position 0."""
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix
 
     def truth(self) -> list[int]:
-        """All tokens that are said, over all turns; a session forgets the last one it said before
-        each new turn.
-        """
+        """All output tokens, over all turns; a session drops its last one before each new turn."""
         prefix, said = self.prefix(), list[int]()
         _say(prefix, self.max_tokens, said)
         for turn in self.turns:

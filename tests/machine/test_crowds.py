@@ -1,6 +1,4 @@
-"""Crowds of requests on vLLM's real scheduler: what they load, which blocks they take, and who
-comes first.
-"""
+"""Crowds of requests on vLLM's real scheduler: their loads, their blocks, and their order."""
 
 import random
 from pathlib import Path
@@ -68,9 +66,7 @@ def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -
 def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Many more of them than host memory holds, behind a request that runs and saves what it
-    generates.
-    """
+    """More requests than host memory holds, after a request that runs and saves its output."""
     monkeypatch.setattr(
         DiskPacing, "pays", lambda *_, **__: True
     )  # symbols are computed faster than any disk reads them

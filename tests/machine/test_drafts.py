@@ -61,10 +61,9 @@ def test_kv_is_wrong_without_dropping_the_last_block(
 
 
 def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
-    """The second request computes the first block again, and the third is given the first one's
-    block all the same.
+    """The second request computes the first block again, but the third gets the first one's block.
 
-    Where this fails, vLLM has mended it: then `Memory._are_of_others` can go.
+    If this fails, vLLM has fixed it: then remove `Memory._are_of_others`.
     """
     assert others(scene(4, 9, 13)) > 0
 
@@ -73,7 +72,7 @@ def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_i
     None
 ):
     """The third request hits the first one's block: its last position is wrong under its own key,
-    and what follows hangs on it.
+    and later blocks depend on it.
     """
     assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
 

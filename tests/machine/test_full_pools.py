@@ -1,9 +1,8 @@
-"""Loads that fill the GPU's pool, of several groups: vLLM's real scheduler must not stand still.
+"""Loads of several groups that fill the GPU's pool: vLLM's real scheduler must not get stuck.
 
-With windows and local chunks vLLM 0.32 keeps too few blocks free for requests whose loads have
-ended, and gives the blocks of a failed load back only when its request is first in a queue, where
-it stops if all tokens do not fit at once. Either way the loads behind keep what they hold and are
-never looked at.
+With windows and local chunks vLLM 0.32 keeps too few blocks free for requests with finished loads,
+and frees the blocks of a failed load only when its request is first in a queue, where it stops if
+all tokens do not fit at once. In both cases later loads keep their blocks and are never reached.
 """
 
 import pytest

@@ -33,12 +33,12 @@ WANTED = {
     "no connector": SEEN,
     "asked again": BESIDE_KVLOFT | {"hits with several groups"},
 }
-"""What must have happened, or nothing was shown."""
+"""Events that must have happened for a meaningful run."""
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of each machine; its counts begin at nothing."""
+    """Counts of each machine, starting at zero."""
     name: str = request.param
     if name in ("several groups", "asked again") and not HAS_GROUPS:
         pytest.skip("vLLM 0.32 and newer tell connectors enough about several groups")

@@ -1,7 +1,6 @@
-"""Each mutant is seen by the correctness machine, and by what it breaks.
+"""The correctness machine detects each mutant, by its effect.
 
-Those named in ``IN_CI`` are the cheapest; MODEL_MUTANTS=all (`make model-check`) goes through every
-one.
+``IN_CI`` has the cheapest; MODEL_MUTANTS=all (`make model-check`) runs every one.
 """
 
 import os
@@ -82,7 +81,7 @@ def judge(mutant: Mutant, machine: type[Machine]) -> None:
 
 
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
-    """What the machine says of a mutant; None: nothing."""
+    """The machine's message for a mutant; None: not detected."""
     if mutant.where:
         machine = type(machine.__name__, (machine,), {"shapes": machine.shapes_of(mutant.where)})
     with pytest.MonkeyPatch.context() as mp:
@@ -91,7 +90,7 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
             try:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
-                found = getattr(error, "exceptions", [error])  # of what did not happen again
+                found = getattr(error, "exceptions", [error])  # of a failure that did not repeat
                 return "".join(traceback.format_exception_only(found[0])).partition(
                     "Failing test case"
                 )[0]

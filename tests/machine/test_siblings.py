@@ -58,9 +58,7 @@ class HungDisk:
 
 
 class Sibling(KVConnectorBase_V1):
-    """Another connector, which has some tokens of every prompt: two blocks, unless a test says
-    otherwise.
-    """
+    """Another connector, with some tokens of every prompt: two blocks by default."""
 
     has: ClassVar[int | None] = 2 * BLOCK
     given: ClassVar[list[int]] = []

@@ -27,9 +27,7 @@ PROMPT = STORIES[0][:13]
 def add(
     engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2
 ) -> Any:
-    """Add a request whose first blocks have the ``stale`` hashes of another, and return its
-    hashes.
-    """
+    """Add a request whose first blocks have the ``stale`` hashes of another; return its hashes."""
     spec = Spec(name, ids, num_tokens, ids)
     engine.specs[name], engine.outcomes[name] = spec, Outcome()
     request = make_request(spec, engine._hasher)
@@ -53,8 +51,8 @@ def engine_of(shape: Shape) -> Engine:
 
 
 def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool) -> None:
-    """A request gets another prompt's first blocks; what kvloft has of its own first blocks
-    ``is_stored`` before.
+    """A request gets another prompt's first blocks; ``is_stored``: kvloft has its own first blocks
+    stored.
     """
     if is_stored:
         serve(engine, "own", PROMPT[:9])

@@ -79,7 +79,7 @@ def drive(
     troubled: bool = True,
     traffic: Traffic | None = None,
 ) -> None:
-    """Random events until all requests have come and gone."""
+    """Random events until all requests have finished."""
     events = random.Random(seed + 2)
     traffic = traffic or Traffic(seed, engine.shape)
     waiting = num_requests

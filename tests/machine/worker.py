@@ -1,8 +1,8 @@
 """A worker of the correctness machine: vLLM's model runner contract over paged memory of symbols.
 
-It understands both shapes of scheduler output, verifies drafts, and runs the real connector's
-worker half in the hook order of the runner that it plays. Every block that a scheduled token
-attends to is compared with its content, group by group (`memory`).
+It supports both shapes of scheduler output, verifies draft tokens, and runs the real connector's
+worker side in the hook order of its runner. Every block that a scheduled token attends to is
+compared with its expected content, group by group (`memory`).
 """
 
 import random
@@ -18,11 +18,11 @@ from .symbols import Prefix, Spec, extend, next_token
 
 @dataclass
 class Running:
-    """What a model runner remembers of a request: contents so far (confirmed and sampled), a block
-    table a group, drafts.
+    """A model runner's state of a request: contents so far (confirmed and sampled), a block table
+    per group, draft tokens.
 
-    ``computed``: tokens whose KV is there and confirmed. ``columns``: where each state group's
-    running state is.
+    ``computed``: tokens with confirmed KV. ``columns``: the column of each state group's running
+    state.
     """
 
     spec: Spec
@@ -161,8 +161,8 @@ class Worker:
         return works
 
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
-        """Behind the forward, and with a drafter behind the connector's results: then its layers
-        run.
+        """After the forward pass, and with a draft model after the connector's results: then its
+        layers run.
         """
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works if self._has_drafter else ():
@@ -198,8 +198,8 @@ class Worker:
         return list(scheduled)
 
     def _finish(self, work: Work) -> list[int]:
-        """Sample, verify drafts; then what comes after sampling: the drafter's KV, and states of
-        accepted drafts.
+        """Sample and verify draft tokens; then the work after sampling: the draft model's KV, and
+        states of accepted draft tokens.
         """
         state, said = work.state, list[int]()
         if work.stop == len(state.prefix):
@@ -242,5 +242,5 @@ class Worker:
             symbol = extend(symbol, token)
 
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
-        """Drafts for the next step, as the sync scheduler asks for them."""
+        """Draft tokens for the next step, as the sync scheduler requests them."""
         return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]
