@@ -1,9 +1,9 @@
 """`kvloft serve` with the engines of a test, and the same tests with a server instead of each
 engine's own store.
 
-`KV_STORE=server pytest tests/e2e` gives every engine that would have a store of its own a server
-instead. It has that store's settings and its life: it ends in order when its engine does, and by
-kill -9 when its engine is killed. It must not know vLLM.
+`KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server. It has the
+store's settings and lifetime: it shuts down when its engine does, and is killed with kill -9 when
+its engine is. Must not depend on vLLM.
 """
 
 import json
@@ -33,7 +33,7 @@ of_own_store = pytest.mark.skipif(
 
 
 class CacheServer:
-    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` begins again with the same
+    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` starts it again with the same
     disk.
     """
 
@@ -124,11 +124,11 @@ class CacheServer:
 
 
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
-    """Or only waits for threads that the kernel holds in a frozen file system: its first thread has
-    returned.
+    """Whether the process waits only for threads that the kernel holds in a frozen file system: its
+    first thread has returned.
 
-    Others end a moment later, and until then they have the socket's lock: that is waited for, as
-    nothing says that they are held.
+    Other threads end a moment later and hold the socket's lock until then, so this waits for them:
+    nothing shows that they are held.
     """
     if process.poll() is not None:
         return True
@@ -151,7 +151,7 @@ def until(is_so: Callable[[], bool], otherwise: str) -> None:
 
 
 def instead(transfer: Any, servers: list[CacheServer]) -> Any:
-    """vLLM's kv_transfer_config with a server for each store that it asks for; they are added to
+    """vLLM's kv_transfer_config with a server for each requested store; servers are added to
     ``servers``.
     """
     if not isinstance(transfer, dict):

@@ -1,6 +1,6 @@
 """The test's side of an engine process: requests as values, one handle per engine.
 
-Knows the protocol of engine.py and nothing of vLLM.
+Depends on the protocol of engine.py, not on vLLM.
 """
 
 import base64
@@ -87,8 +87,8 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one request gave: its tokens, and the external tokens of each admission (first, and
-    after preemptions).
+    """One request's result: its tokens, and the external tokens of each admission (first, and after
+    preemptions).
     """
 
     tokens: tuple[int, ...]
@@ -170,7 +170,7 @@ class Engine:
         return ""
 
     def store_log(self) -> str:
-        """What the engine said so far, and the server that has its store."""
+        """The engine's log so far, and that of its server."""
         return "\n".join(
             log.read_text() for log in [self.log, *[server.log for server in self._servers]]
         )
@@ -191,7 +191,7 @@ class Engine:
         }
 
     def ask(self, *requests: Req) -> list[Result]:
-        """Queue all requests at once, run to rest, and return their results in order."""
+        """Queue all requests together, run until idle, and return their results in order."""
         self.add(*requests)
         results = self.run()
         return [results[r.id] for r in requests]
@@ -212,7 +212,7 @@ class Engine:
         self._ask("reload", path=str(path))
 
     def print(self) -> str:
-        """What ``print(llm)`` shows."""
+        """The output of ``print(llm)``."""
         return self._ask("print")
 
     def rpc(self, method: str, *args: Any) -> None:
@@ -233,7 +233,7 @@ class Engine:
         return self._ask("state")
 
     def status(self, request: Req) -> str | None:
-        """vLLM's status name of the request, None once it is forgotten."""
+        """vLLM's status name of the request, None after it was removed."""
         return self.state()["status"].get(request.id)
 
     def metrics(self) -> dict[str, float]:
@@ -248,7 +248,7 @@ class Engine:
         return self._ask("probe", name=name, arguments=arguments)
 
     def time_hooks(self) -> None:
-        """Begin to count what each step spends in the scheduler's connector."""
+        """Start to measure the time of each step in the scheduler's connector."""
         self._ask("time_hooks")
 
     def hooks_s(self) -> list[float]:
@@ -264,7 +264,7 @@ class Engine:
         return self.call("_scheduler._store.stats")
 
     def flush(self) -> None:
-        """Until what belongs on disk is there."""
+        """Wait until all chunks for the disk are written."""
         assert self.call("_scheduler._store.flush", 60.0 * PACE) is True
 
     def wait_for_disk(self) -> None:
@@ -275,9 +275,7 @@ class Engine:
             time.sleep(0.1)
 
     def assert_at_rest(self) -> None:
-        """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5,
-        I8).
-        """
+        """Nothing is pinned, reserved, queued or held: everything was released (I5, I8)."""
         state, store = self.state(), self.store()
         # A disk read without a waiting request takes its time.
         for _ in range(int(1200 * PACE)):
@@ -291,8 +289,8 @@ class Engine:
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
     def flip_frames(self, *, keep: int = 0, offset: int = 5) -> int:
-        """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep``
-        of them; returns how many.
+        """Flip a bit at ``offset`` in each used frame of the host tier, except the first ``keep``;
+        return the number of flips.
         """
         frame_bytes = self.call("_scheduler._store.frame_sizes")[0]
         with (
@@ -316,7 +314,7 @@ class Engine:
             end(self._servers, signal.SIGTERM)
 
     def kill(self) -> None:
-        """kill -9, and wait until the process is gone."""
+        """kill -9, and wait until the process has exited."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -338,8 +336,8 @@ class Engine:
 
 
 class Server:
-    """``vllm serve`` as users run it: API server, engine core and worker in processes of their own,
-    spoken to over HTTP.
+    """``vllm serve`` as users run it: API server, engine core and worker in separate processes,
+    used over HTTP.
     """
 
     def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:
@@ -406,7 +404,7 @@ class Server:
             raise EngineError(log.read_text()[-4000:])
 
     def stop(self) -> None:
-        """SIGTERM, as a service manager does, and wait until every process is gone."""
+        """SIGTERM, as a service manager does, and wait until every process has exited."""
         if self.pid:
             os.killpg(self.pid, signal.SIGTERM)
             deadline = time.monotonic() + 60 * PACE
@@ -506,10 +504,10 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the
-gigabyte. Engines run eagerly, and so does the one function that the sampler compiles: it would cost
-each new environment a run of the C++ compiler. Numba, which drafts by ngram, would have OpenMP take
-a thread for each core, and on a busy machine they wait for each other most of the time.
+"""Settings of every vLLM process here; num_gpu_blocks_override sets the size of the pool. Engines
+run eagerly, including the one function that the sampler compiles, which would run the C++ compiler
+in each new environment. Numba, which drafts by ngram, would use an OpenMP thread per core; on a
+busy machine they mostly wait for each other.
 """
 
 

@@ -99,7 +99,7 @@ class Truth:
         )
 
     def tokens(self, request: Req) -> tuple[int, ...]:
-        """What the model says to ``request``; fails if rounding could decide a token (choose
+        """The model's output for ``request``; fails if rounding could decide a token (choose
         another seed).
         """
         result = self._run([request])[0]
@@ -109,7 +109,7 @@ class Truth:
         return result.tokens
 
     def clear(self, requests: Sequence[Req]) -> list[Req]:
-        """Those of ``requests`` whose output rounding cannot change."""
+        """The ``requests`` whose output does not depend on rounding."""
         return [
             r
             for r, result in zip(requests, self._run(requests), strict=True)

@@ -27,7 +27,7 @@ STALL_STEPS = 20000
 
 
 class Engine:
-    """The operations a test may ask for; each public ``do_*`` method is one."""
+    """The operations for tests; each public ``do_*`` method is one."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -37,7 +37,7 @@ class Engine:
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
         self.hooks_s: list[float] = []
-        """What each step so far spent in the scheduler's connector, since `do_time_hooks`."""
+        """Time of each step in the scheduler's connector since `do_time_hooks`."""
 
     # -- life
     # -----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Engine:
         return finished
 
     def do_run(self) -> dict[str, dict[str, Any]]:
-        """Step until nothing is left to do, transfers included; returns and forgets all results."""
+        """Step until idle, including transfers; return and drop all results."""
         for _ in range(STALL_STEPS):
             if not self._busy():
                 break
@@ -228,7 +228,7 @@ class Engine:
             return False
 
     def do_print(self) -> str:
-        """What ``print(llm)`` prints, by LLM's own method."""
+        """The output of ``print(llm)``, by LLM's own method."""
         from vllm import LLM
 
         llm = object.__new__(LLM)
@@ -246,8 +246,8 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, whatever was decided
-        before.
+        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, for any earlier
+        decision.
         """
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
@@ -258,7 +258,7 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def do_state(self) -> dict[str, Any]:
-        """Statuses by id, block pool, and what the scheduler still holds."""
+        """Statuses by id, block pool, and the scheduler's other contents."""
         scheduler = self.core.scheduler
         back = {v: k for k, v in self.internal.items()}
         pool = scheduler.kv_cache_manager.block_pool
@@ -308,7 +308,7 @@ class Engine:
         )
 
     def do_time_hooks(self) -> None:
-        """Count from now on what each step spends in the scheduler's connector."""
+        """Start to measure the time of each step in the scheduler's connector."""
         connector = self.core.scheduler.connector
         names = (
             "get_num_new_matched_tokens",

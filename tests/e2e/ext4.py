@@ -19,7 +19,7 @@ class Ext4:
         self._is_frozen = False
 
     def read_only(self) -> None:
-        """What the kernel does after an error (``errors=remount-ro``), although files are open for
+        """Do as the kernel does after an error (``errors=remount-ro``), with files open for
         writing.
 
         Earlier writes are on the device. The state lasts until `mount_again`.

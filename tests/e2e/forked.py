@@ -1,8 +1,8 @@
-"""Stands for `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, without
-importing vLLM for half a minute.
+"""Replaces `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, which saves half
+a minute of vLLM's import.
 
-``python -m e2e.forked JOB.json``, as kvloft.cli.check_engine starts it, is only a stub, which lives
-as long as the engine. All that the engine does is `kvloft.vllm.check.run`.
+``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that lives as
+long as the engine. The engine runs `kvloft.vllm.check.run`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(job: str) -> None:
-    """Ask the zygote for an engine, and wait for its end."""
+    """Request an engine from the zygote, and wait for its end."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["ZYGOTE"])
         message = {
@@ -31,7 +31,7 @@ def main(job: str) -> None:
 
 
 def run(job: str, starter: int, prepare: str) -> None:
-    """In the forked process: the engine, until it is done or process ``starter`` is gone."""
+    """In the forked process: run the engine until it is done or process ``starter`` has exited."""
     handle = os.pidfd_open(starter)
 
     def end_with_starter() -> None:

@@ -69,7 +69,7 @@ class Scene:
         )
 
     def num_wrong(self, engine: Engine) -> int:
-        """Ask everything; answers that are not the truth."""
+        """Run all requests; return the wrong answers."""
         results = engine.ask(*[request.again() for request in self.asked])
         right = [self.truth.tokens(request) for request in self.asked]
         return sum(result.tokens != tokens for result, tokens in zip(results, right, strict=True))
@@ -132,8 +132,8 @@ def begin_to_die(engine: Engine) -> threading.Thread:
 
 
 def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, Any]:
-    """Kill an engine's scheduler in a step of at least ``step_s``; what ``other`` and the server
-    saw of it.
+    """Kill an engine's scheduler in a step of at least ``step_s``; return the effects on ``other``
+    and the server.
     """
     hold = scene.hold / "hold"
     for file in scene.hold.iterdir():

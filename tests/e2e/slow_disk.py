@@ -3,7 +3,7 @@ tests.e2e.slow_disk`.
 
 Real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or io.max;
 needs root). For each speed: the time until all requests have ended, compared with vLLM without
-kvloft, and how much of what the generating requests saved is found after a restart. Speeds are
+kvloft, and the share of the generating requests' saves that is found after a restart. Speeds are
 MiB/s, or multiples of the engine's prefill rate (``2x``).
 """
 
@@ -26,12 +26,12 @@ from .ext4 import mounted, throttled
 from .report import finish
 
 NUM_HEADS = 8
-"""Each with KV of its own."""
+"""Each with different KV."""
 TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96
 WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for i in range(8)]
-"""Unknown prompts, which show what the engine computes in a second."""
+"""Unknown prompts, to measure the engine's prefill rate."""
 
 
 class Scene:
@@ -74,7 +74,7 @@ class Scene:
                 engine.flush()
 
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
-        """Seconds until all requests have ended, and what the generating ones said."""
+        """Seconds until all requests have ended, and the output of the generating ones."""
         engine.ask(*[prompt.again() for prompt in WARM_UP])
         generating = [request.again() for request in self.generating]
         engine.add(*generating)
@@ -85,7 +85,7 @@ class Scene:
         return time.monotonic() - begin, [results[request.id] for request in generating]
 
     def found(self, disk: Path, results: list[Result]) -> float:
-        """Share of what the generating requests saved that a new engine finds."""
+        """Share of the generating requests' saves that a new engine finds."""
         with self.engine(disk) as engine:
             prompts = [
                 (*request.ids, *result.tokens)
@@ -112,8 +112,8 @@ def plain(scene: Scene) -> tuple[float, float]:
 
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
-    """With kvloft, all known prompts on a disk of this speed and none in host memory, in turns with
-    vLLM alone, for a busy machine changes. Times are medians.
+    """With kvloft, all known prompts on a disk of this speed and none in host memory, alternating
+    with vLLM alone, because a busy machine changes. Times are medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:

@@ -132,7 +132,7 @@ class Subject:
 
 
 def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
-    """Batches of turns: prompts that grow, share beginnings and come back."""
+    """Batches of turns: prompts that grow, share prefixes and return."""
     known = [random_ids(i, 90 + 13 * i) for i in range(12)]
     while True:
         batch: list[Req] = []

@@ -1,10 +1,10 @@
 """A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm
 --rounds 20`.
 
-One real engine asks the same prompts again and again, with the deadline that users have. Prints how
-long its steps waited in kvloft, with and without faults; every token is compared with vLLM without
-any cache. Exit status 1 if one differs, a request fails, or hits do not come back. On a busy
-machine the times say more of the machine.
+One real engine requests the same prompts again and again, with the default deadline. Prints the
+time of its steps in kvloft, with and without faults; every token is compared with vLLM without any
+cache. The exit status is 1 if one differs, a request fails, or hits do not return. On a busy
+machine the times mostly show the machine.
 """
 
 import argparse

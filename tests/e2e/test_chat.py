@@ -1,7 +1,7 @@
 """Defect 2: generated tokens are a hit with every kind of scheduling, and not one token more.
 
-Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7),
-rejected drafts neither.
+Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7), and
+neither have rejected draft tokens.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_output: int) -> None:
-    """Both turns say the truth; turn two loads every full block of turn one that has KV."""
+    """Both turns answer correctly; turn two loads every full block of turn one that has KV."""
     first = truth.pick(lambda s: Req(random_ids(s, num_prompt), max_tokens=num_output), seed)
     said = engine.ask(first)[0].tokens
     assert said == truth.tokens(first)

@@ -19,7 +19,7 @@ PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Ask every prompt; all say the truth. Returns external tokens."""
+    """Run every prompt and check its tokens. Return external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)

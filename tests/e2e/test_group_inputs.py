@@ -20,7 +20,7 @@ NAMES = ("gemma3", "gemma4", "gpt-oss", "mistral", "qwen3-next") if IS_WHOLE els
 def place(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    """Each model, told to take embeddings."""
+    """Each model, configured to accept embeddings."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     truth = Truth(
@@ -36,7 +36,7 @@ def place(
 def embedded(
     place: Place, seed: int, num_rows: int, *, mixed: bool, before: Req | None = None
 ) -> Req:
-    """Random rows, or rows and tokens in turns; ``before`` has the first ones."""
+    """Random rows, or alternating rows and tokens; ``before`` has the first ones."""
     width = place.model.config()["hidden_size"]
 
     def make(seed: int) -> Req:

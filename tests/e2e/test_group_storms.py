@@ -1,9 +1,9 @@
-"""Models with several KV cache groups, states and drafters while everything goes wrong: little host
-memory, so that groups are evicted unevenly, salts, a sick disk, damaged frames, aborts, resets,
-restarts and kills, at moments that chance picks.
+"""Models with several KV cache groups, states and draft models under faults: little host memory, so
+that groups are evicted unevenly, salts, a failing disk, damaged frames, aborts, resets, restarts
+and kills, at random times.
 
-Every answer is compared with vLLM without any cache; hits are not checked here.
-KV_STORM_ROUNDS makes it long.
+Every answer is compared with vLLM without any cache; hits are not checked here. KV_STORM_ROUNDS
+sets the length.
 """
 
 import os
@@ -31,15 +31,15 @@ Start = Callable[..., Engine]
 
 
 def together(place: Place) -> None:  # noqa: F811
-    """Skip models that vLLM alone answers otherwise where it cuts prompts elsewhere: so it does
-    behind resets, too.
+    """Skip models that vLLM alone answers differently if it divides prompts differently, as it does
+    after resets.
     """
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
 
 
 def told(place: Place, pick: random.Random) -> list[Req]:  # noqa: F811
-    """Prompts that share beginnings, and next turns of some."""
+    """Prompts that share prefixes, and next turns of some."""
     prompts = [
         place.prompt(30 + i, 70 + 41 * i, max_tokens=pick.choice([2, 9, 24])) for i in range(8)
     ]
@@ -121,7 +121,7 @@ class Storm:
             self._disk.make_room()
 
     def end(self) -> None:
-        """All is well: everything is given back, and a prompt that is asked for again is found."""
+        """After the faults: everything is released, and a repeated prompt is a hit."""
         self.heal()
         prompt = self._prompts[3]
         for _ in range(2):

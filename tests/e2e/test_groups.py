@@ -1,9 +1,9 @@
 """kvloft with models with several KV cache groups, states and draft models: outputs are right, cold
 and with every kind of hit.
 
-The oracle is exact: the same vLLM without connector, prefix cache and drafter; zoo/test_zoo.py
-shows that it sees any wrong page. The yardstick of a hit is vLLM's own prefix cache: at least what
-that finds at once, less one unit of alignment.
+The oracle is exact: the same vLLM without connector, prefix cache and draft model; zoo/test_zoo.py
+shows that it detects any wrong page. A hit is compared with vLLM's own prefix cache: at least as
+many tokens as it finds immediately, less one unit of alignment.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class Place:
     def prompt(
         self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()
     ) -> Req:
-        """A prompt that begins with ``before`` and whose output rounding cannot change."""
+        """A prompt that starts with ``before`` and whose output does not depend on rounding."""
         return self.truth.pick(
             lambda s: Req(before + random_ids(s, num_tokens - len(before)), max_tokens=max_tokens),
             seed,
@@ -101,7 +101,7 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
-    """Ask all at once, if the model can; each says the truth. Returns the external tokens of
+    """Run all together, if the model can, and check their tokens. Return the external tokens of
     each.
     """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
@@ -185,7 +185,7 @@ def test_another_ending_after_a_cached_prefix_is_right(
 
 
 def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
-    """Turn one decodes past windows and several states, whose blocks vLLM frees while it runs."""
+    """Turn one decodes past windows and several states, whose blocks vLLM frees during the run."""
     # By default vLLM retains the states at a prompt's end only, and offers no others.
     retained = (
         {"prefix_cache_retention_interval": place.model.hit_tokens}
@@ -215,8 +215,8 @@ def require_drafts_with_states(place: Place) -> None:
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """vLLM moves such a state to its block behind sampling only. It offers few of them: one of
-    these prompts must find one.
+    """vLLM moves such a state to its block only after sampling. It offers few of them: one of these
+    prompts must hit one.
     """
     require_drafts_with_states(place)
     size = place.model.hit_tokens
@@ -242,7 +242,7 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
 def test_overwriting_a_loaded_state_changes_answers(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test
+    """Shows that these tests can fail. Each group has a separate engine: kvloft stops when a test
     changes a worker's memory.
     """
     require_drafts_with_states(place)
@@ -254,7 +254,7 @@ def test_overwriting_a_loaded_state_changes_answers(
         assert ask(place, engine, prompt)[0] > 0
         hit = engine.probe(
             "hit", ids=list(prompt.ids or ())
-        )  # what kvloft loaded is in vLLM's own cache now
+        )  # the loaded blocks are in vLLM's own cache now
         assert engine.probe("damage", group=group, block=hit["blocks"][group][-1])
         assert engine.ask(prompt.again())[0].tokens != place.truth.tokens(prompt), (
             f"group {group} {kind}"
@@ -358,8 +358,8 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
 def test_aborts_and_resets_under_way_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Requests end while they load, wait and run; vLLM's cache is emptied beneath the others, which
-    begin anew.
+    """Requests end while they load, wait and run; vLLM's cache is cleared during the others, which
+    are recomputed.
     """
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
@@ -526,7 +526,7 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
     assert are_found(other)
     assert are_found(one)
     if not place.model.alone:
-        for steps in (1, 3):  # while loads and saves are under way
+        for steps in (1, 3):  # while loads and saves are in flight
             assert other.reset()
             requests = [p.again() for p in prompts]
             other.add(*requests)

@@ -90,8 +90,8 @@ def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) ->
 def settled(
     server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE
 ) -> float:
-    """Wait until a metric has grown: statistics travel with engine steps, so each look asks for one
-    token.
+    """Wait until a metric has grown: statistics travel with engine steps, so each check requests
+    one token.
     """
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:

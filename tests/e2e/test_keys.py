@@ -1,5 +1,5 @@
-"""Defect 1: what a prefix is must be wholly in its key: embedding rows, adapters, salts; never more
-is shared than is equal.
+"""Defect 1: a prefix's key must include everything it depends on: embedding rows, adapters, salts.
+Only equal prefixes are shared.
 
 Each scenario asserts the exact number of external tokens, and the tokens against vLLM without any
 cache.
@@ -29,9 +29,7 @@ def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
 
 
 def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> None:
-    """Ask ``request`` alone: the truth's tokens, and exactly ``num_external`` tokens from
-    kvloft.
-    """
+    """Run ``request`` alone: right tokens, and exactly ``num_external`` tokens from kvloft."""
     request = request.again()
     result = engine.ask(request)[0]
     assert result.tokens == truth.tokens(request)
@@ -155,7 +153,7 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
 
 
 def patient(engine: Engine) -> Engine:
-    """It shares an adapter whose files it saw in time, which on a busy machine takes long."""
+    """It shares an adapter whose files it saw in time, which takes long on a busy machine."""
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine
 

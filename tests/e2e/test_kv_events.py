@@ -28,8 +28,8 @@ FRAME_KIB = 32
 
 
 class Subscriber:
-    """What a router knows of one engine: medium -> (group, block hash) -> the event's other fields
-    of that block.
+    """A router's view of one engine: medium -> (group, block hash) -> the event's other fields of
+    that block.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Subscriber:
         self.begin()
 
     def begin(self) -> None:
-        """The engine is another one: it holds nothing that was heard of before."""
+        """The engine is a new one: no earlier event is valid."""
         self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
             "GPU": {},
             "CPU": {},
@@ -52,9 +52,7 @@ class Subscriber:
         self._next = 0
 
     def join(self) -> None:
-        """Wait until the engine, which was started, knows of this subscriber: what it says before
-        that is lost.
-        """
+        """Wait until the started engine serves this subscriber: earlier events are lost."""
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
 
@@ -129,8 +127,8 @@ class Subscriber:
             (parent,), found = here, found + BLOCK
 
     def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
-        """Hashes of the prompt's prefixes by their ends, as far as any was heard of: blocks of all
-        ``sizes`` give them the same.
+        """Hashes of the prompt's prefixes by their ends, as far as announced: blocks of all
+        ``sizes`` have the same.
         """
         assert prompt.ids is not None
         names: dict[int, int | bytes | None] = {0: None}
@@ -159,19 +157,19 @@ def router() -> Iterator[Subscriber]:
 
 
 def settle(engine: Engine) -> None:
-    """What goes to disk is there, and told."""
+    """All chunks for the disk are written and announced."""
     engine.flush()
     step(engine)
 
 
 def step(engine: Engine) -> None:
-    """vLLM asks connectors for events in steps only, so one request makes some."""
+    """vLLM collects events from connectors in steps only, so one request makes some steps."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """The prompt says what it should, and kvloft gives what the events let expect; returns how many
-    tokens that is.
+    """The prompt's tokens are right, and kvloft offers the tokens that the events predict; return
+    that number.
     """
     settle(engine)
     router.hear()

@@ -138,8 +138,8 @@ def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[...,
 
 
 def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
-    """Requests that start together save the same chunks at once, and want them at once: each is
-    kept once, and all stay right.
+    """Requests that start together save the same chunks at the same time, and load them at the same
+    time: each is stored once, and all tokens are right.
     """
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear(

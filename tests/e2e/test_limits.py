@@ -21,7 +21,7 @@ def server() -> Iterator[CacheServer]:
 
 
 def external(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Ask, one after the other; all say the truth. Returns external tokens."""
+    """Run one after another and check the tokens. Return external tokens."""
     results = [engine.ask(request.again())[0] for request in requests]
     assert [r.tokens for r in results] == [truth.tokens(request) for request in requests]
     return sum(r.num_external for r in results)

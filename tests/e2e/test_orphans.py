@@ -10,7 +10,7 @@ from . import orphans
 from .client import Zygote
 
 STEP_S = 4.0
-"""Longer than any grace period that a server could have in the place of watching workers."""
+"""Longer than any grace period that a server could use instead of watching workers."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -29,7 +29,7 @@ STAGES: dict[str, Any] = {
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
 """Layers of each stage; vLLM gives the scheduler the first stage's only."""
 MIXED = ("state", "full", "state", "full")
-"""Of a model whose stages have states and attention each."""
+"""For a model with states and attention in each stage."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +58,7 @@ def environment(layers: str, ranks: int = 2) -> dict[str, str]:
 
 
 def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
-    """All at once; each says the truth. Returns the external tokens of each."""
+    """Run all together and check their tokens. Return the external tokens of each."""
     results = engine.ask(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return [r.num_external for r in results]
@@ -94,7 +94,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
 def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
-    """vLLM hears of it as blocks, or where there may be several groups as a request."""
+    """vLLM receives bad blocks, or with several groups the request."""
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)
     ]

@@ -45,7 +45,7 @@ def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Ask every prompt; all say the truth. Returns external tokens."""
+    """Run every prompt and check its tokens. Return external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
@@ -120,7 +120,7 @@ def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
         os.kill(doomed.pid, signal.SIGKILL)
         assert ask_all(truth, other) <= FULL
         running.join()
-        until_full(truth, other)  # what the dead one was writing is kept from everybody for a while
+        until_full(truth, other)  # frames of the dead engine's writes are quarantined for a while
         server.assert_at_rest()
         other.stop()
 
@@ -231,7 +231,7 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
 
 @pytest.fixture
 def other_model(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Truth]]:
-    """A model with chunks of another size, and what it says."""
+    """A model with chunks of another size, and its output."""
     model = tiny.write_model(tmp_path / "other", num_heads=4, num_kv_heads=4)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
     yield model, truth
@@ -316,7 +316,7 @@ def test_reset_empties_the_shared_cache(
 def test_two_ranks_map_the_memory_of_a_restarted_server(
     zygote: Zygote, start: Callable[..., Engine], server: CacheServer, tmp_path: Path
 ) -> None:
-    """Workers are processes of their own here."""
+    """Workers are separate processes here."""
     model = tiny.write_model(tmp_path / "model", num_heads=4, num_kv_heads=2)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
     request = truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000)

@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
 
 
 def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Ask each; all say the truth. Returns external tokens."""
+    """Run each and check the tokens. Return external tokens."""
     results = engine.ask_each(*[r.again() for r in requests])
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return sum(r.num_external for r in results)

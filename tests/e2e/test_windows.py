@@ -22,14 +22,14 @@ from .conftest import Truth
 WINDOW = 40
 LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
 QK_NORM, BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what
-they are added to.
+"""Gemma's norms multiply by one more than this: sharp attention, and branches with more weight than
+the residual.
 """
 PROMPTS = [Req(random_ids(9000 + i, 150 + 23 * i), max_tokens=12) for i in range(6)]
 
 
 def gemma_config() -> dict[str, object]:
-    """config.json; ``layer_types`` says which layers have the window."""
+    """config.json; ``layer_types`` selects the layers with a window."""
     same = (
         "head_dim",
         "hidden_size",
@@ -133,7 +133,7 @@ def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Ask every prompt; all say the truth. Returns external tokens."""
+    """Run every prompt and check its tokens. Return external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)

@@ -145,7 +145,7 @@ def test_no_step_runs_while_a_connector_is_swapped(
     num_free = engine.state()["free_blocks"]
 
     def until_done(request: Req) -> None:
-        """As `LLM.generate`, which does not wait for a step that is still under way."""
+        """As `LLM.generate`, which does not wait for a step in flight."""
         engine.add(request)
         while request.id not in engine.step(1):
             pass

@@ -1,8 +1,8 @@
 """A small random Llama made on the spot, two LoRA adapters for it, and a word-per-token tokenizer.
 
 The weights are scaled so that greedy output depends on the whole prompt through attention: a random
-model at the usual scales copies its last token permanently, and would hide a wrong page of KV.
-test_tiny.py proves the dependence. Must not know vLLM or kvloft.
+model at the usual scales repeats its last token permanently, and would hide a wrong page of KV.
+test_tiny.py checks the dependence. Must not depend on vLLM or kvloft.
 """
 
 import json
@@ -87,7 +87,7 @@ def weights(
 
 
 def embedding_rows(token_ids: list[int], seed: int = SEED) -> NDArray[np.float32]:
-    """The rows the model itself would look up: embeds that must give what the token ids give."""
+    """The rows that the model would look up: embeds with the same result as token ids."""
     return weights(seed)["model.embed_tokens.weight"][token_ids]
 
 

@@ -33,7 +33,7 @@ PRELOAD = (
 
 
 def preload() -> None:
-    """Import what every engine needs; a module that this vLLM does not have costs nothing."""
+    """Import the modules of every engine; skip modules that this vLLM lacks."""
     import importlib
 
     for name in PRELOAD:
@@ -70,7 +70,7 @@ def replace_kernels() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent, which may be gone already."""
+    """Have the kernel kill this process with its parent, which may have exited already."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit("the tests that started this ended")
@@ -87,7 +87,7 @@ def main(path: str, parent: int) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{path}.new")
         server.listen(16)
-        os.rename(f"{path}.new", path)  # who sees it may connect
+        os.rename(f"{path}.new", path)  # clients connect once the file exists
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:

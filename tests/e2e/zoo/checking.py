@@ -1,7 +1,7 @@
 """`kvloft check` of a model of the zoo, with engines that start as a user's do, or that the zygote
 forks (`../forked.py`).
 
-What came of it is left in build/models, which scripts/models_table.py reads.
+Results are in build/models, which scripts/models_table.py reads.
 """
 
 import json
@@ -34,7 +34,7 @@ NOT_SERVED = {
     *((name, "one") for name in STATES),
     ("ngram-mamba2", "auto"),
 }
-"""Models with a setting of kv_groups; whatever begins to be served loses its row."""
+"""Unsupported models, with a setting of kv_groups; remove the row when kvloft supports one."""
 AS_A_USER, FORKED = (
     "import sys; from kvloft.cli import __main__, check_engine; "
     f"{change}sys.exit(__main__.main(sys.argv[1:]))"
@@ -60,8 +60,8 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
 def check(
     name: str, folder: Path, kv_groups: str, zygote: Zygote | None = None
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit status, report and stderr. Without ``zygote`` only models run whose kernels are vLLM's
-    own.
+    """Exit status, report and stderr. Without ``zygote`` only models run that need no replaced
+    kernels.
     """
     model = ZOO[name]
     files = model.write(folder / "files")

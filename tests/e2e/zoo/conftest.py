@@ -1,5 +1,5 @@
-"""The zoo runs where pytest is asked for it by name, or with KV_ZOO=all; `make test` has a phase
-for kvloft check over it.
+"""The zoo runs if it is selected by name, or with KV_ZOO=all; `make test` runs kvloft check over
+it.
 """
 
 import os

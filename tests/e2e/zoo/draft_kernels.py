@@ -1,9 +1,9 @@
 """Replacements that the CPU build lacks for states with draft tokens: vLLM's two Triton kernels
 that move states, and the rows of draft tokens.
 
-The kernels' doubles take the kernels' own arguments and copy the same bytes; which state goes where
-is decided by the code around them, which stays vLLM's. And a drafter that is right often. Must know
-nothing of what a layer computes (kernels.py).
+The replacements take the kernels' arguments and copy the same bytes; vLLM's own code around them
+decides which state goes where. Also a drafting method with many right tokens. Must not depend on
+the computation of layers (kernels.py).
 """
 
 import ctypes
@@ -57,7 +57,7 @@ def rows(step: Any) -> Iterator[tuple[Any, Row]]:
 
 
 def moved_states() -> None:
-    """Let vLLM move states to where accepted drafts took a request, before a step and behind it."""
+    """Let vLLM move states to the position of accepted draft tokens, before and after a step."""
     from vllm.v1.worker import mamba_utils
 
     mamba_utils.precopy_mamba_align_fused_kernel = _Launched(_before_a_step)
@@ -150,7 +150,7 @@ def _copy(
         *(t.tolist() for t in layout), strict=True
     ):
         to = base + block(group, target) * block_bytes
-        if not width:  # a state of its own for each token
+        if not width:  # a separate state for each token
             ctypes.memmove(to, base + block(group, source + bias) * block_bytes, inner * size)
             continue
         at = base + block(group, source) * block_bytes
@@ -162,8 +162,8 @@ def _copy(
 
 
 def drafted_convolutions() -> None:
-    """Let Mamba2 layers begin behind the drafts that were accepted: vLLM's convolution for CPUs
-    does not ask how many were.
+    """Let Mamba2 layers start after the accepted draft tokens: vLLM's convolution for CPUs ignores
+    their number.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -226,11 +226,11 @@ BOOK = "ZOO_BOOK"
 
 
 def well_read_ngram() -> None:
-    """Let the ngram drafter look into texts that the tests wrote down, too: in random ones it finds
-    nearly nothing.
+    """Let ngram drafting also search texts that the tests recorded: in random texts it finds almost
+    nothing.
 
-    Every fifth token of what it finds there is wrong, so that steps accept none, some, and all of
-    their drafts.
+    Every fifth token found there is wrong, so that steps accept none, some, and all of their draft
+    tokens.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -255,14 +255,14 @@ def well_read_ngram() -> None:
 
 
 class Book:
-    """What the tests wrote down, read as it grows."""
+    """The tests' recorded texts, read as they grow."""
 
     def __init__(self) -> None:
         self._path, self._at = os.environ.get(BOOK), 0
         self._texts: list[list[int]] = []
 
     def after(self, begin: list[int], num_tokens: int) -> list[int]:
-        """What follows ``begin`` in the first text with it, with its mistakes."""
+        """The continuation of ``begin`` in the first text with it, with its mistakes."""
         if not self._path:
             return []
         with open(self._path) as file:

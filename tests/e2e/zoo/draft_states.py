@@ -1,9 +1,9 @@
-"""Qwen3-Next with drafters that have KV of their own, right by construction, as in drafts.py.
+"""Qwen3-Next with draft models that have KV, right by construction, as in drafts.py.
 
-The target's first layer is of full attention and decides nearly everything, the gated delta nets
-behind it add to it. Its predictor (MTP) is a copy of that first layer, experts and all: vLLM keeps
-both layers in one group and marks it as draft. Other drafters copy the first layer of a target in
-which a Llama's does the same (`plain_weights`); there vLLM marks no group.
+The target's first layer has full attention and decides almost everything; the gated delta nets
+after it add a little. Its predictor (MTP) is a copy of that first layer, including experts: vLLM
+keeps both layers in one group and marks it as draft. Other draft models copy the first layer of a
+target in which a Llama's layer does the same (`plain_weights`); there vLLM marks no group.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ MORE_LAYERS = (*LAYERS, "state", "state")
 the same.
 """
 STATES_GAIN = 0.18
-"""How much a gated delta net adds, of what it does in qwen3-next."""
+"""Weight of a gated delta net, relative to that in qwen3-next."""
 
 
 def qwen3_next_mtp_config() -> dict[str, Any]:
@@ -57,8 +57,8 @@ def _delta_nets(made: Weights, experts_in: int = 0, num_layers: int = len(LAYERS
 
 
 def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
-    """The target, and a predictor whose norm of the embedding gives the embedding back and that
-    hears no hidden state.
+    """The target, and a predictor whose norm of the embedding returns the embedding and ignores
+    hidden states.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
@@ -87,8 +87,8 @@ def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
 
 
 def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
-    """The target. Norms of queries and keys only multiply: each head turns a third of its input,
-    and thirds are alike in size.
+    """The target. Norms of queries and keys only multiply: each head rotates a third of its input,
+    and thirds have equal size.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
@@ -134,9 +134,7 @@ def eagle_weights() -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3 with the layers that it hears: those that vLLM takes by itself are three only of a
-    larger model.
-    """
+    """EAGLE-3 with explicit layers: vLLM's default layers are three only in a larger model."""
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 

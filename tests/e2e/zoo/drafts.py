@@ -1,9 +1,9 @@
-"""Drafters that are right most of the time, by construction and without training.
+"""Draft models that are right most of the time, by construction and without training.
 
-The target is a Llama whose first layer decides nearly everything: later ones add little. A drafter
-at position p knows token p and its own KV of tokens 1 to p, so it copies the target's first layer
-and computes nearly what the target will: the more so, the less the target's later layers add
-(REST_GAIN). Its KV matters as much as the target's: with a page of it lost it guesses wrong.
+The target is a Llama whose first layer decides almost everything: later ones add little. A draft
+model at position p has token p and its own KV of tokens 1 to p, so it copies the target's first
+layer and computes almost the target's result: the closer, the less the target's later layers add
+(REST_GAIN). Its KV matters as much as the target's: without a page of it, it drafts wrong tokens.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def windows_config() -> dict[str, Any]:
 
 
 def qwen3_config() -> dict[str, Any]:
-    """The same as a Qwen3, whose heads are normed: DFlash's layers are."""
+    """The same as a Qwen3, whose heads are normed, like DFlash's layers."""
     return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
@@ -72,7 +72,7 @@ def llama_weights(seed: int = 51) -> Tensors:
 
 
 def windows_weights() -> Tensors:
-    """With windows that matter more."""
+    """With windows of greater weight."""
     return _target(51, WINDOWS_GAIN).tensors
 
 
@@ -82,12 +82,12 @@ def first_layer(target: Tensors, at: str = "") -> Tensors:
 
 
 def small_config() -> dict[str, Any]:
-    """A draft model of its own: the target's first layer between its ends."""
+    """A separate draft model: the target's first layer between its ends."""
     return llama_config(1)
 
 
 def small_weights() -> Tensors:
-    """Tensors of the target, but for its later layers."""
+    """Tensors of the target, except its later layers."""
     return {
         name: t
         for name, t in llama_weights().items()
@@ -142,8 +142,8 @@ def eagle3_weights(target: Tensors | None = None) -> Tensors:
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with one layer that predicts a token further. vLLM asks for the architecture
-    only; transformers knows none.
+    """MiMo: a Qwen2 with one layer that predicts the next token but one. vLLM checks the
+    architecture only; transformers has no such model.
     """
     return config(
         "MiMoForCausalLM",
@@ -155,7 +155,7 @@ def mimo_config() -> dict[str, Any]:
 
 
 def mimo_weights(seed: int = 52) -> Tensors:
-    """The target, and a predictor whose norm of the embedding gives the embedding back."""
+    """The target, and a predictor whose norm of the embedding returns the embedding."""
     made = _target(seed)
     at = "model.mtp_layers.0."
     made.tensors |= first_layer(made.tensors, at)
@@ -190,7 +190,7 @@ def qwen3_weights() -> Tensors:
 
 
 def dflash_config() -> dict[str, Any]:
-    """DFlash: guesses in place of masks. What it keeps of the prompt is made of the target's hidden
+    """DFlash: draft tokens replace masks. Its KV of the prompt is computed from the target's hidden
     states: here the embeddings.
     """
     return config(
@@ -239,7 +239,7 @@ def dflash_weights(target: Tensors | None = None) -> Tensors:
 
 
 def _turned(queries: Any) -> Any:
-    """Queries (rows) that find at their own position what these find at the one before."""
+    """Queries (rows) that find at their position what these find at the position before."""
     half = HEAD_DIM // 2
     angles = -(10000.0 ** -(np.arange(half) / half))
     first, second = queries[:, :half], queries[:, half:]

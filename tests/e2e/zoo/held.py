@@ -1,8 +1,8 @@
-"""Forward passes that a test holds, in engines whose workers are processes: a step takes as long as
-the test wants.
+"""Forward passes that a test holds, in engines whose workers are processes: the test decides how
+long a step takes.
 
-The folder KV_HOLD is how they talk: while it has a file `hold`, a forward pass writes `PID.held`
-and waits. Each chunk that goes to a frame is a line in `PID.stored`.
+They communicate through the folder KV_HOLD: while it has a file `hold`, a forward pass writes
+`PID.held` and waits. Each chunk written to a frame is a line in `PID.stored`.
 """
 
 import os

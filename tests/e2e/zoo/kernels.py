@@ -1,10 +1,10 @@
-"""What the CPU build's state kernels lack, put in their place; runs in an engine's process, before
-the model is built.
+"""Replacements for the CPU build's state kernels; run in an engine's process, before the model is
+built.
 
 vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a
-cold one's. Its Mamba2 scan gives the last state only, where prefix caching wants one in the middle
-of a prompt, which a Triton kernel then stores. The functions here do the same arithmetic in
-float32, wherever a step begins. Scheduler, slots, layout and the rest stay vLLM's.
+cold one's. Its Mamba2 scan returns the last state only, but prefix caching needs one inside a
+prompt, which a Triton kernel then stores. The functions here do the same arithmetic in float32, for
+any start of a step. Scheduler, slots, layout and the rest are vLLM's.
 """
 
 from typing import Any
@@ -88,8 +88,8 @@ def _convolve(layer: Any, row: Row, x: Any) -> Any:
 
 
 def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
-    """The recurrence; the state is one matrix a head, keys by values. With drafts each token's goes
-    into a slot of its own.
+    """The recurrence; the state is one matrix per head, keys by values. With draft tokens each
+    token's state has a separate slot.
     """
     states = layer.kv_cache[1]
     states = states.view(states.shape[0], states.shape[1], states.shape[3], states.shape[2])

@@ -38,9 +38,7 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """What a block of the cache holds is ``kv_a_proj_with_mqa`` of its tokens, its first part
-    normed.
-    """
+    """A block of the cache has ``kv_a_proj_with_mqa`` of its tokens, with its first part normed."""
     made = weights(seed)
     made.ends()
     for layer in range(NUM_LAYERS):

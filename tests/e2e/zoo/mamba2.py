@@ -91,7 +91,7 @@ def nemotron_h_config() -> dict[str, Any]:
 
 
 def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Names of its own: backbone, mixer, norm_f."""
+    """Separate names: backbone, mixer, norm_f."""
     made = weights(seed)
     made.ends(norm="backbone.norm_f")
     made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
@@ -112,8 +112,8 @@ FALCON_LAYERS = 2
 
 
 def falcon_h1_config() -> dict[str, Any]:
-    """Falcon-H1: each layer adds what attention and what Mamba2 make of the same input; no norm
-    within Mamba2.
+    """Falcon-H1: each layer adds the results of attention and of Mamba2 for the same input; no norm
+    inside Mamba2.
     """
     return config(
         "FalconH1ForCausalLM",

@@ -18,8 +18,8 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """How an engine guesses tokens ahead. ``files`` says where its weights are: "draft", "target",
-    or nowhere.
+    """The drafting of an engine. ``files`` is the place of its weights: "draft", "target", or
+    none.
     """
 
     method: str
@@ -49,7 +49,7 @@ class ZooModel:
     kv_groups: str = "all"
     """kvloft's `kv_groups` setting."""
     alone: bool = False
-    """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a
+    """vLLM's CPU build answers it differently in a batch, without any cache: run one request at a
     time.
     """
 
@@ -81,7 +81,7 @@ class ZooModel:
         }
 
     def own_hit(self, num_tokens: int) -> int:
-        """Tokens that vLLM's own prefix cache finds of a prompt that is asked for again at once."""
+        """Tokens that vLLM's own prefix cache finds for an immediately repeated prompt."""
         whole = (num_tokens - 1) // self.hit_tokens * self.hit_tokens
         return (
             max(0, whole - self.hit_tokens)
@@ -124,7 +124,7 @@ AFTER = f".layers.{drafts.NUM_LAYERS}."
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The layer of DFlash that reads the prompt."""
 BEHIND, FAR_BEHIND = len(draft_states.LAYERS), len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
-"""The number of a drafter's layer behind targets with states, which have more layers."""
+"""The number of a draft layer after targets with states, which have more layers."""
 THREE_STATES = (*("state (align)",) * 3, "full")
 MAMBA2 = (THREE_STATES, 64, STATES, "mamba2_checkpoints")
 LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
@@ -328,7 +328,7 @@ ZOO = {
 }
 
 USUAL = ("gemma3",)
-"""What every test run has time for; KV_ZOO=all goes through all."""
+"""The models of every test run; KV_ZOO=all runs all."""
 IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 

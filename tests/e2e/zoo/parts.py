@@ -1,8 +1,7 @@
-"""What the zoo's models are made of: random tensors by name, and the config fields that all of them
-have.
+"""Parts of the zoo's models: random tensors by name, and common config fields.
 
-Scales are those of ../tiny.py unless a model says otherwise: attention that is sharp and outweighs
-what it is added to, so that greedy output depends on every page. Must not know vLLM or kvloft.
+Scales are those of ../tiny.py unless a model says otherwise: sharp attention with more weight than
+the residual, so that greedy output depends on every page. Must not depend on vLLM or kvloft.
 """
 
 import json
@@ -48,7 +47,7 @@ class Heads:
 
 @dataclass(slots=True)
 class Weights:
-    """Tensors by their Hugging Face names, drawn in the order in which they are asked for."""
+    """Tensors by their Hugging Face names, drawn in the order of requests."""
 
     rng: np.random.Generator
     tensors: Tensors = field(default_factory=dict)

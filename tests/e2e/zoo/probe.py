@@ -1,7 +1,7 @@
-"""What the tests ask of an engine from inside its process: its groups, what a hit needs, and damage
-to one page.
+"""Queries of an engine from inside its process: its groups, the blocks of a hit, and damage to one
+page.
 
-Each public function is called as ``function(llm_engine, **arguments)`` and answers with JSON.
+Each public function is called as ``function(llm_engine, **arguments)`` and returns JSON.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ Kind = str
 
 
 def groups(llm: Any) -> dict[str, Any]:
-    """vLLM's KV cache config: one entry a group, in vLLM's order, and what all have in common."""
+    """vLLM's KV cache config: one entry per group, in vLLM's order, and common fields."""
     scheduler = llm.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
     manager = scheduler.kv_cache_manager
@@ -52,8 +52,8 @@ def _kind(spec: Any) -> Kind:
 
 
 def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """What vLLM's own prefix cache has of a prompt: tokens, and each group's block ids, 0 where it
-    needs none.
+    """A prompt's hit in vLLM's own prefix cache: tokens, and each group's block ids, 0 if it needs
+    none.
     """
     scheduler = llm.engine_core.engine_core.scheduler
     blocks, num_tokens, _ = scheduler.kv_cache_manager.get_computed_blocks(_request(llm, ids))

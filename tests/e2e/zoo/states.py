@@ -1,8 +1,8 @@
-"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
+"""Models with a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
 (convolutions); also mamba2.py.
 
-The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is
-still in it at the end.
+The decay of each state is slow (a hundred tokens and more), so that the start of a prompt still
+affects its end.
 """
 
 from typing import Any
@@ -120,7 +120,7 @@ def lfm2_weights(seed: int = 34) -> Tensors:
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
             made.dense(
                 at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1)
-            )  # each outweighs what came before
+            )  # each outweighs the earlier ones
         else:
             made.attention(at + "self_attn.", Heads(out_gain=12.0))
             made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(

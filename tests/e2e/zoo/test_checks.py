@@ -1,6 +1,4 @@
-"""`kvloft check` says of every tiny model whether it is served, and docs/models.md says the
-same.
-"""
+"""`kvloft check` reports whether every tiny model is supported, and docs/models.md agrees."""
 
 import importlib.util
 from pathlib import Path
@@ -46,7 +44,7 @@ def test_a_model_is_supported_or_the_reason_is_reported(
 
 
 def assert_is_on_the_page(report: dict[str, Any]) -> None:
-    """But for accepted drafts, which rounding decides, and so the machine."""
+    """Except accepted draft tokens, which depend on rounding, and so on the machine."""
     spec = importlib.util.spec_from_file_location(
         "models_table", ROOT / "scripts" / "models_table.py"
     )

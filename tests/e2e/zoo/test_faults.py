@@ -1,8 +1,8 @@
-"""What vLLM 0.32 alone answers wrongly on hits of its own prefix cache, and kvloft refuses for that
-(vllm/support.py).
+"""Wrong answers of vLLM 0.32 alone on hits of its own prefix cache, which is why kvloft rejects
+these settings (vllm/support.py).
 
-kvloft is in none of these engines. Where a test here fails, vLLM has mended it: then what it stands
-for can be tried anew.
+kvloft is in none of these engines. If a test here fails, vLLM has fixed it: then try to support the
+setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
-    """Of prompts with 1, 2 and 20 tokens behind a hit, which begin together, where three of five
+    """For prompts with 1, 2 and 20 tokens after a hit, which start together when three of five
     others end.
     """
     hits = [
@@ -91,10 +91,10 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
 def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     name: str, is_wrong: bool, start: Start
 ) -> None:
-    """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's
-    rest its row counts as a prompt.
+    """vLLM pads a prompt's last token with draft tokens, to be rejected. After the row of another
+    prompt's rest, its row counts as a prompt.
 
-    Then only the state behind the padding is kept. Gated delta nets check whether a row is a draft
+    Then only the state after the padding is kept. Gated delta nets check whether a row is a draft
     token, and not its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)

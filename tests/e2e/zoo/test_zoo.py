@@ -1,8 +1,8 @@
 """The zoo: vLLM forms the groups that models.py names, and the output depends on every page that a
 hit needs.
 
-Without this a cache test proves nothing: a model that says the same with a page of rubbish would
-say the same with a wrong page. kvloft is in none of these engines.
+Without this a cache test proves nothing: a model whose output does not depend on a page would hide
+a wrong page. kvloft is in none of these engines.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from .draft_kernels import BOOK
 from .models import ZOO, ZooModel, chosen
 
 NUM_TOKENS = 418
-"""Of each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and a
-tail of two tokens.
+"""For each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and
+a tail of two tokens.
 """
 PROMPTS = (500, 501, 502)
 """Seeds: sharp attention passes over a page now and then, so a page counts if one of these prompts
@@ -37,7 +37,7 @@ class Cage:
     truth: Truth
 
     def prompt(self, seed: int, num_tokens: int = NUM_TOKENS, max_tokens: int = 12) -> Req:
-        """A prompt whose output rounding cannot change."""
+        """A prompt whose output does not depend on rounding."""
         return self.truth.pick(
             lambda s: Req(random_ids(s, num_tokens), max_tokens=max_tokens), seed
         )
@@ -53,7 +53,7 @@ class Cage:
         return self.engine.probe("groups")["groups"]
 
     def hit(self, request: Req) -> dict[str, Any]:
-        """What vLLM's own cache has of a prompt; see probe.hit."""
+        """A prompt's hit in vLLM's own cache; see probe.hit."""
         return self.engine.probe("hit", ids=list(request.ids or ()))
 
     def damage(self, group: int, block: int) -> None:
@@ -74,8 +74,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Drafted tokens that were right in one request: cold, on a hit, or on a hit whose draft KV
-        is rubbish.
+        """Accepted draft tokens of one request: cold, on a hit, or on a hit with random draft
+        KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":
@@ -173,7 +173,7 @@ def test_the_answer_of_a_hit_depends_on_every_page(cage: Cage) -> None:
 
 
 def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """Whether a hit says something else once block ``index`` of ``group`` is overwritten."""
+    """Whether a hit's output changes after block ``index`` of ``group`` is overwritten."""
     cage.cold(request)
     cage.damage(group, cage.hit(request)["blocks"][group][index])
     return cage.engine.ask(request.again())[0].tokens != cage.truth.tokens(request)
@@ -196,7 +196,7 @@ def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -
 
 
 def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """Whether a request says something else once block ``index`` of ``group`` is overwritten after
+    """Whether a request's output changes after block ``index`` of ``group`` is overwritten after
     its prompt.
     """
     running = request.again()

@@ -1,5 +1,5 @@
-"""Models whose attention is local: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and
-Llama 4 (chunks) in some layers, Mistral (windows) in every one.
+"""Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
+(chunks) in some layers, Mistral (windows) in every one.
 
 The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
 """
@@ -18,13 +18,13 @@ THREE_AND_ONE = ("local", "local", "local", "full") * 2
 ONE_AND_ONE = ("local", "full") * 2
 
 GEMMA_QK_NORM, GEMMA_BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what
-they are added to.
+"""Gemma's norms multiply by one more than this: sharp attention, and branches with more weight than
+the residual.
 """
 
 
 def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
-    """Gemma 3; ``layers`` says which have the window."""
+    """Gemma 3; ``layers`` selects those with a window."""
     fields = config(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -134,7 +134,7 @@ def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
 
 
 def llama4_weights(seed: int = 23) -> Tensors:
-    """A Llama whose feed-forward layer has another name."""
+    """A Llama with another name for its feed-forward layer."""
     made = weights(seed)
     made.ends()
     for layer in range(len(THREE_AND_ONE)):
