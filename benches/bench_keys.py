@@ -1,8 +1,7 @@
 """Keys from Python against their targets: `python benches/bench_keys.py [--json]`.
 
-Each figure is the best of many turns; plain BLAKE3 (the `blake3` package) of the same bytes is
-timed in the same turns, so that ratios hold on a busy machine. It must know nothing but
-kvloft._core.
+Each figure is the best of many runs; plain BLAKE3 (the `blake3` package) of the same bytes
+alternates with it, so that ratios hold on a busy machine. Must depend on kvloft._core only.
 """
 
 import argparse
@@ -38,8 +37,8 @@ class Result:
 
 
 def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """Shortest milliseconds of each call, all taken in turns: what it costs when nothing else
-    runs.
+    """Shortest milliseconds of each call, alternating: the cost without other load on the
+    machine.
     """
     best = [float("inf")] * len(calls)
     for _ in range(turns):

@@ -1,9 +1,9 @@
-"""What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
+"""Cost of the scheduler side to an engine: `python benches/bench_scheduler.py [--json]`.
 
 Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers'
-report), the admission of one long prompt, missed and found, with one KV cache group and with
-several, and of many found ones at once. The store and the keys are the real ones; no byte of KV is
-moved. Needs an environment with vLLM.
+report), the admission of one long prompt, as a miss and as a hit, with one KV cache group and with
+several, and of many hits together. The store and the keys are real; no KV is moved. Needs an
+environment with vLLM.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Engine:
         self.next_block = 1
 
     def request(self, name: str, token_ids: list[int]) -> Any:
-        """What of vLLM's Request kvloft reads."""
+        """The part of vLLM's Request that kvloft reads."""
         return SimpleNamespace(
             request_id=name,
             _all_token_ids=token_ids,
@@ -408,8 +408,8 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
-    """10,000 waiting requests whose prompts are being read from disk: what asking about all of them
-    costs, for each request.
+    """10,000 waiting requests whose prompts are being read from disk: the cost of matching all of
+    them, per request.
     """
     engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)

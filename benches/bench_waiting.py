@@ -1,9 +1,9 @@
-"""What requests that wait for a disk cost a step of vLLM's own scheduler: `python
+"""Cost of requests that wait for a disk to a step of vLLM's own scheduler: `python
 benches/bench_waiting.py [--waiting N]`.
 
-Many requests, whose 40 prefixes of 128 tokens are on a disk that hangs, wait while 8 others run.
-The same scheduler without a connector is timed alongside, with the same requests. Needs an
-environment with vLLM. Nothing is computed.
+Many requests, whose 40 prefixes of 128 tokens are on a hung disk, wait while 8 others run. The same
+scheduler without a connector alternates with it, with the same requests. Needs an environment with
+vLLM. Nothing is computed.
 """
 
 import argparse

@@ -32,8 +32,8 @@ METHOD = re.compile(r"^    (?:pub(?:\(.*?\))? )?(?:const )?fn (\w+)", re.MULTILI
 
 @dataclass
 class Module:
-    """One file: its text without comments, strings, tests and `use`; what names stand for here, and
-    for others.
+    """One file: its text without comments, strings, tests and `use`, and the names that it defines
+    and imports.
     """
 
     code: str
@@ -64,8 +64,8 @@ class Crate:
             self._read(path if path.exists() else folder / f"{child}.rs", below, (*name, child))
 
     def _find(self, at: Name, path: Name) -> tuple[Name, Name] | None:
-        """The module that defines what ``path`` means in the module ``at``, and the rest of it;
-        None of another crate's.
+        """The module that defines ``path`` as used in the module ``at``, and the rest of the path;
+        None for another crate's.
         """
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.modules:
             module = self.modules[at]
@@ -87,8 +87,8 @@ class Crate:
         return at, ()
 
     def _used(self, name: Name) -> Iterator[Name]:
-        """Modules that define what one names. The name of a module alone is none: what it is for
-        comes behind it.
+        """Modules that define the names that one uses. The name of a module alone does not count:
+        the name after it does.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))

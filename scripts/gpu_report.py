@@ -109,9 +109,7 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Engines that did not end well: what they measured before counts, but the report must say
-    so.
-    """
+    """Engines that failed: their earlier measurements count, but the report must name them."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
@@ -350,10 +348,10 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over
-    all their time.
+    """For every cold prompt: single ones, and the waves of eight of half the length; all tokens
+    over all their time.
 
-    None unless there are both, with every prompt of them: engines are compared by the same work.
+    None unless both exist, with all prompts: engines are compared by the same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
@@ -367,9 +365,7 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Cold prefill of several runs, each with processes of its own: one run differs from the next
-    by as much as is judged here.
-    """
+    """Cold prefill of several runs, each with new processes: runs differ as much as the target."""
     context = next(
         (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
     )
@@ -409,8 +405,8 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """What a connector adds, with all else the same: in one process, with it and without it in
-    turns.
+    """Time that a connector adds, with everything else equal: in one process, alternating with and
+    without it.
     """
     for connector, result in results.items():
         found = result.get("attached", {})

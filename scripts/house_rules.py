@@ -30,7 +30,7 @@ MAX_TEST_LINES = 700
 TO_SPLIT = {"rust/core/src/chunk_batch.rs", "rust/core/src/io/arena.rs"}
 """Product files that may still be longer than `MAX_LINES`."""
 FREE_OF_CIRCLES = ("core", "wire")
-"""Crates under rust/ whose modules can be read one after the other."""
+"""Crates under rust/ without circles of modules."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
 
@@ -63,7 +63,7 @@ def environment_elsewhere() -> Iterator[str]:
 
 
 def extension_elsewhere() -> Iterator[str]:
-    """Values, settings and the scheduler half do not load the extension (import-linter cannot see
+    """Values, settings and the scheduler side do not load the extension (import-linter cannot see
     compiled modules).
     """
     for name, text in sources("python/kvloft", ".py"):

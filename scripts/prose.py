@@ -45,7 +45,7 @@ PHRASES = {
     r"the same of": "the noun",
     r"(?:, |; )for (?:it|they|there|no|nothing|vLLM(?!'))": "because",
 }
-"""Pattern and what the house style uses instead."""
+"""Pattern and its replacement in house style."""
 _REGEX = "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(
     r"\b(?:(?:, |; )", "(?:(?:, |; )"
 )

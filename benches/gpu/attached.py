@@ -1,9 +1,7 @@
-"""What a connector adds to cold prompts, in one and the same process: with it and without it, in
-turns.
+"""Time that a connector adds to cold prompts, within one process: alternating with and without it.
 
-The same two engines compared again in new processes differed by -0.2 to +0.7 % on an H200
-(benches/results), and that is as much as is to be measured. Here only the connector changes. It
-must not know which one it is.
+Two equal engines in new processes differed by -0.2 to +0.7 % on an H200 (benches/results), as much
+as the effect to measure. Here only the connector changes. Must not depend on the connector.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ def detached(engine: Any) -> Iterator[None]:
 
 
 def _bring_to_rest(engine: Any, core: Any) -> None:
-    """Until no step is under way: with async scheduling one still is when the last request has its
+    """Wait until no step is in flight: with async scheduling one is when the last request has its
     tokens.
 
-    What it reports is lost, and what it reckoned is wrong, if the connector goes or comes before.
-    Raises RuntimeError while there are requests.
+    If the connector is added or removed before, the step's report is lost and its accounting is
+    wrong. Raises RuntimeError while there are requests.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (
@@ -77,7 +75,7 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 
 
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
-    """Prompts of ``context`` tokens, and waves of eight of half of it, half of each with the
+    """Run prompts of ``context`` tokens, and waves of eight of half of it; half of each with the
     connector and half without.
 
     {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...], "parts_ms":

@@ -1,10 +1,10 @@
-"""An independent look at the pages a worker moves: clones made with plain torch indexing, and
+"""An independent check of the pages a worker moves: clones made with plain torch indexing, and
 compared byte for byte.
 
-Every saved chunk's pages are cloned on the forward's own stream, by key; every loaded chunk's pages
-are compared with that clone once the worker reports the load, and so is every chunk that another
-forward computes and saves again. It goes around a worker's mover and shares no kernel, tag, stream
-or frame with it. It keeps what it cloned on the device: only for checks.
+Every saved chunk's pages are cloned on the forward pass's stream, by key; every loaded chunk's
+pages are compared with that clone once the worker reports the load, and so is every chunk that
+another forward pass computes and saves again. It wraps a worker's mover and shares no kernel, tag,
+stream or frame with it. Clones stay on the device: only for checks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """A layer's: one, of a state several; something else that has no KV has none."""
+    """Tensors of a layer: one, or several for a state; none for a layer without KV."""
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 

@@ -1,9 +1,9 @@
 """`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft,
 its server, PegaFlow, LMCache.
 
-One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many
-rounds as requested. Results are written after each, so that an interrupted run keeps them. Must
-not import vLLM.
+One engine on the GPU at a time, each in a separate process (`chats_child`), alternating for the
+requested number of rounds. Results are written after each, so that an interrupted run keeps them.
+Must not import vLLM.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """One process; whatever goes wrong with it or its daemon is in "error"."""
+    """Run one process; errors of it or its daemon are in "error"."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30

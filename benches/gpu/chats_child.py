@@ -1,9 +1,8 @@
-"""One engine under a closed loop of chats, in a process of its own: `python -m
+"""One engine under a closed loop of chats, in a separate process: `python -m
 benches.gpu.chats_child NAME JSON`.
 
-Each chat sends its next turn when the one before is answered: all that was said so far, and some
-new tokens. Prints a line `RESULT {...}` when each run of all chats is over, and one when its time
-is.
+Each chat sends its next turn after the answer to the one before: all earlier tokens, and some new
+ones. Prints a line `RESULT {...}` after each run of all chats, and one when time is up.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What all chats do. Sizes in tokens."""
+    """The workload of all chats. Sizes in tokens."""
 
     num_chats: int = 64
     num_turns: int = 5
@@ -41,12 +40,12 @@ class Chat:
 
 @dataclass(slots=True)
 class Seen:
-    """Of the turns that are over."""
+    """Counts of the finished turns."""
 
     ttfts_s: list[list[float]] = field(default_factory=list)
     prompt_tokens: int = 0
     known_tokens: int = 0
-    """Of prompts, what an earlier turn had in it already."""
+    """Prompt tokens that were in an earlier turn."""
     cached_tokens: int = 0
     num_turns: int = 0
 
@@ -54,8 +53,8 @@ class Seen:
 def run_chats(
     engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Makespan and hits of every chat's every turn. Past ``deadline_s`` of the clock it stops, and
-    says so in "unfinished".
+    """Makespan and hits of every chat's every turn. Stops at ``deadline_s`` of the clock, with a
+    note in "unfinished".
     """
     chats: dict[str, Chat] = {}
     seen = Seen([[] for _ in range(load.num_turns)])

@@ -34,7 +34,7 @@ CHILD_ENV = {
 def start(
     log: Path, child: str, *asked: str, env: Mapping[str, str] = CHILD_ENV
 ) -> subprocess.Popen[bytes]:
-    """The module ``child`` of this package in a process of its own, with ``log`` as its output."""
+    """The module ``child`` of this package in a separate process, with ``log`` as its output."""
     settings = [f"{key}={value}" for key, value in env.items()]
     with log.open("w") as file:
         return subprocess.Popen(
@@ -51,7 +51,7 @@ def command(child: str, *asked: str) -> list[str]:
 
 
 def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
-    """Its exit status, or "timeout"; then it is gone."""
+    """Wait for its exit status, or "timeout" after a kill."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -62,9 +62,7 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """What a child printed last as ``RESULT {...}``, in a whole line; with an "error" if it did not
-    end well.
-    """
+    """A child's last whole line ``RESULT {...}``; with an "error" if it failed."""
     text = log.read_text(errors="replace")
     found = [
         line[7:]
@@ -79,7 +77,7 @@ def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
 
 
 def can_run(bench: str) -> bool:
-    """Whether there is a GPU; else a line says so."""
+    """Return whether there is a GPU; otherwise print a line."""
     try:
         return gpu_bytes() > 0
     except UnsupportedError as error:

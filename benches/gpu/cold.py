@@ -1,8 +1,7 @@
-"""Prompts not seen before, one at a time or eight at once: how long they take, and what of it is
-whose part.
+"""Prompts not seen before, one at a time or eight together: their times, and the parts of them.
 
-Python's garbage is collected before each, so that none but its own is collected meanwhile. It must
-not know connectors.
+Python's garbage is collected before each, so that only its own is collected during it. Must not
+depend on connectors.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ def cold_wave(
 
 
 def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dict[str, Any]:
-    """One token for each of ``prompts``, sent at once: times in milliseconds since then.
+    """One token for each of ``prompts``, sent together: times in milliseconds since then.
 
-    Raises RuntimeError where they are not all there in time: those that are would look like a fast
-    wave.
+    Raises RuntimeError if some are not finished in time: the others would look like a fast wave.
     """
     if trace is not None:
         trace.start()

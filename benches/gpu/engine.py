@@ -1,9 +1,9 @@
-"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in
-turns.
+"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU,
+alternating.
 
-Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU
-at a time, and so is everything where the GPU has not room for all. It must not import vLLM itself,
-so that one that cannot start costs only its own row.
+Each runs in a separate process (`engine_child`). Decoding is measured with one engine on the GPU at
+a time, and so is everything if not all fit. Must not import vLLM, so that an engine that cannot
+start costs only its own row.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def run(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``:
-    in turns, where that is fair.
+    alternating, if that is fair.
 
-    Raises UnsupportedError where there is nothing to measure.
+    Raises UnsupportedError if there is nothing to measure.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -149,7 +149,7 @@ def _run_groups(
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
-    """What another process of the same connector found; totals add up, and an error stays."""
+    """Merge results of another process of the same connector; totals add up, and an error stays."""
     totals = {
         key: result.get("totals", {}).get(key, 0) + value
         for key, value in found.get("totals", {}).items()
@@ -160,7 +160,7 @@ def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
 def _groups(
     connectors: Sequence[str], phases: Sequence[str], *, together: bool
 ) -> list[tuple[list[str], list[str]]]:
-    """Which engines are on the GPU at a time, and for what."""
+    """The engines on the GPU at a time, and their phases."""
     phases_of = {
         name: [phase for phase in phases if (name, phase) != ("none", "attached")]
         for name in connectors
@@ -183,16 +183,16 @@ def fit_together(
 
 
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for engines that start on a GPU together: none measures what the others leave
-    free.
+    """vLLM's settings for engines that start on a GPU together: none uses the memory left by
+    others.
     """
     model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": num_blocks * _block_bytes(model),
     }
-    # With several KV cache groups a block has fewer layers, with a drafter it has more: how many
-    # there are is vLLM's to say.
+    # With several KV cache groups a block has fewer layers, with a draft model more: vLLM decides
+    # the number of blocks.
     counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
@@ -218,8 +218,8 @@ def _wait(
     left: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Results in the order of ``children``; one that ended says so to the others by ``left``,
-    however it ended.
+    """Results in the order of ``children``; a child that ended is removed from the turns by
+    ``left``.
     """
     status: dict[str, int | str] = {}
     deadline = time.monotonic() + timeout_s
@@ -244,7 +244,7 @@ def _wait(
 
 
 def _phase(log: Path) -> str:
-    """What the child said last that it does."""
+    """The child's last phase."""
     said = [
         line[6:]
         for line in log.read_text(errors="replace").splitlines()
@@ -259,7 +259,7 @@ def _left(folder: Path, phases: Sequence[str], name: str) -> None:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows (what, then one column a connector) of everything that was measured by any."""
+    """Rows (name, then one column per connector) of all measurements."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
 

@@ -1,4 +1,4 @@
-"""One engine with one connector (or none), measured in a process of its own: `python -m
+"""One engine with one connector (or none), measured in a separate process: `python -m
 benches.gpu.engine_child NAME JSON`.
 
 Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints
@@ -56,7 +56,7 @@ def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
 
 
 def load_trace(options: dict[str, Any]) -> Any:
-    """A `LoadTrace` around kvloft's mover if ``options`` ask for one."""
+    """A `LoadTrace` around kvloft's mover if ``options`` request one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if not options.get("trace") or options["name"] not in KVLOFT:
@@ -67,7 +67,7 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """From the connector after the GPU's cache was emptied, and at once again from HBM; cold too
+    """From the connector after the GPU's cache was emptied, then immediately from HBM; also cold
     (compare `phase_cold`'s).
     """
     context = options["context"]
@@ -181,7 +181,7 @@ def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """TTFT of prompts not seen before, and what it is made of."""
+    """TTFT of prompts not seen before, and its parts."""
     context = options["context"]
     with turn(turns):
         for length in (2048, context):
@@ -205,7 +205,7 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Eight prompts of half the context at once: cold (others each time), from HBM, and from the
+    """Eight prompts of half the context together: cold (others each time), from HBM, and from the
     connector.
     """
     trace = load_trace(options)
@@ -238,7 +238,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """What the connector adds to cold prompts: with it and without it, in this process."""
+    """Time that the connector adds to cold prompts: with and without it, in this process."""
     with turn(turns):
         return compare(
             engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
@@ -336,8 +336,8 @@ def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """``all``: every step from the first arrival on, which is what a running request waits for its
-    next token.
+    """``all``: every step from the first arrival on, the wait of a running request for its next
+    token.
     """
     kinds = {
         kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")
@@ -374,7 +374,7 @@ PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Run the phases that ``options`` ask for on one engine and print the result as JSON."""
+    """Run the phases in ``options`` on one engine and print the result as JSON."""
     import vllm
 
     options["name"] = name

@@ -1,11 +1,11 @@
-"""`python -m benches.gpu.equality`: are greedy tokens the same whatever the cache did? Engines side
-by side on one GPU, compared.
+"""`python -m benches.gpu.equality`: are greedy tokens independent of the cache? Compares engines
+side by side on one GPU.
 
-Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the
-one norm that breaks it put right, see `equality_child`) over Triton attention, whose tiles do not
-depend on the batch; FlashAttention 3 picks its kernel by the longest query of a batch, so the same
-row may round differently. The reference has no connector and no prefix cache. The last engines show
-how far vLLM is from itself without all that. Timings mean nothing here.
+Exact equality requires exact vLLM: its batch-invariant mode (with a fix of the norm that breaks it,
+see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention
+3 picks its kernel by the longest query of a batch, so the same row may round differently. The
+reference has no connector and no prefix cache. The last engines show how far vLLM is from itself
+otherwise. Timings mean nothing here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. ``exact``: its tokens must equal the reference's; else its own first run's are
-    only counted against.
+    """One engine. ``exact``: its tokens must equal the reference's; otherwise differences from its
+    own first run are counted.
     """
 
     what: str
@@ -44,8 +44,8 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""What an engine measured to be the fastest kernel is the next one's too, if they start one after
-the other (`--at-once 1`).
+"""The next engine uses the fastest kernels that an engine measured, if they start one after the
+other (`--at-once 1`).
 """
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
@@ -83,13 +83,13 @@ SETUPS["flash-groups"] = Setup(
     "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
 )
 """For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with
-`plain-flash`. In the phase `kept` a prompt comes alone: with as much of it cached, an answer must
-be that of vLLM's own cache.
+`plain-flash`. In the phase `kept` a prompt runs alone: with as many cached tokens, an answer must
+equal that of vLLM's own cache.
 """
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engines have in common: a block pool so small that it preempts."""
+    """Shared settings of the engines: a block pool so small that it preempts."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, shape), **shape["llm"]}
     return {**shape, "num_blocks": num_blocks, "host_bytes": host_bytes, "llm": llm}
 
@@ -149,12 +149,12 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one run of one setup showed."""
+    """The result of one run of one setup."""
 
     setup: str
     run: str
     equal: int | None
-    """Requests whose tokens equal the reference's, of ``total``; of an engine that is not exact
+    """Requests whose tokens equal the reference's, of ``total``; for an engine that is not exact
     those of `_alike`.
     """
     total: int
@@ -184,9 +184,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Runs of an engine without a connector whose batches are the same: of prompts that come one at
-    a time.
-    """
+    """Runs of an engine without a connector whose batches are the same: prompts one at a time."""
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 

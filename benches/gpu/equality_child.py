@@ -25,11 +25,11 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
 
 def make_norm_invariant() -> None:
-    """Let vLLM's batch-invariant mode keep its word for the norm that adds a residual.
+    """Fix vLLM's batch-invariant mode for the norm that adds a residual.
 
     It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a
-    step has 256 tokens: the row of a decoding request then rounds differently with a prefill
-    (vLLM 0.26.0).
+    step has 256 tokens: the row of a decoding request then rounds differently with a prefill (vLLM
+    0.26.0).
     """
     from vllm.model_executor.layers import layernorm
 
@@ -153,9 +153,7 @@ def phase_prompts(subject: Subject) -> dict[str, Any]:
 
 
 def phase_crowd(subject: Subject) -> dict[str, Any]:
-    """More decoding at once than the block pool holds, so that requests are preempted and come
-    back.
-    """
+    """More decoding requests than the block pool holds, so that some are preempted and resumed."""
     rng = random.Random(5)
     prompts = [subject.prompt(rng, rng.randrange(300, 1000)) for _ in range(56)]
 
@@ -194,7 +192,7 @@ def phase_load(subject: Subject) -> dict[str, Any]:
 
 
 def phase_sleep(subject: Subject) -> dict[str, Any]:
-    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must
+    """Prompts whose saves are in flight when the engine is put to sleep; after wake-up, it must
     answer as before.
     """
     prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
@@ -286,7 +284,7 @@ PHASES: dict[str, Callable[[Subject], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Run the phases that ``options`` ask for and print what came out as JSON."""
+    """Run the phases in ``options`` and print the results as JSON."""
     begin = time.perf_counter()
     subject = Subject(name, options)
     config = subject.engine.engine.vllm_config

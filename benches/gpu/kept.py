@@ -1,10 +1,10 @@
-"""What vLLM's own prefix cache holds, block by block: an oracle for loaded pages that knows neither
-kvloft's keys nor its plans.
+"""The content of vLLM's own prefix cache, block by block: an oracle for loaded pages that uses
+neither kvloft's keys nor its plans.
 
 vLLM names each cached block by a hash of its prefix and the number of its KV cache group. Pages are
-cloned by that name while a forward's own bytes are in them, and compared once other bytes were
-loaded under the same name: so a window or a state of the wrong boundary, group or prompt differs,
-however well it was copied. Clones stay on the device: only for checks.
+cloned by that name while they have a forward pass's bytes, and compared after other bytes were
+loaded under the same name: a window or a state of the wrong boundary, group or prompt differs, even
+if it was copied correctly. Clones stay on the device: only for checks.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ class KeptBlocks:
 
 
 def _group_of(name: bytes) -> int:
-    """The number behind the hash (`BlockHashWithGroupId`)."""
+    """The number after the hash (`BlockHashWithGroupId`)."""
     return int.from_bytes(name[-4:], "big")

@@ -27,15 +27,15 @@ FLOOD_PROMPTS = 3
 holds the blocks of one, there is room for the next.
 """
 SLOW_DECAY = -6.0
-"""Logarithm of how fast a gated delta net forgets: its state has some hundred tokens in it."""
+"""Logarithm of a gated delta net's decay: its state covers some hundred tokens."""
 
 
 def sharpen(model: Any) -> int:
-    """Random weights of unit gain in place, the same for the same architecture; returns how many
-    parameters there are.
+    """Random weights of unit gain in place, the same for the same architecture; return the number
+    of parameters.
 
-    Each parameter's are of its name, so that a pipeline stage without the embeddings does not give
-    the head theirs: then an engine repeats the last token, whatever its KV is.
+    The seed of each parameter is its name, so that a pipeline stage without embeddings has another
+    head: otherwise an engine repeats the last token, for any KV.
     """
     import torch
 
@@ -163,7 +163,7 @@ class Engine:
         self.block_tokens = 16
         self._random = random.Random(
             8 if name in SERVED[1:] else 7
-        )  # what one has computed is no new prompt of the other
+        )  # one engine's computed prompts are not new for the other
         self._next = 0
         self._floods = options.get("floods", False)
         self.bytes_a_token = (
@@ -198,7 +198,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[list[int]], max_tokens: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Of all at once: (its tokens, how many of the prompt's were cached)."""
+        """For all together: (tokens, cached prompt tokens)."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
         )
@@ -266,12 +266,12 @@ def apply_model(llm: Any, function: Any) -> list[Any]:
 
 
 def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
-    """Of its own, so that every connector sees the same whatever ran before."""
+    """A separate cache, so that every connector starts alike."""
     return [rng.randrange(10, 128000) for _ in range(num_tokens)]
 
 
 def count_asked(engine: Engine) -> list[int]:
-    """[tokens that vLLM asked the connector to load so far], of the scheduler in this process."""
+    """[tokens that vLLM has requested from the connector], for the scheduler in this process."""
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
         update = connector.update_state_after_alloc
@@ -285,8 +285,8 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """What kvloft's worker moved since this was first asked, if that is the connector: bytes,
-    chunks, loads.
+    """Moves of kvloft's worker since the first call, if that is the connector: bytes, chunks,
+    loads.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -303,7 +303,7 @@ _TOTALS: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def _counted(core: Any) -> Counter[str]:
-    """Goes around what ``core`` hears of its mover."""
+    """Wraps the reports of the mover to ``core``."""
     totals, note = Counter[str](), core._note
 
     def counting(done: Any) -> None:

@@ -29,7 +29,7 @@ def some_of(*allowed: str) -> Callable[[str], list[str]]:
 
 
 def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -> None:
-    """What every bench of whole engines asks for."""
+    """Options of every bench of whole engines."""
     engines.add_argument(
         "--blocks",
         type=whole(64, 1 << 24),
@@ -52,7 +52,7 @@ def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -
 
 
 def add_model(engines: argparse.ArgumentParser) -> None:
-    """What every bench of whole engines serves."""
+    """The model options of every bench of whole engines."""
     engines.add_argument(
         "--model", choices=tuple(SHAPES), default="llama", help="which architecture (default llama)"
     )

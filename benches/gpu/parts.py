@@ -1,8 +1,8 @@
-"""What the time of first tokens is made of: the host's until the first forward starts, the GPU's
-until the last ends, and the rest.
+"""Parts of first-token times: the host's until the first forward pass starts, the GPU's until the
+last ends, and the rest.
 
-Whole times scatter by a percent with the GPU's clock and the host's cores; the parts say where a
-connector's share is. It must not know connectors.
+Whole times vary by a percent with the GPU's clock and the host's cores; the parts show a
+connector's share. Must not depend on connectors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """Of one request, or several at once, in seconds."""
+    """The parts of one request, or several together, in seconds."""
 
     before_s: float
     """From `ForwardParts.start` until the first forward was launched on a GPU that had nothing to
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     after_s: float
     """Until the caller had the last token."""
     collected_s: float
-    """Of all of it, what Python's garbage collections took, wherever they fell."""
+    """Python's garbage collections during all of it."""
 
 
 MAX_FORWARDS = 256

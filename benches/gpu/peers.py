@@ -43,11 +43,11 @@ READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
 """Where another kvloft lies, such as the commit before: the folder that PYTHONPATH would name."""
 SERVED = ("served", "served2")
-"""Engines whose cache is one `kvloft serve`."""
+"""Engines with one `kvloft serve` as their cache."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
-    """What the engine of ``name`` needs in its environment."""
+    """Environment variables for the engine of ``name``."""
     if name == "lmcache-server":
         return {"LMCACHE_TRACK_USAGE": "false"}
     if name == "lmcache":
@@ -102,8 +102,8 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its command and environment; it links against a Python and a CUDA runtime that the pack
-    brings or the machine has.
+    """Its command and environment; it links against a Python and a CUDA runtime of the pack or the
+    machine.
     """
     package = find_spec("pegaflow")
     torch = find_spec("torch")
@@ -144,7 +144,7 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its multi-process server: all of its memory taken at once, as ours has it."""
+    """Its multi-process server, which allocates all its memory at start, like ours."""
     command = [
         sys.executable,
         "-m",
@@ -211,7 +211,7 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
 
 
 def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) -> None:
-    """Until its health page answers or, where it has none, it says in its log that it runs."""
+    """Wait until its health page answers or, without one, its log shows that it runs."""
     deadline = time.monotonic() + READY_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None and time.monotonic() < deadline:
@@ -235,9 +235,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the peer's package can be imported, or the other kvloft is there; others need
-    none.
-    """
+    """Whether the peer's package can be imported, or the other kvloft exists; others need none."""
     if name == "before":
         return BEFORE in os.environ
     return name not in CONNECTORS or find_spec(PACKAGES[name]) is not None

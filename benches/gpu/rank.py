@@ -34,7 +34,7 @@ def _paged_kv(worker: Any) -> list[list[Any]]:
 
 
 def begin_audit(worker: Any) -> int:
-    """In a rank: watch what its mover moves; returns how many layers it has."""
+    """In a rank: observe its mover; return the number of layers."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group()._worker.core._mover

@@ -1,8 +1,8 @@
-"""`python -m benches.gpu.ranks`: an engine of several ranks, tensor or pipeline parallel; does it
-answer the same from host memory?
+"""`python -m benches.gpu.ranks`: does an engine of several ranks, tensor or pipeline parallel,
+answer equally from host memory?
 
-vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares what it loaded with
-what its forwards wrote. It must not import vLLM.
+vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares its loads with the
+bytes that its forward passes wrote. Must not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ENV = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Ranks are forked, so that they are what the child made of kvloft. They add what they have by
-plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs.
+"""Ranks are forked, so that they inherit the child's changes of kvloft. They reduce with plain
+NCCL: multicast of NVLink can disturb other programs on the host's GPUs.
 """
 
 

@@ -1,9 +1,9 @@
-"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares what
-it loads.
+"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares its
+loads.
 
-Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host
-memory. Then these and new ones all at once, so that stages have steps of their own under way:
-twice, the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
+Prompts one at a time: cold, from HBM, and, after paged KV was overwritten in each rank, from host
+memory. Then these and new ones together, so that several steps are in flight in the stages: twice,
+the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer = tuple[tuple[int, ...], int]
 
 
 def main(options: dict[str, Any]) -> None:
-    """Run it all and print what came out as JSON."""
+    """Run everything and print the results as JSON."""
     from kvloft.vllm.ranks import watch
 
     watch()  # kvloft's plugin does, which is not loaded here; pipeline stages need it

@@ -27,8 +27,8 @@ POLL_S = 0.1
 
 
 def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """What each life of the engine printed, or {"error": ...}; each is killed by SIGKILL once it
-    has.
+    """The output of each life of the engine, or {"error": ...}; each is killed by SIGKILL
+    afterwards.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s

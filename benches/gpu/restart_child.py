@@ -1,7 +1,7 @@
-"""One life of an engine that has a server's cache: `python -m benches.gpu.restart_child JSON`.
+"""One life of an engine with a server's cache: `python -m benches.gpu.restart_child JSON`.
 
-Asks for the same prompt as every life does, then again from HBM, and once what it saved has landed
-again from the server; prints `RESULT {...}` and waits to be killed.
+Runs the same prompt as every life, then again from HBM, and once its saves are complete again from
+the server; prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LLAMA = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Llama 3.1 8B: what each shape changes a part of."""
+"""Llama 3.1 8B, the base of all shapes."""
 DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 """An EAGLE drafter of it."""
 
@@ -121,7 +121,7 @@ def tiny_gdn(num_layers: int) -> dict[str, Any]:
 
 
 def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
-    """The same with a layer that predicts tokens, whose KV is a draft's."""
+    """The same with a layer that predicts tokens, with KV in a draft group."""
     return tiny_gdn(num_layers) | {"mtp_num_hidden_layers": 1}
 
 
@@ -193,7 +193,7 @@ SHAPES = {
         8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}
     ),
 }
-"""What `--model` names. Where FlashAttention 4 is missing, heads of 512 want Triton's attention."""
+"""Shapes by `--model`. Without FlashAttention 4, heads of 512 need Triton's attention."""
 
 
 def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
@@ -204,5 +204,5 @@ def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
 
 
 def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says: `LLAMA` with these changes; None takes a field away."""
+    """The content of config.json: `LLAMA` with these changes; None removes a field."""
     return {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Where the time of a load goes: when pieces were submitted, when the link carried them, when the
-engine stepped.
+"""The timeline of a load: when pieces were submitted, when the link carried them, when the engine
+stepped.
 
-It goes around a mover's load lane and records a timing event behind each piece's copies. The events
-cost the lane a microsecond a piece; nothing waits for the device until `summary`.
+Wraps a mover's load lane and records a timing event after each piece's copies. The events cost the
+lane a microsecond per piece; nothing waits for the device until `summary`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LoadTrace:
         self.start()
 
     def start(self) -> None:
-        """Forget everything; the zero of both clocks is now. The device must be idle."""
+        """Drop everything; both clocks start at zero now. The device must be idle."""
         driver.synchronize()
         self._zero.record(self._lane.copy_streams[0])
         driver.synchronize()
@@ -51,7 +51,7 @@ class LoadTrace:
 
     def summary(self) -> dict[str, Any]:
         """Milliseconds: first and last submit, first and last copy done, longest gaps between
-        copies beyond what bytes take.
+        copies beyond the time of their bytes.
         """
         driver.synchronize()
         done = [event.seconds_since(self._zero) for event in self._pool[: len(self._pieces)]]

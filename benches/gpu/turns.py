@@ -14,15 +14,15 @@ POLL_S = 0.002
 
 
 class Turns:
-    """Processes that take turns in the order of ``names``, through files in ``folder``; one that
-    left is not waited for.
+    """Processes that take turns in the order of ``names``, through files in ``folder``; turns do
+    not wait for one that left.
     """
 
     def __init__(
         self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0
     ) -> None:
-        """Says that ``name`` is ready, and waits until all are. Raises TimeoutError where one never
-        comes.
+        """Signal that ``name`` is ready, and wait until all are. Raises TimeoutError if one never
+        is.
         """
         self._folder, self._timeout_s = folder, timeout_s
         self._names, self._mine = list(names), list(names).index(name)
@@ -50,8 +50,8 @@ class Turns:
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
-        """Whether no other process that is here had fewer turns, or as few and is named earlier:
-        true of one process at a time.
+        """Whether no other present process had fewer turns, or as many and is named earlier: true
+        for one process at a time.
         """
         order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
         mine = self._names[self._mine]
@@ -61,7 +61,7 @@ class Turns:
         return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
 
     def _num_done(self, name: str) -> int:
-        """Turns taken so far: a byte each."""
+        """Turns taken so far: one byte each."""
         path = self._folder / f"done-{name}"
         return path.stat().st_size if path.exists() else 0
 
