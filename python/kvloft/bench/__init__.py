@@ -1,3 +1,3 @@
-"""Benches that a user can run on their own machine: `kvloft bench`. They verify what they moved
-before they print a number.
+"""Benches for a user's own machine: `kvloft bench`. They verify the moved bytes before they print a
+number.
 """

@@ -1,7 +1,7 @@
 """The link that copies share: host memory, one large copy as the ceiling, and computation during
 copies.
 
-Times are GPU events. It must not know movers or pages.
+Times are GPU events. Must not depend on movers or pages.
 """
 
 from __future__ import annotations

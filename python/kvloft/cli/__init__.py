@@ -1,3 +1,3 @@
-"""The `kvloft` command: config, check, serve, status, inspect, verify, bench. It knows neither vLLM
-nor torch: it runs anywhere.
+"""The `kvloft` command: config, check, serve, status, inspect, verify, bench. Uses neither vLLM nor
+torch, so it runs anywhere.
 """

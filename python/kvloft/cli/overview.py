@@ -43,8 +43,8 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return what --json prints: the status, `figures`, a hit rate per namespace, and the tag of a
-    salt that was named.
+    """Return the output of --json: the status, `figures`, a hit rate per namespace, and the tag of
+    a given salt.
     """
     spaces = [
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}

@@ -29,7 +29,7 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""What --linger adds before the first engine, which may still load its model's weights."""
+"""Added to --linger before the first engine, which may still load its model's weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals within this time count as one."""

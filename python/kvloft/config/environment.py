@@ -15,8 +15,8 @@ MAX_SOCKET_BYTES: Final = 107
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft";
-they are not settings.
+"""Variables that Kubernetes sets in every container for a Service whose name starts with "kvloft";
+not settings.
 """
 
 

@@ -1,8 +1,7 @@
 """Sources of settings, from strong to weak: vLLM's ``kv_connector_extra_config`` (or a command
 line), environment variables ``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
 
-It must know neither vLLM nor the store: checks that need the model are made where the model is
-known.
+Must depend on neither vLLM nor the store: checks that need the model run elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The table of settings: names, defaults, allowed values, and how values are parsed and shown.
 
-It must not know where values come from, or anything that depends on the model.
+Must not depend on the sources of values, or on the model.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Sizes, times and quotas: text to numbers and back.
 
-It must not know which settings have them.
+Must not depend on settings.
 """
 
 import math

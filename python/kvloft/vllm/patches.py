@@ -35,8 +35,8 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One method of vLLM that is wrapped. ``until``: the newest release that needs it; ``lost``:
-    what does not hold without it.
+    """One wrapped method of vLLM. ``until``: the newest release that needs it; ``lost``: the
+    consequence without it.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Patch:
     missing: Missing
 
     def find(self) -> Any:
-        """The owner, if it has the method and not only an interface's; else None."""
+        """Return the owner if it implements the method, not only inherits it from an interface."""
         try:
             owner = getattr(import_module(self.module), self.owner, None)
         except ImportError:
@@ -203,10 +203,10 @@ def settle(patches: Iterable[Patch]) -> bool:
 
 
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
-    """Put ``around(method, args, kwargs)`` in the method's place, once. ``owner`` is vLLM's class
+    """Replace the method by ``around(method, args, kwargs)``, once. ``owner`` is vLLM's class
     (None) or a test's.
 
-    Does nothing where the target is missing: `settle` has said what follows.
+    Does nothing if the target is missing: `settle` has logged the consequence.
     """
     owner = owner if owner is not None else patch.find()
     method = getattr(owner, patch.method, None)
@@ -225,10 +225,10 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Have ``listener``, a bound method, called with the arguments of each call before it, for as
-    long as its object lives.
+    """Call ``listener``, a bound method, with the arguments of each call before it, while its
+    object lives.
 
-    If it returns a function, that is called after the method. What either raises is logged only.
+    If it returns a function, that is called after the method. Exceptions of both are logged only.
     ``owner`` is as for `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]

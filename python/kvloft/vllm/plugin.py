@@ -68,7 +68,7 @@ def check_settings_early(factory: Any) -> None:
                 except ConfigError as error:
                     raise ConfigError(
                         f"kvloft: {error}"
-                    ) from error  # inside a ValidationError of vLLM's, say
+                    ) from error  # for example, inside vLLM's ValidationError
                 right[repr(extra)] = config.kv_groups
             return sys.modules[MODULE].class_of(right[repr(extra)])
         return connector

@@ -54,7 +54,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
 
 
 def _outline(config: Any) -> Any:
-    """What the first rank's config and the scheduler's copy of it have in common."""
+    """The common part of the first rank's config and the scheduler's copy of it."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

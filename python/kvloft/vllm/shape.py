@@ -112,13 +112,13 @@ HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
 (`SpeculativeConfig.use_eagle`).
 """
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV of a position is of the tokens up to it: DFlash projects the target's hidden
+"""Methods whose KV at a position depends on tokens up to it: DFlash projects the target's hidden
 states of the prompt.
 """
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
-    """Whether a drafter keeps KV of its own in the engine's blocks."""
+    """Whether a draft model has KV in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
@@ -134,7 +134,7 @@ def draft_limit(vllm_config: Any) -> int | None:
         longest = min(longest, draft.max_model_len)
     return (
         int(longest) - int(speculative.num_speculative_tokens) - 2
-    )  # DFlash asks about one token more, and one is to spare
+    )  # DFlash needs one token more, plus one spare
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
@@ -151,7 +151,7 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Tokens behind a position that its draft KV depends on; 0 without a drafter, or where it reads
+    """Tokens after a position that its draft KV depends on; 0 without a draft model, or if it reads
     tokens only.
     """
     if (
@@ -170,18 +170,17 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
     "ChunkedLocalAttentionSpec": "local",
     "MambaSpec": "state",
 }
-"""Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are
-good for.
+"""Kinds of specs: whether blocks hold every token's KV for the request's whole life, or their other
+use.
 
-With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec
-too: vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves
-the window to the computation. Not so where every layer has the same window: then the one table is
-of windows.
+With one block table for all layers, sliding windows and local chunks are FullAttentionSpec too:
+vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and only the
+computation uses the window. If every layer has the same window, the one table is of windows.
 """
 
 
 def group_shape(spec: Any) -> GroupShape:
-    """What a prefix needs of a group with ``spec``, one of `KIND_OF_SPEC`."""
+    """Return the part of a group with ``spec``, one of `KIND_OF_SPEC`, that a prefix needs."""
     kind = KIND_OF_SPEC[type(spec).__name__]
     reach = 0
     if kind == "window":
@@ -236,7 +235,7 @@ def stage_layers(vllm_config: Any) -> list[int]:
 
 
 def group_block_bytes(kv_cache_config: Any) -> list[int]:
-    """Bytes of one block of each group, on the rank whose config it is."""
+    """Bytes of one block of each group, on the rank with this config."""
     bytes_of = page_bytes(kv_cache_config)
     return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
 

@@ -1,7 +1,7 @@
 """kvloft's metrics in vLLM's statistics and Prometheus export.
 
 One flat dict of numbers crosses the processes: counters are added, gauges take the newest value.
-Only the scheduler half sets gauges, so aggregation over ranks never meets two values.
+Only the scheduler side sets gauges, so aggregation over ranks never has two values.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
 
 
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Every drafter except suffix was tested with gated delta nets; suffix differs from ngram only
-    in its guesses.
+    """Every drafting method except suffix was tested with gated delta nets; suffix differs from
+    ngram only in its draft tokens.
 
     vLLM 0.32 computes wrong answers in the refused cases, on hits of its own cache
     (tests/e2e/zoo/test_faults.py). Such KV would be saved and outlive the engine.

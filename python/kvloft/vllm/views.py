@@ -1,6 +1,6 @@
-"""vLLM's requests and steps as kvloft's views, which read fields and keep nothing.
+"""vLLM's requests and steps as kvloft's views, which read fields and store nothing.
 
-Only fields that every served release has, or that are asked for with a default, are touched.
+Reads only fields of every supported release, or with a default.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class VllmRequest:
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Runs of positions whose input is an embedding row. A mixed prompt's mask says which positions
-    are token ids.
+    """Runs of positions whose input is an embedding row. A mixed prompt's mask selects the
+    positions with token ids.
     """
     rows = request.prompt_embeds
     if rows is None:
@@ -130,7 +130,7 @@ NewTables = Callable[[Any], Tables]
 
 
 def tables_of(shape: CacheShape) -> NewTables:
-    """What makes `Tables` of vLLM's tables, one a group of ``shape``."""
+    """Return a function that makes `Tables` of vLLM's tables, one per group of ``shape``."""
     per_unit = [group.blocks_per_unit for group in shape.groups]
     return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
@@ -225,7 +225,7 @@ _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Tokens by vLLM's source labels, summing to ``num_tokens``; what no tier accounts for is
+    """Tokens by vLLM's source labels, summing to ``num_tokens``; tokens without a tier are
     unspecified.
     """
     if CacheHitSource is None:

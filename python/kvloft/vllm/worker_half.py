@@ -1,9 +1,9 @@
-"""The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
+"""The worker side inside vLLM: passes connector metadata to WorkerCore; one method per hook.
 
-vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps
-before 0.31, results taken before it with speculative decoding), so saves run at whichever comes
-first after the forward. Behind the results a drafter with KV of its own runs, and vLLM settles the
-states that accepted drafts passed: then saves wait for ``wait_for_save``, behind both.
+vLLM's releases differ in their hooks and their order (no ``wait_for_save`` in empty steps before
+0.31, results processed before it with speculative decoding), so saves run in the first hook after
+the forward pass. With a draft model that has KV, and states of accepted draft tokens, more work
+follows the results: then saves wait for ``wait_for_save``, which comes last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerHalf:
         )
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
-        """Failed loads are reported by request: ids of blocks do not say which group's they are."""
+        """Failed loads are reported by request: block ids do not identify the group."""
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         self._fingerprint = (
             f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
@@ -96,7 +96,7 @@ class WorkerHalf:
             self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads finished; runs what hooks before this one did not."""
+        """Requests with finished loads; runs work that earlier hooks did not run."""
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()

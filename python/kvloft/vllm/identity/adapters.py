@@ -1,6 +1,4 @@
-"""Which LoRA adapter a request has: its identity in keys. It must not know requests or the
-store.
-"""
+"""The identity of a request's LoRA adapter in keys. Must not depend on requests or the store."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class AdapterNames:
-    """Identity of each LoRA: its name and path, and what shows which weights it has.
+    """Identity of each LoRA: its name and path, and evidence of its weights.
 
-    Another run may have it only where its files are as they were when this engine began (or where a
-    commit says it): whenever the workers loaded it, those were its weights. Otherwise it is this
-    run's own; and once its files are others than when it was first seen, no request shares it with
-    another. vLLM identifies adapters by name in its prefix cache, by number in its workers.
+    Other runs may share it only if its files are unchanged since this engine started (or a commit
+    identifies them): the workers then loaded these weights at any time. Otherwise it is valid for
+    this run only; and once its files differ from the first check, no request shares it. vLLM
+    identifies adapters by name in its prefix cache, and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
@@ -54,7 +52,7 @@ class AdapterNames:
         ):  # in place: loaded again with each step
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
-            return None  # another adapter under a number that workers know already
+            return None  # another adapter under a number that workers have loaded already
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)

@@ -29,7 +29,7 @@ from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
 
 try:
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-except ImportError:  # older releases know one layout
+except ImportError:  # older releases have one layout
     get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
@@ -126,7 +126,7 @@ def namespace_fields(
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
         "environment": engine_environment(ENVIRONMENT) or None,
-        # Backends that may quantize what others do not.
+        # Backends that may quantize differently.
         "kernels": _settings(
             getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"
         ),
@@ -147,7 +147,7 @@ def namespace_fields(
 
 
 def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
-    """Of a drafter whose KV is in the same blocks as the target's."""
+    """Fields of a draft model whose KV is in the target's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
     named = {
@@ -177,8 +177,8 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:
-    """The fields that say something, as a JSON object of text no longer than a superblock keeps,
-    for `kvloft inspect`.
+    """The non-empty fields as a JSON object, short enough for a superblock, for `kvloft
+    inspect`.
     """
     said: dict[str, str] = {}
     for name, value in fields:
@@ -218,7 +218,7 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """All of them: they say which modules an adapter changes, and in which precision."""
+    """All fields: they define which modules an adapter changes, and in which precision."""
     return (
         sorted((name, str(value)) for name, value in vars(lora).items())
         if lora is not None
@@ -227,19 +227,21 @@ def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with text for keys, which JSON can sort whatever they were."""
+    """Convert ``value`` to have text keys, which JSON can sort."""
     if isinstance(value, dict):
         return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(config: Any, *names: str) -> list[str] | None:
-    """What a user set of ``names``; None where vLLM has no such ``config``."""
+    """The user's values of ``names``; None if vLLM has no such ``config``."""
     return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 
 def _platform() -> str:
-    """The CPU backend packs pages by what the CPU can do, which neither shapes nor strides show."""
+    """The CPU backend's page layout depends on CPU features, which neither shapes nor strides
+    show.
+    """
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():
         return name

@@ -52,14 +52,14 @@ HARMLESS = frozenset(
         "wake_up",
     }
 )
-"""What vLLM's workers offer that leaves weights and KV alone, by the sources of 0.30 to 0.33. Any
-other name does not.
+"""Methods of vLLM's workers that change neither weights nor KV, from the sources of 0.30 to 0.33.
+Any other name may.
 """
 
 
 class WeightsWatch:
-    """Calls ``stop(reason)`` where other weights may have been loaded than at the start; its
-    methods listen to what may load them.
+    """Calls ``stop(reason)`` if other weights may have been loaded since the start; its methods
+    observe the calls that load them.
 
     ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig.
     """
@@ -70,7 +70,7 @@ class WeightsWatch:
         self._files, self._commit = look(model.model), hub_commit(*self._name)
 
     def hear_rpc(self, _core: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
-        """vLLM's engine core asks its workers: collective_rpc(method, timeout, args, kwargs)."""
+        """vLLM's engine core calls its workers: collective_rpc(method, timeout, args, kwargs)."""
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
         method = given.get("method")
         if method == RELOAD:
@@ -88,7 +88,9 @@ class WeightsWatch:
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
-        """Look before the call; returns what looks after it, when a hub's newer commit is seen."""
+        """Check before the call; return a check for after the call, which detects a newer hub
+        commit.
+        """
 
         def look_again() -> None:
             try:
@@ -102,7 +104,7 @@ class WeightsWatch:
         return look_again
 
     def _are_there(self) -> bool:
-        """Whether a reload brings the same weights."""
+        """Whether a reload loads the same weights."""
         if self._is_dummy:
             return False
         if self._files is None:

@@ -128,10 +128,11 @@ def look(path: str, *, below: bool = True) -> Look | None:
 
 
 class LooksInTime:
-    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system
-    that hangs.
+    """Checks folders in a separate thread, for a scheduler that must not wait for a hung file
+    system.
 
-    The thread ends when this is closed or gone: a process may have many engines, one after another.
+    The thread ends when this is closed or collected: a process may run many engines one after
+    another.
     """
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
@@ -141,15 +142,13 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Ends the thread, if there is one, after the look that is under way. Nothing is looked at
-        afterwards.
-        """
+        """Ends the thread, if it runs, after the current check. No check follows."""
         self._end()
 
     def look(self, path: str) -> Look | None:
-        """As `look`, without folders below, as vLLM does with adapters.
+        """As `look`, without subfolders, like vLLM with adapters.
 
-        Raises TimeoutError if that fails, at once while an earlier one hangs.
+        Raises TimeoutError on a timeout, and immediately while an earlier check hangs.
         """
         if self._last is None:
             threading.Thread(
@@ -176,8 +175,8 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
 def _entries(
     root: bytes, *, below: bool
 ) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Of ``root`` and all below it: name, what it leads to, and times of change, those of links
-    included.
+    """Samples of ``root`` and everything below it: name, link target, and modification times,
+    including those of links.
     """
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
@@ -189,7 +188,7 @@ def _entries(
         try:
             own = os.lstat(path)
             status = os.stat(path)  # noqa: PTH116 - bytes
-        except OSError:  # gone, or a link to nothing: vLLM loads nothing from it either
+        except OSError:  # missing, or a broken link: vLLM loads nothing from it either
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
         if is_folder and name and not below:
@@ -211,9 +210,7 @@ def _entries(
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Times of change of the links on the way to ``path``, links behind links included, and of
-    folders there that were renamed.
-    """
+    """Modification times of all links on the way to ``path``, and of renamed folders there."""
     todo, seen = [path], {path}
     while todo:
         place = Path(todo.pop())
@@ -255,7 +252,7 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
     for file in ("config.json", "params.json", "adapter_config.json"):
         try:
             found = try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision)
-        except (HFValidationError, OSError, ValueError):  # a path, say
+        except (HFValidationError, OSError, ValueError):  # for example, a path
             return None
         if isinstance(found, str):
             return Path(found).parent.name
@@ -266,7 +263,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig
     and LoadConfig.
     """
-    # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
+    # A configuration from elsewhere has another commit, unrelated to the weights.
     elsewhere = getattr(model, "hf_config_path", None)
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
     commit = commit or hub_commit(
