@@ -211,7 +211,7 @@ def test_a_new_store_gets_all_saves_again() -> None:
     assert (saved_blocks(plan), plan.arena) == ([(5,), (6,), (7,), (8,), (9,), (10,)], arena)
     settled(engine, plan)
     engine.core.absorb(StepReport(usable_bytes=(1, 6 * 4096)))
-    assert engine.store.frame_limit == 6, "what was said of the arena before does not count"
+    assert engine.store.frame_limit == 6, "reports about the old arena are ignored"
     engine.core.close()
 
 

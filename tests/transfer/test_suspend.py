@@ -121,7 +121,7 @@ def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     hear()
     worker.suspend()
     hear()
-    mover.usable_bytes = 2  # pinning goes on
+    mover.usable_bytes = 2  # registration continues
     hear()
     worker.resume()
     worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
