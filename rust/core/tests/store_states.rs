@@ -26,7 +26,7 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
-    keys.extend(own.keys().last().filter(|_| says_beside));
+    keys.extend(own.keys().last().filter(|_| has_prefix));
     let kv = ToSave {
         prefix: Prefix::from(&own),
         units: 0..num_blocks,

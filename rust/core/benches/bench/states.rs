@@ -30,11 +30,11 @@ pub(crate) fn table(name: &str, trace: &Trace) {
         let frames = (unique * percent as usize).div_ceil(100);
         let ratio =
             |policy, has_prefix| replay(trace, frames, policy, has_prefix) as f64 / total as f64;
-        let (lru, not_told) = (ratio(Eviction::Lru, true), ratio(Eviction::default(), false));
+        let (lru, without) = (ratio(Eviction::Lru, true), ratio(Eviction::default(), false));
         let ours = ratio(Eviction::default(), true);
-        let (more, met) = (ours / lru, verdict(ours >= TARGET * lru && ours >= not_told));
+        let (more, met) = (ours / lru, verdict(ours >= TARGET * lru && ours >= without));
         println!(
-            "{percent:>4}% {frames:>8} {lru:>9.4} {not_told:>9.4} {ours:>9.4} {more:>12.3} {TARGET:>8} {met:>7}"
+            "{percent:>4}% {frames:>8} {lru:>9.4} {without:>9.4} {ours:>9.4} {more:>12.3} {TARGET:>8} {met:>7}"
         );
     }
 }
@@ -86,7 +86,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
                 .leases,
         );
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
-            let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
+            let prefix = Prefix::new(root, &keys[..=usize::from(has_prefix)]);
             let asked = ToSave { prefix, units: whole(1), class: SizeClass(0), is_attached: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
