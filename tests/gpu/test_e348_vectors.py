@@ -129,7 +129,7 @@ def test_saves_of_encoded_pages_have_twice_the_slots_if_a_chunk_fits_half_of_one
     assert (halved.num_slots, halved.slot_bytes) == (num_slots, slot_bytes)
 
 
-def test_parts_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_contain_their_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = layouts()["bf16"].layout()
     encoding = PartEncoding.of(layout, memory_of(1 << 20))

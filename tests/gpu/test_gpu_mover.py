@@ -274,7 +274,7 @@ def check_unregistered(
     return mover, copies
 
 
-def test_frames_not_registered_yet_are_loaded_and_not_saved_to(
+def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = per_layer(3, 40, 4096)

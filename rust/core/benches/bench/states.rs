@@ -24,7 +24,7 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     title(&format!("Eviction with {NUM_GROUPS} states a prompt: hit ratio on {name}"));
     println!(
         "{:>5} {:>8} {:>9} {:>9} {:>9} {:>12} {:>8}",
-        "size", "frames", "lru", "not told", "adaptive", "adaptive/lru", "target"
+        "size", "frames", "lru", "no prefix", "adaptive", "adaptive/lru", "target"
     );
     for percent in SIZES {
         let frames = (unique * percent as usize).div_ceil(100);
