@@ -17,8 +17,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 use crate::store::{
-    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation,
-    Store, StoreConfig, ToSave, WriteLease,
+    Anchors, Changes, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation,
+    SaveCounts, SaveRequest, Store, StoreConfig, WriteLease,
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
 
@@ -68,7 +68,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     }
     /// Reserves ranges of many prefixes in one call. Returns the reservations in order, and their
     /// number for each range. Reserves nothing if a prefix is shorter than its range.
-    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)>;
+    fn reserve_many(
+        &self,
+        asked: &[SaveRequest<'_>],
+    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)>;
     /// Commits reservations; returns how many chunks became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Aborts reservations and frees their frames.
@@ -200,7 +203,10 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
+    fn reserve_many(
+        &self,
+        asked: &[SaveRequest<'_>],
+    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)> {
         let (leases, got) =
             self.store.reserve_many(Some(self.limit_bytes.load(Ordering::Relaxed)), asked)?;
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();

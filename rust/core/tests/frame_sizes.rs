@@ -8,7 +8,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::SizeClass;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{Store, StoreConfig, ToSave};
+use kvloft_core::store::{SaveRequest, Store, StoreConfig};
 use store_common::{config, stat};
 
 const PAGE: u64 = 4096;
@@ -29,7 +29,10 @@ fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
     let chains: Vec<_> = groups.map(|(group, class)| (chain(prompt, group), *class)).collect();
     let asked: Vec<_> = chains
         .iter()
-        .map(|(chain, class)| ToSave { class: SizeClass(*class), ..(chain.into(), 0..LEN).into() })
+        .map(|(chain, class)| SaveRequest {
+            class: SizeClass(*class),
+            ..(chain.into(), 0..LEN).into()
+        })
         .collect();
     let (leases, got) = store.reserve_many(None, &asked).unwrap();
     store.commit(leases);

@@ -16,7 +16,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::{FrameGrid, FrameId, FrameSizes, SizeClass};
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{DiskSettings, ReadLease, Store, StoreConfig, ToSave, Way, WriteLease};
+use kvloft_core::store::{
+    DiskSettings, ReadLease, SaveRequest, Store, StoreConfig, Way, WriteLease,
+};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -126,7 +128,7 @@ impl World {
         let classes: Vec<_> = self.frames[nth].classes().collect();
         let asked: Vec<_> = (0..num_units)
             .step_by(each as usize)
-            .map(|unit| ToSave {
+            .map(|unit| SaveRequest {
                 prefix: chain.into(),
                 units: unit..unit + each,
                 class: classes[unit as usize % classes.len()],

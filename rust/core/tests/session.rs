@@ -13,7 +13,8 @@ use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
 use kvloft_core::store::{
-    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, StoreConfig, TierName, ToSave,
+    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
+    StoreConfig, TierName,
 };
 
 fn local(num_frames: u64) -> Local {
@@ -110,11 +111,12 @@ impl Session for Odd {
     fn release(&self, _: LeaseId) {}
     fn reserve_many(
         &self,
-        asked: &[ToSave<'_>],
-    ) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
+        asked: &[SaveRequest<'_>],
+    ) -> kvloft_core::Result<(Vec<Reservation>, Vec<SaveCounts>)> {
         let each: Vec<_> =
             asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
-        let got = each.iter().map(|own| Got { num_reserved: own.len(), num_dropped: 0 }).collect();
+        let got =
+            each.iter().map(|own| SaveCounts { num_reserved: own.len(), num_dropped: 0 }).collect();
         Ok((each.concat(), got))
     }
     fn commit(&self, tickets: &[u64]) -> u32 {

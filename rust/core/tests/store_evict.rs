@@ -15,7 +15,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{
-    DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed,
+    DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, erase_closed,
 };
 use kvloft_core::tier::disk::{DiskRoot, Erased, inspect};
 use proptest::prelude::*;
@@ -213,8 +213,12 @@ impl World {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
         let prefix = Prefix::new(group_root, &keys);
-        let asked =
-            ToSave { prefix, units: 0..chain.num_blocks(), class: SizeClass(0), is_attached: true };
+        let asked = SaveRequest {
+            prefix,
+            units: 0..chain.num_blocks(),
+            class: SizeClass(0),
+            is_attached: true,
+        };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         for lease in &leases {
             fill(&self.arena, lease.reservation());
@@ -307,7 +311,7 @@ fn many_chunks_are_evicted_in_slices() {
             save(&store, &arena, &deep(salt), 0..2000);
             let wide = deep(salt);
             let (root, keys) = wide.attached(1, 0..1800).unwrap();
-            let asked = ToSave {
+            let asked = SaveRequest {
                 prefix: Prefix::new(root, &keys),
                 units: 0..1800,
                 class: SizeClass(0),

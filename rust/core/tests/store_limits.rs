@@ -16,7 +16,8 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag};
 use kvloft_core::store::{
-    Evict, Limits, Prefix, Quota, ReadLease, Store, StoreConfig, TenantLimits, ToSave, WriteLease,
+    Evict, Limits, Prefix, Quota, ReadLease, SaveRequest, Store, StoreConfig, TenantLimits,
+    WriteLease,
 };
 use proptest::prelude::*;
 use store_common::{
@@ -215,7 +216,7 @@ impl World {
         let Prompt { chain, attached, .. } = self.prompt(salt, prompt);
         let keys = &attached.1[..len as usize];
         let prefix = if is_attached { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
-        let asked = ToSave { prefix, units: 0..len, class: SizeClass(0), is_attached };
+        let asked = SaveRequest { prefix, units: 0..len, class: SizeClass(0), is_attached };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         let (now_s, on_disk) = (self.now_s(), self.disk.chunks());
         for key in leases.iter().map(|lease| lease.reservation().key) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::KeyChain;
-use kvloft_core::store::{Prefix, Store, StoreConfig, ToSave};
+use kvloft_core::store::{Prefix, SaveRequest, Store, StoreConfig};
 use store_common::*;
 
 const GROUP: u32 = 5;
@@ -27,13 +27,13 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
     keys.extend(own.keys().last().filter(|_| has_prefix));
-    let kv = ToSave {
+    let kv = SaveRequest {
         prefix: Prefix::from(&own),
         units: 0..num_blocks,
         class: SizeClass(0),
         is_attached: false,
     };
-    let state = ToSave {
+    let state = SaveRequest {
         prefix: Prefix::new(root, &keys),
         units: 0..1,
         class: SizeClass(0),

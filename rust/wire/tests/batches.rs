@@ -10,7 +10,7 @@ use common::{FRAME, chain, connect, save, serve, server_config};
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, StoreConfig, ToSave};
+use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRequest, StoreConfig};
 use kvloft_wire::protocol::MAX_PREFIXES;
 use kvloft_wire::{Server, ServerConfig};
 use proptest::collection::vec;
@@ -73,10 +73,10 @@ impl Asked {
         Self { root, keys, units: 0..(part.stop - part.start), is_attached }
     }
 
-    fn to_save(&self) -> ToSave<'_> {
+    fn to_save(&self) -> SaveRequest<'_> {
         let prefix = Prefix::new(self.root, &self.keys);
         let (class, is_attached) = (SizeClass(0), self.is_attached);
-        ToSave { prefix, units: self.units.clone(), class, is_attached }
+        SaveRequest { prefix, units: self.units.clone(), class, is_attached }
     }
 
     fn prefixes(&self) -> Vec<Prefix<'_>> {
@@ -286,13 +286,13 @@ fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     };
     let save = |prompt, end: u32| {
         let (own, (root, keys)) = (chain(prompt, end), state(prompt, end));
-        let kv = ToSave {
+        let kv = SaveRequest {
             prefix: Prefix::new(own.root(), own.keys()),
             units: 0..end,
             class: SizeClass(0),
             is_attached: false,
         };
-        let beside = ToSave {
+        let beside = SaveRequest {
             prefix: Prefix::new(root, &keys),
             units: 0..1,
             class: SizeClass(0),

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::store::{Prefix, Store, StoreConfig, TenantLimits, ToSave};
+use kvloft_core::store::{Prefix, SaveRequest, Store, StoreConfig, TenantLimits};
 
 use crate::table::{title, verdict};
 use crate::trace::Trace;
@@ -87,7 +87,8 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
         );
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(has_prefix)]);
-            let asked = ToSave { prefix, units: whole(1), class: SizeClass(0), is_attached: true };
+            let asked =
+                SaveRequest { prefix, units: whole(1), class: SizeClass(0), is_attached: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
     }

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::io::SizeClass;
 use crate::key::{ChunkKey, KeyChain};
-use crate::store::{Got, Prefix, ToSave};
+use crate::store::{Prefix, SaveCounts, SaveRequest};
 
 /// Units of one request to save, in every group that keeps KV of them.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use crate::store::disk::work::Clearing;
 use crate::store::lease::{ReadLease, WriteLease};
 use crate::store::lookup::{Anchors, Prefix};
 use crate::store::open::Store;
-use crate::store::save::{Got, ToSave};
+use crate::store::save::{SaveCounts, SaveRequest};
 use crate::store::state::State;
 
 /// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
@@ -101,8 +101,8 @@ impl Store {
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,
-        asked: &[ToSave<'_>],
-    ) -> Result<(Vec<WriteLease>, Vec<Got>)> {
+        asked: &[SaveRequest<'_>],
+    ) -> Result<(Vec<WriteLease>, Vec<SaveCounts>)> {
         let reserved = self.inner.with_open_state(|state| {
             if let Some(limit_bytes) = limit_bytes {
                 state.host.limit(limit_bytes);
@@ -117,7 +117,7 @@ impl Store {
         let none = || {
             asked
                 .iter()
-                .map(|each| Got { num_reserved: 0, num_dropped: each.num_units() })
+                .map(|each| SaveCounts { num_reserved: 0, num_dropped: each.num_units() })
                 .collect()
         };
         let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;

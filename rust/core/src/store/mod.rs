@@ -54,7 +54,7 @@ pub use load::{LeasedFrame, Progress, TierName};
 pub use locked::Clock;
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
-pub use save::{Got, Reservation, ToSave};
+pub use save::{Reservation, SaveCounts, SaveRequest};
 pub use stats::Evicted;
 pub use tenants::expiry::erase_expired;
 pub use tenants::limits::{Limits, Quota, TenantLimits};

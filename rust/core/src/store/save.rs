@@ -25,9 +25,9 @@ pub struct Reservation {
     pub unit: u32,
 }
 
-/// How much of one [`ToSave`] was reserved.
+/// How much of one [`SaveRequest`] was reserved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Got {
+pub struct SaveCounts {
     /// Chunks that have to be filled.
     pub num_reserved: usize,
     /// Chunks without a frame or a parent; unless chunks are attached, also all chunks after the
@@ -37,7 +37,7 @@ pub struct Got {
 
 /// Which chunks of a prefix to save.
 #[derive(Debug, Clone)]
-pub struct ToSave<'a> {
+pub struct SaveRequest<'a> {
     /// The prefix.
     pub prefix: Prefix<'a>,
     /// Units of the prefix, one chunk each.
@@ -50,13 +50,13 @@ pub struct ToSave<'a> {
     pub is_attached: bool,
 }
 
-impl<'a> From<(Prefix<'a>, Range<u32>)> for ToSave<'a> {
+impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
     fn from((prefix, units): (Prefix<'a>, Range<u32>)) -> Self {
         Self { prefix, units, class: SizeClass::default(), is_attached: false }
     }
 }
 
-impl ToSave<'_> {
+impl SaveRequest<'_> {
     /// `InvalidConfig` if the prefix is shorter than the units.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
@@ -96,10 +96,10 @@ impl State {
     /// Reserves frames for the missing chunks of a checked range and adds them to `reserved`.
     pub(crate) fn reserve(
         &mut self,
-        asked: &ToSave<'_>,
+        asked: &SaveRequest<'_>,
         reserved: &mut Vec<(ChunkId, Reservation)>,
-    ) -> Got {
-        let ToSave { prefix, ref units, class, is_attached } = *asked;
+    ) -> SaveCounts {
+        let SaveRequest { prefix, ref units, class, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
         let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
         let mut above = None; // the previous chunk, if it is in host memory
@@ -138,14 +138,14 @@ impl State {
             }
         }
         self.stats.reserve_dropped += u64::from(num_dropped);
-        Got { num_reserved: reserved.len() - before, num_dropped }
+        SaveCounts { num_reserved: reserved.len() - before, num_dropped }
     }
 
     /// Loads the first entries of each save into the CPU cache. The saves' own reads would wait for
     /// each other.
-    pub(crate) fn warm(&self, asked: &[ToSave<'_>]) {
+    pub(crate) fn warm(&self, asked: &[SaveRequest<'_>]) {
         let found = asked.iter().filter(|each| !each.units.is_empty()).map(
-            |ToSave { prefix, units, .. }| {
+            |SaveRequest { prefix, units, .. }| {
                 let ids = [units.start, units.start + 1]
                     .map(|num_units| self.index.get(&prefix.key_of(num_units)));
                 ids.map(|id| id.map_or(0, |id| u64::from(id.0)))

@@ -2,7 +2,7 @@
 //! sockets.
 
 use kvloft_core::Result;
-use kvloft_core::store::{Prefix, ToSave};
+use kvloft_core::store::{Prefix, SaveRequest};
 
 use crate::protocol::{Answer, Keys, MAX_KEYS, SentRange};
 
@@ -16,9 +16,9 @@ pub(crate) fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 }
 
 /// Returns the range to send; None if it has more keys than a server accepts.
-pub(crate) fn sent_range<'a>(asked: &ToSave<'a>) -> Result<Option<SentRange<'a>>> {
+pub(crate) fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
-    let ToSave { prefix, units, class, is_attached } = asked.clone();
+    let SaveRequest { prefix, units, class, is_attached } = asked.clone();
     // Of the keys before the range only the parent of the first chunk is needed.
     let first = units.start.saturating_sub(1);
     let end = units.end as usize;

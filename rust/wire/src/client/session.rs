@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
 use kvloft_core::store::{
-    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave,
+    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
 };
 use kvloft_core::{ChunkKey, Result};
 
@@ -113,7 +113,10 @@ impl Session for Client {
         }
     }
 
-    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
+    fn reserve_many(
+        &self,
+        asked: &[SaveRequest<'_>],
+    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)> {
         let ranges = asked.iter().map(sent_range).collect::<Result<Vec<_>>>()?;
         let sent: Vec<_> = ranges.iter().flatten().cloned().collect();
         let parts = split_batches(&sent, |range| range.keys.iter().len());
@@ -130,7 +133,7 @@ impl Session for Client {
             let nothing = || (Vec::new(), each.num_units());
             let (rows, num_dropped) = answer.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
-            got.push(Got { num_reserved: rows.len(), num_dropped });
+            got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
         }
         let dropped =
             asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);

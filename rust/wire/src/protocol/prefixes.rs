@@ -68,9 +68,9 @@ pub struct SentRange<'a> {
     pub keys: Keys<'a>,
     /// Which units.
     pub units: Range<u32>,
-    /// As in `ToSave`.
+    /// As in `SaveRequest`.
     pub class: SizeClass,
-    /// As in `ToSave`.
+    /// As in `SaveRequest`.
     pub is_attached: bool,
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{Got, Listener, Prefix, Progress, ToSave};
+use kvloft_core::store::{Listener, Prefix, Progress, SaveCounts, SaveRequest};
 
 use crate::protocol::prefix_cache::PrefixCache;
 use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes, SentRange};
@@ -111,7 +111,7 @@ impl EngineHandler {
                 let asked = self.ranges(ranges)?;
                 let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
                 let mut reserved = reserved.into_iter();
-                let rows = |got: Got| {
+                let rows = |got: SaveCounts| {
                     (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped)
                 };
                 Answer::Reserved(got.into_iter().map(rows).collect())
@@ -208,7 +208,7 @@ impl EngineHandler {
 
     /// Returns the ranges to reserve. The keys before `first` are not sent; unrelated keys stand in
     /// for them, and `reserve_many` does not read them.
-    fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<ToSave<'_>>, Disconnect> {
+    fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<SaveRequest<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {
             one.first > one.units.start.saturating_sub(1)
@@ -226,7 +226,7 @@ impl EngineHandler {
             let start = end - one.keys.iter().len() - one.first as usize;
             let prefix = Prefix::new(one.root, &self.scratch[start..end]);
             let (class, is_attached) = (one.class, one.is_attached);
-            ToSave { prefix, units: one.units.clone(), class, is_attached }
+            SaveRequest { prefix, units: one.units.clone(), class, is_attached }
         };
         Ok(sent.iter().map(range).collect())
     }
