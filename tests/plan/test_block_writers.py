@@ -42,7 +42,7 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
 
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
-    """A request of one group, whose hit nobody has checked."""
+    """A request of one group, whose hit is unverified."""
     chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(
         req_id=req_id,

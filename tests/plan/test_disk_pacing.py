@@ -193,8 +193,8 @@ def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
 
 
 def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float, SymbolicEngine]:
-    """Seconds for all prompts, of which only the disk has anything, and the engine; ``num_warm``
-    unknown ones were computed before.
+    """Seconds for all prompts, which are stored on disk only, and the engine; ``num_warm`` unknown
+    ones were computed before.
     """
     setup = Setup(
         with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64

@@ -101,8 +101,8 @@ def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
 def start(
     engine: SymbolicEngine, given: dict[str, tuple[list[int], list[int]]], local: int, **num: int
 ) -> Any:
-    """Plan the first step of requests with these tokens and block tables, of which vLLM's cache has
-    ``local`` tokens; ``num``: scheduled tokens.
+    """Plan the first step of requests with these tokens and block tables; vLLM's cache has
+    ``local`` of the tokens; ``num``: scheduled tokens.
     """
     for name, (prompt, table) in given.items():
         request: Any = Request(name, prompt, 9)

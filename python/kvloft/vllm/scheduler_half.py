@@ -70,32 +70,6 @@ _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
 
 STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
-WARN_EVERY_S = 60.0
-DAMAGE = (
-    "kvloft: %s on disk failed verification (namespace %s); each was a miss. "
-    "Check the health of the disk, or stop the engine and run `kvloft verify`"
-)
-NO_ROOM = (
-    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host "
-    "memory continues to serve. "
-    "disk_path can be full, not writable, or in use by another process: see the lines above, or "
-    "the server's log"
-)
-OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they "
-    "are not loaded, and kept. "
-    "Set different values of namespace for the two engines, and report the settings in which they "
-    "differ"
-)
-SLOW_DISK = (
-    "kvloft: %s on disk were computed, because reading them was expected to take longer "
-    "(namespace %s). disk_slow_tokens counts them"
-)
-LOADS_FAIL = (
-    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
-    "(namespace %s). Requests are computed "
-    "instead. See the workers' log for the reason"
-)
 MEDIA_ARE_NUMBERED = (
     "kvloft: prompts with images or other media are saved only up to the first item: with "
     "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media instead of "
@@ -342,16 +316,8 @@ class SchedulerHalf:
         data += Counter(hook_errors=self.hook_errors)
         self.core.counters.clear()
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
-        self._warn(data["disk_verify_failures"], DAMAGE)
-        self._warn(data["layout_mismatches"], OTHER_LAYOUT)
-        self._warn(data["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
-        self._warn(
-            0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"],
-            NO_ROOM,
-        )
-        if data["load_breaker_trips"]:
-            logger.error(LOADS_FAIL, self._namespace.hex()[:16])
-        self._tell_events()
+        self._log.warn(data)
+        self._log.log_events()
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
@@ -368,21 +334,8 @@ class SchedulerHalf:
             self._announcer.withdraw(events)
             raise
 
-    def _tell_events(self) -> None:
-        """Log the events of the store, each once."""
-        for event in self._store.take_events():
-            logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
-
-    def _warn(
-        self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
-    ) -> None:
-        """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
-        if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
-            self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
-            logger.log(level, text, _count(num, unit), self._namespace.hex()[:16])
-
-    # -- what vLLM does without asking a connector
-    # -----------------------------------------------------------------
+    # -- calls that vLLM makes without a connector hook
+    # -----------------------------------------------------------------------------------------
 
     def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before it is loaded, and maybe before a request asks for it."""

@@ -28,6 +28,10 @@ OTHER_LAYOUT = (
     "are not loaded, and kept. Set different values of namespace for the two engines, and report "
     "the settings in which they differ"
 )
+SLOW_DISK = (
+    "kvloft: %s on disk were computed, because reading them was expected to take longer "
+    "(namespace %s). disk_slow_tokens counts them"
+)
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
     "(namespace %s). Requests are computed instead. See the workers' log for the reason"
@@ -51,17 +55,19 @@ class StoreLog:
         """Log the problems that an interval's counts show."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
+        self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
         num_unwritten = counts["disk_dropped"] + counts["disk_write_errors"]
         self._warn(0 if counts["disk_bytes_written"] else num_unwritten, NO_ROOM)
         if counts["load_breaker_trips"]:
             logger.error(LOADS_FAIL, self._namespace)
 
-    def _warn(self, num_chunks: int, text: str) -> None:
+    def _warn(
+        self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
+    ) -> None:
         """Log each kind at most once per `WARN_EVERY_S`; the metrics count all."""
-        if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
+        if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
-            chunks = "1 chunk" if num_chunks == 1 else f"{num_chunks} chunks"
-            logger.warning(text, chunks, self._namespace)
+            logger.log(level, text, f"{num} {unit}{'s' if num != 1 else ''}", self._namespace)
 
 
 class EventPoller:

@@ -7,10 +7,10 @@ use rustc_hash::FxHashSet;
 
 use crate::key::ChunkKey;
 
-/// Most keys that are remembered; with more, all are forgotten.
+/// Maximum number of stored keys; when it is exceeded, all are dropped.
 const MAX_KEYS: usize = 1 << 16;
-/// After so many misfits, and if no more than so many times as many chunks did fit, no chunk is
-/// expected to.
+/// After this many misfits, and if at most `FEW_FITS` times as many chunks fit, no chunk is
+/// expected to fit.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 
