@@ -153,12 +153,12 @@ impl EngineSession {
     }
 
     /// Appends `asked`, which is one group's, cut where chunks need frames of another size.
-    fn runs<'a>(&self, part: &Part, asked: ToSave<'a>, runs: &mut Vec<ToSave<'a>>) {
+    fn runs<'a>(&self, part: &Part, asked: SaveRequest<'a>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let misfits = self.misfits();
         let compact = group.compact.filter(|_| !misfits.are_all());
         let Some(compact) = compact.filter(|_| !misfits.is_empty()) else {
-            runs.push(ToSave { class: compact.unwrap_or(group.class), ..asked });
+            runs.push(SaveRequest { class: compact.unwrap_or(group.class), ..asked });
             return;
         };
         let class = |unit: &u32| {
@@ -169,7 +169,7 @@ impl EngineSession {
         let before = runs.len();
         for run in units.chunk_by(|one, next| class(one) == class(next)) {
             let units = run[0]..run[0] + u32::try_from(run.len()).unwrap_or(u32::MAX);
-            runs.push(ToSave { class: class(&run[0]), units, ..asked.clone() });
+            runs.push(SaveRequest { class: class(&run[0]), units, ..asked.clone() });
         }
         if runs.len() - before > 1 && asked.is_attached {
             // A key after a run is not the one after the range.
@@ -185,7 +185,7 @@ impl EngineSession {
         &self,
         parts: &[Part],
         reserved: &mut &[crate::store::Reservation],
-        got: &mut impl Iterator<Item = Got>,
+        got: &mut impl Iterator<Item = SaveCounts>,
     ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
         let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
         let has_full = self.full_groups().next().is_some();
@@ -216,15 +216,15 @@ impl EngineSession {
 }
 
 /// What a group's runs got together.
-fn total<'a>(runs: impl Iterator<Item = &'a Got>) -> Got {
-    runs.fold(Got::default(), |sum, got| Got {
+fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
+    runs.fold(SaveCounts::default(), |sum, got| SaveCounts {
         num_reserved: sum.num_reserved + got.num_reserved,
         num_dropped: sum.num_dropped + got.num_dropped,
     })
 }
 
 impl Part {
-    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> ToSave<'a> {
+    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> SaveRequest<'a> {
         let keys = match (&self.keys, chain) {
             (Keys::Own(keys), _) => keys,
             (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
@@ -232,7 +232,7 @@ impl Part {
         };
         let is_attached = matches!(self.keys, Keys::Own(_));
         let prefix = Prefix::new(self.root, keys);
-        ToSave { prefix, units: self.units.clone(), class: SizeClass(0), is_attached }
+        SaveRequest { prefix, units: self.units.clone(), class: SizeClass(0), is_attached }
     }
 }
 
