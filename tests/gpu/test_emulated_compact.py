@@ -1,4 +1,4 @@
-"""Frames for compressed chunks beside frames for raw ones, on the emulated GPU."""
+"""Frames for compressed chunks with frames for raw ones, on the emulated GPU."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Frames for compressed chunks beside frames for raw ones, in one arena. Needs a GPU; the emulated
+"""Frames for compressed chunks with frames for raw ones, in one arena. Needs a GPU; the emulated
 one runs the same tests.
 """
 
