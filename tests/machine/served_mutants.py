@@ -65,7 +65,10 @@ def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
 def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
     """``change(reach, unit_tokens)`` for groups of a kind."""
     change_groups(
-        mp, lambda row: (*row[:5], change(row[5], row[2] * row[3])) if row[1] == kind else row
+        mp,
+        lambda row: (
+            (*row[:5], change(row[5], row[2] * row[3]), *row[6:]) if row[1] == kind else row
+        ),
     )
 
 
@@ -75,8 +78,9 @@ def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)
         nth = pick(rows)
-        number, _, *sizes, _ = rows[nth]
-        rows[nth] = (number if number is not None else 99, "window", *sizes, 0)
+        row = rows[nth]
+        number = row[0] if row[0] is not None else 99
+        rows[nth] = (number, "window", *row[2:5], 0, *row[6:])
         return rows
 
     swap(mp, store, "groups_of", groups_of)
@@ -110,7 +114,9 @@ def local_chunk_is_not_loaded(mp: pytest.MonkeyPatch) -> None:
     *STATES,
 )
 def states_are_not_looked_up(mp: pytest.MonkeyPatch) -> None:
-    change_groups(mp, lambda row: (row[0], "window", *row[2:5], 0) if row[1] == "state" else row)
+    change_groups(
+        mp, lambda row: (row[0], "window", *row[2:5], 0, *row[6:]) if row[1] == "state" else row
+    )
     save_nothing_of(mp, lambda row: row[5] == 0 and row[1] == "window")
 
 
@@ -377,7 +383,9 @@ def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
     *STATES,
 )
 def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
-    change_groups(mp, lambda row: (row[0], "window", *row[2:5], 1) if row[1] == "state" else row)
+    change_groups(
+        mp, lambda row: (row[0], "window", *row[2:5], 1, *row[6:]) if row[1] == "state" else row
+    )
 
 
 @mutant(

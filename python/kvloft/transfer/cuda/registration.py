@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -89,10 +89,9 @@ class RegisteredRange:
         try:
             driver.use_context(self._context)
             with ThreadPoolExecutor(_NUM_THREADS, "kvloft-populate") as pool:
-                for begin in range(0, self.size_bytes, self._piece_bytes):
+                for begin, num_bytes in pieces_of(self.size_bytes, self._piece_bytes):
                     if self._stop.is_set():
                         return
-                    num_bytes = min(self._piece_bytes, self.size_bytes - begin)
                     _touch(self.address + begin, num_bytes, self._numa_node, pool)
                     driver.host_register(self.address + begin, num_bytes)
                     self._pieces.append(self.address + begin)
@@ -113,6 +112,18 @@ class RegisteredRange:
         finally:
             self.is_over = True
             self._on_progress()
+
+
+def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and size of each piece. The last one includes the rest, as the last slab of an
+    arena does, so that no frame is in two pieces.
+    """
+    begin = 0
+    while begin < size_bytes:
+        left = size_bytes - begin
+        num_bytes = piece_bytes if left >= 2 * piece_bytes else left
+        yield begin, num_bytes
+        begin += num_bytes
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
