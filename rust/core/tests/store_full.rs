@@ -70,7 +70,7 @@ fn test_chunks_on_a_full_file_system_make_room_for_new_ones_and_the_write_breake
     const ROOM: u8 = 6;
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
-    let beyond = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames.dat");
+    let beyond = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames");
     files.inject(beyond.from_offset(u64::from(ROOM) * FRAME as u64));
     let (store, prompts) = (open(dir.path(), &files), prompts(100));
     save_each(&store, &prompts);
@@ -100,7 +100,7 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
     let (store, prompts) = (open(dir.path(), &files), prompts(400)); // more than there are slots
     save_each(&store, &prompts[..10]);
-    files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames.dat"));
+    files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames"));
     save_each(&store, &prompts[10..]);
     let stats = ["disk_used", "disk_dropped", "disk_write_errors", "disk_trips"];
     assert_eq!(

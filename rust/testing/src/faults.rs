@@ -35,12 +35,14 @@ pub enum Call {
     Write,
     /// The file is extended by a hole.
     SetLen,
-    /// The file is extended by blocks.
+    /// The file is extended by blocks, or a hole is filled.
     Allocate,
+    /// Blocks are given back.
+    Punch,
 }
 
 /// Every call that changes a file.
-pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate];
+pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
 /// What happens to a call.
 #[derive(Debug, Clone, Copy)]
@@ -111,7 +113,7 @@ impl Rule {
         Self { calls, ..self }
     }
 
-    /// Restricts it to the file of this name.
+    /// Restricts it to files whose name begins so.
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }
@@ -142,7 +144,7 @@ impl Rule {
     }
 
     fn hits(&mut self, call: Call, (file, offset): (&str, u64), random: u64) -> bool {
-        let is_there = self.file.is_none_or(|name| name == file) && offset >= self.from;
+        let is_there = self.file.is_none_or(|name| file.starts_with(name)) && offset >= self.from;
         if !self.calls.contains(&call) || !is_there {
             return false;
         }
@@ -422,6 +424,10 @@ impl RawFile for FaultFile {
             self.file.allocate(from, from.midpoint(to))?;
         }
         result
+    }
+
+    fn punch(&self, from: u64, to: u64) -> io::Result<()> {
+        self.files.change(Call::Punch, &self.name, || self.file.punch(from, to))
     }
 
     fn is_direct(&self) -> bool {

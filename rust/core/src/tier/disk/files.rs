@@ -1,19 +1,21 @@
-//! One namespace's two files, as slots: records in `index.dat`, frames in `frames.dat`.
+//! The two files of one size class of a namespace, as slots: records and frames.
 //!
 //! The order of a write is here and nowhere else: clear the record, write the frame, write the
 //! record. So whenever the process dies, a record that reads valid has its whole frame behind it
 //! (I3). It must not know which slot is whose.
 
 use std::io::{self, ErrorKind};
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::namespaces::{FRAMES_NAME, INDEX_NAME};
+use super::namespaces::{frames_name, index_name};
 use super::paths;
 use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
-use super::types::{DiskMeta, SlotId};
+use super::types::{Damage, DiskMeta, SlotId};
 use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile};
+use crate::io::{MAX_FRAMES, SizeClass};
 
 /// Where the tier's files come from; a test's own may fail on purpose.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
@@ -51,11 +53,12 @@ fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()
     })
 }
 
-/// The two open files of a namespace.
+/// The two open files of a size class.
 #[derive(Debug)]
 pub(super) struct SlotFiles {
     frames: Box<dyn RawFile>,
     index: Box<dyn RawFile>,
+    class: SizeClass,
     frame_bytes: u64,
     seed: u64,
 }
@@ -64,50 +67,77 @@ impl SlotFiles {
     /// Opens both files in a namespace's directory.
     pub(super) fn open(
         dir: &Path,
-        frame_bytes: u64,
-        seed: u64,
+        (class, frame_bytes): (SizeClass, u64),
+        namespace: &[u8; 32],
         opener: &dyn OpenFiles,
     ) -> io::Result<Self> {
-        let index = opener.open(&dir.join(INDEX_NAME), false)?;
-        let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
-        Ok(Self { frames, index, frame_bytes, seed })
+        let index = opener.open(&dir.join(index_name(frame_bytes)), false)?;
+        let frames = opener.open(&dir.join(frames_name(frame_bytes)), true)?;
+        let seed = record::record_seed(namespace, frame_bytes);
+        Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only; None where it was made and never
-    /// held a chunk. The error is one clause.
+    /// Opens both files of an existing namespace for reading only; None where they were made and
+    /// never held a chunk. The error is one clause.
     pub(super) fn open_read(
         dir: &Path,
-        frame_bytes: u64,
-        seed: u64,
+        (class, frame_bytes): (SizeClass, u64),
+        namespace: &[u8; 32],
     ) -> Result<Option<Self>, String> {
+        let (index_name, frames_name) = (index_name(frame_bytes), frames_name(frame_bytes));
+        let seed = record::record_seed(namespace, frame_bytes);
         let open = |name: &str, direct| match OsFile::open_read(&dir.join(name), direct) {
             Ok(file) => Ok(Some(Box::new(file))),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(format!("{name} cannot be opened ({e})")),
         };
-        let missing =
-            |name: &str| Err(format!("{name} is missing: the chunks of this namespace are lost"));
-        match (open(INDEX_NAME, false)?, open(FRAMES_NAME, true)?) {
-            (Some(index), Some(frames)) => Ok(Some(Self { frames, index, frame_bytes, seed })),
+        let missing = |name: &str| Err(format!("{name} is missing: its chunks are lost"));
+        match (open(&index_name, false)?, open(&frames_name, true)?) {
+            (Some(index), Some(frames)) => {
+                Ok(Some(Self { frames, index, class, frame_bytes, seed }))
+            }
             (None, None) => Ok(None),
             // The index is made first; a kill may come before the frames.
             (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
-            (Some(_), None) => missing(FRAMES_NAME),
-            (None, Some(_)) => missing(INDEX_NAME),
+            (Some(_), None) => missing(&frames_name),
+            (None, Some(_)) => missing(&index_name),
         }
     }
 
     /// Whether a file was removed, or moved away from `dir`. False where the system cannot say.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
-        [(&self.index, INDEX_NAME), (&self.frames, FRAMES_NAME)].into_iter().any(|(file, name)| {
-            let is_gone = |dev| paths::is_missing(&dir.join(name), dev);
+        let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
+        [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
+            let is_gone = |dev| paths::is_missing(&dir.join(&name), dev);
             file.metadata().is_ok_and(|meta| meta.nlink() == 0 || is_gone(meta.dev()))
         })
     }
 
+    /// Its size class.
+    pub(super) fn class(&self) -> SizeClass {
+        self.class
+    }
+
+    /// Bytes of a frame.
+    pub(super) fn frame_bytes(&self) -> u64 {
+        self.frame_bytes
+    }
+
+    /// What is wrong with a slot of a namespace.
+    pub(super) fn damage(
+        &self,
+        namespace: &str,
+        slot: SlotId,
+        problem: impl Into<String>,
+    ) -> Damage {
+        let (slot, frame_bytes) = (Some(slot.number()), Some(self.frame_bytes));
+        Damage { slot, frame_bytes, ..Damage::new(namespace, problem) }
+    }
+
     /// Slots that each file has whole: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
-        let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
+        let whole =
+            |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
         // Frames first: an engine that grows its files meanwhile extends the index before them.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
@@ -147,6 +177,18 @@ impl SlotFiles {
         result
     }
 
+    /// Allocates the blocks of punched slots; returns whether there are blocks now, or holes because
+    /// the file system cannot allocate ahead.
+    pub(super) fn refill(&self, slots: &Range<u32>) -> io::Result<bool> {
+        extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
+    }
+
+    /// Gives the blocks of slots back to the file system; the file keeps its length. Their records
+    /// must be empty (I3).
+    pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
+        self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
+    }
+
     /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty;
     /// afterwards it may be there.
     pub(super) fn write(
@@ -158,10 +200,11 @@ impl SlotFiles {
         at_record: impl FnOnce(),
     ) -> io::Result<()> {
         self.clear_record(slot)?;
-        self.frames.write_all_at(frame, self.frame_offset(slot.0))?;
+        self.frames.write_all_at(frame, self.frame_offset(slot.number()))?;
         let record = Record { meta: *meta, payload: record::payload_checksum(frame), sequence };
         at_record();
-        self.index.write_all_at(&record.encode(slot, self.seed), index_offset(slot.0))
+        self.index
+            .write_all_at(&record.encode(slot.number(), self.seed), index_offset(slot.number()))
     }
 
     /// Reads the frame of `key` and proves it, record first.
@@ -170,15 +213,15 @@ impl SlotFiles {
         if record.meta.key != *key {
             return Err(damage("its record names another chunk"));
         }
-        read_exact(&*self.frames, into, self.frame_offset(slot.0))?;
+        read_exact(&*self.frames, into, self.frame_offset(slot.number()))?;
         if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
     /// Reads the record of a slot that should have one.
     pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
-        read_exact(&*self.index, &mut bytes, index_offset(slot.0))?;
-        match record::parse(&bytes, slot, self.seed) {
+        read_exact(&*self.index, &mut bytes, index_offset(slot.number()))?;
+        match record::parse(&bytes, slot.number(), self.seed) {
             Parsed::Valid(found) => Ok(found),
             Parsed::Empty => Err(damage("its record is empty")),
             Parsed::Bad => Err(damage("its record is damaged")),
@@ -198,7 +241,11 @@ impl SlotFiles {
         while done < self.frame_bytes {
             piece =
                 buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
-            read_exact(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
+            read_exact(
+                &*self.frames,
+                &mut buffer[..piece],
+                self.frame_offset(slot.number()) + done,
+            )?;
             checksum.write(&buffer[..piece]);
             done += piece as u64;
         }
@@ -211,7 +258,7 @@ impl SlotFiles {
 
     /// Makes the slot empty.
     pub(super) fn clear_record(&self, slot: SlotId) -> io::Result<()> {
-        self.index.write_all_at(&EMPTY, index_offset(slot.0))
+        self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
     /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
@@ -231,14 +278,13 @@ impl SlotFiles {
             let count = BATCH.min(records.saturating_sub(first));
             let bytes = &mut buffer[..RECORD_BYTES * count as usize];
             read_exact(&*self.index, bytes, index_offset(first))?;
-            for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
-                match record::parse(chunk, SlotId(slot), self.seed) {
+            for (number, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
+                let slot = SlotId::new(self.class, number);
+                match record::parse(chunk, number, self.seed) {
                     Parsed::Empty => {}
-                    Parsed::Valid(record) if slot < frames => show(SlotId(slot), Ok(record)),
-                    Parsed::Valid(_) => {
-                        show(SlotId(slot), Err("the file of frames ends before it"));
-                    }
-                    Parsed::Bad => show(SlotId(slot), Err("record damaged")),
+                    Parsed::Valid(record) if number < frames => show(slot, Ok(record)),
+                    Parsed::Valid(_) => show(slot, Err("the file of frames ends before it")),
+                    Parsed::Bad => show(slot, Err("record damaged")),
                 }
             }
             first = first.saturating_add(count);
@@ -256,10 +302,15 @@ fn index_offset(slot: u32) -> u64 {
 }
 
 /// Extends a file with allocated blocks, or with a hole where the file system cannot allocate
-/// ahead; returns whether there are blocks.
+/// ahead; returns whether there are blocks. Fills holes if the file is longer.
 fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
-        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to).map(|()| false),
+        Err(e) if e.kind() == ErrorKind::Unsupported => {
+            if file.size()? < to {
+                file.set_len(to)?;
+            }
+            Ok(false)
+        }
         other => other.map(|()| true),
     }
 }

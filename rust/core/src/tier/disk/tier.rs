@@ -9,6 +9,7 @@ use super::files::SlotFiles;
 use super::namespaces;
 use super::root::Owner;
 use super::types::{DiskConfig, SlotId};
+use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
@@ -19,7 +20,8 @@ use crate::{Error, ErrorKind, Result};
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
-    pub(super) files: SlotFiles,
+    /// By size class.
+    pub(super) files: Vec<SlotFiles>,
     pub(super) books: Mutex<Books>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
@@ -35,6 +37,14 @@ impl DiskTier {
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
+    /// The files of a size class. Err if there is no such class.
+    pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
+        self.files.get(class.index()).ok_or_else(|| {
+            let message = format!("a disk tier has no frames of size class {}", class.0);
+            Error::new(ErrorKind::InvalidConfig, message)
+        })
+    }
+
     pub(super) fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -46,6 +56,6 @@ impl DiskTier {
     pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
         let message =
             format!("cannot {verb} a chunk in {}", namespaces::dir_of(&self.config).display());
-        Error::io(message, error).with_context("slot", slot.0)
+        Error::io(message, error).with_context("slot", slot.number())
     }
 }

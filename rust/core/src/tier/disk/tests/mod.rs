@@ -13,7 +13,7 @@ mod verifying;
 use crate::io::SizeClass;
 use std::path::Path;
 
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget, namespaces};
 use crate::ChunkKey;
 use crate::testing::PageBuffer;
 use crate::tier::LocalTier;
@@ -84,11 +84,16 @@ fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();
     let fields =
-        ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
-    let summed = fields.join("|").replace('"', "");
+        ["format", "frame_sizes", "namespace", "description"].map(|name| block[name].to_string());
+    let summed = fields.join("|").replace(['"', '[', ']'], "");
     block["checksum"] =
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
     block.to_string()
+}
+
+/// The path of the file of records or frames of `FRAME` bytes.
+fn slot_file(config: &DiskConfig, kind: &str) -> std::path::PathBuf {
+    namespaces::dir_of(config).join(format!("{kind}-{FRAME}.dat"))
 }
 
 fn open(config: &DiskConfig) -> (DiskTier, Vec<DiskEntry>) {
