@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvloft.cli.inspect import add_arguments, read_folder
+from kvloft.config import size_text
 
 _CHUNKS_PER_STEP = 16
 MAX_ROWS = 40
@@ -89,10 +90,12 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
     if not damage:
         console.print(f"{checked}: no damage", highlight=False)
         return
-    table = Table("namespace", "slot", "key", "problem")
+    table = Table("namespace", "slot", "chunk size", "key", "problem")
     for found in damage[:MAX_ROWS]:
         slot = "-" if found["slot"] is None else str(found["slot"])
-        table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
+        size = "-" if found["frame_bytes"] is None else size_text(found["frame_bytes"])
+        key = (found["key"] or "-")[:16]
+        table.add_row(found["namespace"], slot, size, key, found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
         console.print(

@@ -178,7 +178,7 @@ pub fn recover_index(data: &[u8]) {
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let num_sizes = 1 + input.small(2) as usize;
-    let cap_bytes = budget::dir_bytes(3 + input.small(20), SIZES[0], budget::map_bytes(num_sizes));
+    let cap_bytes = budget::dir_bytes(1 + input.small(20), SIZES[num_sizes - 1], 16384);
     let config = DiskConfig {
         dir: dir.to_owned(),
         cap_bytes,

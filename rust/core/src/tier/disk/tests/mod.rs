@@ -1,5 +1,6 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod classes;
 mod conforming;
 mod crash;
 mod directory;
@@ -53,10 +54,14 @@ fn meta_of(i: u32) -> DiskMeta {
 /// The bytes of a chunk; another `version` has other bytes.
 fn frame_of(i: u32, version: u32) -> PageBuffer {
     let mut frame = PageBuffer::new(usize::try_from(FRAME).expect("small"));
+    fill(&mut frame, i, version);
+    frame
+}
+
+fn fill(frame: &mut [u8], i: u32, version: u32) {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&i.to_le_bytes()).update(&version.to_le_bytes());
-    hasher.finalize_xof().fill(&mut frame);
-    frame
+    hasher.finalize_xof().fill(frame);
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
