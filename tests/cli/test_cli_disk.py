@@ -140,7 +140,7 @@ def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture
     assert (row["namespace"], row["chunks"], row["frame_sizes"]) == (
         NAMESPACE.hex()[:16],
         NUM_CHUNKS,
-        FRAME,
+        [FRAME],
     )
     assert row["fields"]["dtype"] == "torch.float32"
 
