@@ -115,6 +115,7 @@ fn store_config(dir: &Path) -> StoreConfig {
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
+    let grid = store.arena().grid(FRAME as u64).unwrap();
     let mut frame = vec![0; FRAME];
     let mut out = std::io::stdout().lock();
     writeln!(out, "ready").unwrap();
@@ -125,9 +126,7 @@ fn save(dir: &Path, life: u64) {
         let reserved = store.reserve(&chain, 0..8).unwrap();
         for lease in &reserved.leases {
             fill(&mut frame, &lease.reservation().key);
-            arena
-                .write_all_at(&frame, u64::from(lease.reservation().frame.0) * FRAME as u64)
-                .unwrap();
+            arena.write_all_at(&frame, grid.start(lease.reservation().frame.number())).unwrap();
         }
         store.commit(reserved.leases);
         store.flush(Duration::from_millis(1));

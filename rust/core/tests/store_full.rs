@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::io::SizeClass;
+use kvloft_core::io::{FrameSizes, SizeClass};
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
@@ -38,13 +38,14 @@ fn open(dir: &Path, files: &FaultFiles) -> Store {
 
 fn open_with(config: DiskConfig, files: &FaultFiles) -> Store {
     let files = files.clone();
-    open_tier(move || {
+    open_tier(&config.frame_sizes.clone(), move || {
         let (tier, found) = DiskTier::open_with_files(&config, &files)?;
         Ok((Arc::new(tier) as Arc<_>, found))
     })
 }
 
 fn open_tier(
+    frame_sizes: &FrameSizes,
     opener: impl Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync + 'static,
 ) -> Store {
     let settings = DiskSettings {
@@ -54,7 +55,9 @@ fn open_tier(
         description: String::new(),
     };
     let start = Instant::now();
-    let config = StoreConfig { disk: Some(settings), ..config(16, Eviction::Lru) };
+    let (frame_sizes, host_bytes) = (frame_sizes.clone(), 16 * frame_sizes.largest());
+    let config = config(16, Eviction::Lru);
+    let config = StoreConfig { disk: Some(settings), frame_sizes, host_bytes, ..config };
     Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed())).unwrap()
 }
 
@@ -136,10 +139,14 @@ fn meta(number: u32) -> DiskMeta {
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames.
-fn open_full(other_bytes: usize, num_frames: usize) -> (Arc<MemoryTier>, Store) {
-    let capacity = num_frames * FRAME;
-    let sizes = [FRAME as u64, other_bytes as u64];
+/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames of
+/// `frame_bytes`.
+fn open_full(
+    [frame_bytes, other_bytes]: [usize; 2],
+    num_frames: usize,
+) -> (Arc<MemoryTier>, Store) {
+    let capacity = num_frames * frame_bytes;
+    let sizes = [frame_bytes as u64, other_bytes as u64];
     let tier = MemoryTier::with_sizes(&sizes, capacity.try_into().unwrap());
     let num = u32::try_from(capacity / other_bytes).unwrap();
     let slots = (0..num).map(|number| SlotId::new(SizeClass(1), number));
@@ -149,7 +156,12 @@ fn open_full(other_bytes: usize, num_frames: usize) -> (Arc<MemoryTier>, Store) 
         .collect();
     tier.put(&found, other_bytes);
     let opened = Arc::clone(&tier);
-    (tier, open_tier(move || Ok((Arc::clone(&opened) as Arc<_>, opened.entries()))))
+    (
+        tier,
+        open_tier(&sizes.to_vec().into(), move || {
+            Ok((Arc::clone(&opened) as Arc<_>, opened.entries()))
+        }),
+    )
 }
 
 fn stats<const N: usize>(store: &Store, names: [&str; N]) -> [u64; N] {
@@ -160,7 +172,7 @@ const COUNTS: [&str; 4] = ["disk_used", "disk_writes", "disk_evictions", "disk_d
 
 #[test]
 fn test_as_many_smaller_chunks_are_evicted_as_a_chunk_needs() {
-    let (tier, store) = open_full(FRAME / 8, 4);
+    let (tier, store) = open_full([8 * FRAME, FRAME], 4);
     save_each(&store, &prompts(2));
     assert_eq!(stats(&store, COUNTS), [4 * 8 - 16 + 2, 2, 16, 0]);
     assert!(
@@ -172,7 +184,7 @@ fn test_as_many_smaller_chunks_are_evicted_as_a_chunk_needs() {
 
 #[test]
 fn test_one_larger_chunk_makes_room_for_several() {
-    let (tier, store) = open_full(4 * FRAME, 8);
+    let (tier, store) = open_full([FRAME, 4 * FRAME], 8);
     save_each(&store, &prompts(4));
     assert_eq!(stats(&store, COUNTS), [5, 4, 1, 0]);
     save_each(&store, &prompts(5)[4..]);
@@ -182,7 +194,7 @@ fn test_one_larger_chunk_makes_room_for_several() {
 
 #[test]
 fn test_a_write_evicts_64_chunks_at_most() {
-    let (_tier, store) = open_full(FRAME / 128, 4);
+    let (_tier, store) = open_full([128 * FRAME, FRAME], 4);
     save_each(&store, &prompts(1));
     assert_eq!(stats(&store, COUNTS), [4 * 128 - 64, 0, 64, 1]);
     save_each(&store, &prompts(2)[1..]);
