@@ -90,12 +90,13 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
     if not damage:
         console.print(f"{checked}: no damage", highlight=False)
         return
-    table = Table("namespace", "slot", "chunk size", "key", "problem")
+    table = Table("namespace", "slot", "key", "problem")
+    have_several_sizes = len({found["frame_bytes"] for found in damage} - {None}) > 1
     for found in damage[:MAX_ROWS]:
         slot = "-" if found["slot"] is None else str(found["slot"])
-        size = "-" if found["frame_bytes"] is None else size_text(found["frame_bytes"])
-        key = (found["key"] or "-")[:16]
-        table.add_row(found["namespace"], slot, size, key, found["problem"])
+        if have_several_sizes and found["slot"] is not None:
+            slot += f" of {size_text(found['frame_bytes'])}"
+        table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
         console.print(

@@ -69,7 +69,7 @@ impl DiskTier {
             Ok(()) => {
                 self.growth().is_punch_refused = false;
                 self.books().with(class, |slots| slots.punched(run.clone()));
-                (run.end - run.start) as u64 * files.frame_bytes()
+                u64::from(run.end - run.start) * files.frame_bytes()
             }
             Err(error) => {
                 self.books().with(class, |slots| {

@@ -1,8 +1,11 @@
 //! Several size classes: room moves between them, the cap holds, and all chunks come back together.
 
+use std::collections::BTreeSet;
 use std::fs;
 
-use super::super::{Damage, Verifier, inspect};
+use super::super::budget::SlotCount;
+use super::super::slots::Slots;
+use super::super::{Damage, DiskRoot, Verifier, inspect};
 use super::*;
 use crate::test_support::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule, blocks};
 use crate::{Error, ErrorKind};
@@ -306,4 +309,90 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     let slot = tier.reserve(MIDDLE).unwrap();
     let error = tier.write(slot, &meta_of(0), &PageBuffer::new(4096)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+}
+
+#[test]
+fn test_room_that_is_too_small_stays_where_it_is_and_files_end_with_a_chunk() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = sized(dir.path(), &SIZES);
+    let (tier, files) = faulty(&config);
+    let mut small = fill_up(&tier, SMALL, 0);
+    small.drain(small.len() - 8..).for_each(|(_, slot)| tier.free(slot).unwrap());
+    assert_eq!((tier.reserve(LARGE), files.num_calls(Call::Punch)), (None, 0));
+    small.drain(small.len() - 8..).for_each(|(_, slot)| tier.free(slot).unwrap());
+    assert!(tier.reserve(LARGE).is_some() && files.num_calls(Call::Punch) > 0);
+    let len = |name| fs::metadata(namespaces::dir_of(&config).join(name)).unwrap().len();
+    let max_slots = small.len() as u64 + 15;
+    assert!(len("frames-4096.dat") <= max_slots * 4096 && len("index-4096.dat") <= max_slots * 128);
+    assert!(are_whole(&tier, &small));
+}
+
+#[test]
+fn test_holes_make_no_room_on_a_full_file_system() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = sized(dir.path(), &SIZES);
+    let tier = open(&config).0;
+    let small = fill_up(&tier, SMALL, 0);
+    small[..50].iter().for_each(|(_, slot)| tier.free(*slot).unwrap());
+    drop(tier);
+    config.cap_bytes = 1 << 30;
+    let (tier, files) = faulty(&config);
+    files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
+    assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
+    assert_eq!(files.num_calls(Call::Punch), 0, "a restart cannot see which have blocks");
+}
+
+#[test]
+fn test_a_slot_whose_record_may_not_be_empty_is_not_punched() {
+    let count = SlotCount { frame_bytes: 4096, slots: 4, filled: 4 };
+    let unsure = [SlotId::new(SMALL, 2)];
+    let mut slots = Slots::found(SMALL, count, std::iter::empty(), &unsure, BTreeSet::new());
+    assert_eq!(slots.take_for_punch(4, true), [0, 1, 3]);
+    slots.punched([0, 1, 3].into_iter());
+    assert_eq!((slots.count().filled, slots.reserved(), slots.end()), (1, 0, 3));
+    assert_eq!([slots.take(), slots.take()], [Some(unsure[0]), None]);
+    slots.refill([1].into_iter(), true);
+    assert_eq!(slots.take(), Some(SlotId::new(SMALL, 1)));
+}
+
+/// Files of several sizes that are longer together than `cap_bytes`.
+fn long_files(config: &DiskConfig) -> usize {
+    let (tier, _) = open(config);
+    let small = fill_up(&tier, SMALL, 0);
+    small.iter().step_by(2).for_each(|(_, slot)| tier.free(*slot).unwrap());
+    small.len() / 2 + fill_up(&tier, MIDDLE, 500).len()
+}
+
+#[test]
+fn test_punched_files_of_a_closed_namespace_count_their_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = sized(dir.path(), &SIZES);
+    let num = long_files(&config);
+    let cap_bytes = config.cap_bytes * 5 / 4;
+    let own = DiskConfig { cap_bytes, ..config.clone() };
+    let cap_bytes = config.cap_bytes + 64 * 1024;
+    let other = DiskConfig { namespace: [1; 32], cap_bytes, ..config };
+    let (tier, _) = open(&other);
+    write(&tier, tier.reserve(SMALL).unwrap(), 0).unwrap();
+    drop(tier);
+    let (tier, found) = open(&own);
+    assert_eq!(found.len(), num, "it was deleted although there was room for both");
+    drop(tier);
+    assert_eq!(open(&other).1.len(), 1, "it was deleted for holes");
+    assert!(blocks(dir.path()) <= cap_bytes);
+}
+
+#[test]
+fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = sized(dir.path(), &SIZES);
+    let root = DiskRoot::shared();
+    let open = |config: &DiskConfig| DiskTier::open_beside(config, &root).unwrap().0;
+    let first = open(&config);
+    let mut small = fill_up(&first, SMALL, 0);
+    let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });
+    assert_eq!(second.reserve(SMALL), None);
+    small.drain(..11).for_each(|(_, slot)| first.free(slot).unwrap());
+    assert!(first.reserve(LARGE).is_some(), "it has that room already");
+    assert!(blocks(dir.path()) <= config.cap_bytes);
 }
