@@ -9,6 +9,7 @@
 mod books;
 pub(crate) mod budget;
 mod erase;
+mod file_size;
 mod files;
 mod fit;
 mod growth;

@@ -1,5 +1,6 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod class_room;
 mod classes;
 mod conforming;
 mod crash;
