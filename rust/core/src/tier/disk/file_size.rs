@@ -1,10 +1,11 @@
-//! How long the two files of a size class are, and which of their slots have blocks.
+//! The two files of a size class as a whole: their lengths, their blocks and all their records.
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 
-use super::files::SlotFiles;
-use super::record::RECORD_BYTES;
+use super::files::{SlotFiles, read_exact};
+use super::record::{self, Parsed, RECORD_BYTES, Record, index_offset};
+use super::types::SlotId;
 use crate::io::MAX_FRAMES;
 use crate::io::direct::RawFile;
 
@@ -16,6 +17,37 @@ impl SlotFiles {
         // Frames first: an engine that grows its files meanwhile extends the index before them.
         let frames = whole(self.frames.size()?, self.frame_bytes());
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
+        Ok((records, frames))
+    }
+
+    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
+    /// what is wrong with it, as a clause. Holes are not read: a forged length costs nothing.
+    /// Returns the slots of each file, as `lens`.
+    pub(super) fn for_each_record(
+        &self,
+        mut show: impl FnMut(SlotId, Result<Record, &'static str>),
+    ) -> io::Result<(u32, u32)> {
+        const BATCH: u32 = 8192;
+        let (records, frames) = self.lens()?;
+        let mut buffer = vec![0; RECORD_BYTES * BATCH.min(records) as usize];
+        let mut first = 0;
+        while first < records {
+            let Some(at) = self.index.next_data(index_offset(first))? else { break };
+            first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
+            let count = BATCH.min(records.saturating_sub(first));
+            let bytes = &mut buffer[..RECORD_BYTES * count as usize];
+            read_exact(&*self.index, bytes, index_offset(first))?;
+            for (number, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
+                let slot = SlotId::new(self.class(), number);
+                match record::parse(chunk, number, self.seed) {
+                    Parsed::Empty => {}
+                    Parsed::Valid(record) if number < frames => show(slot, Ok(record)),
+                    Parsed::Valid(_) => show(slot, Err("the file of frames ends before it")),
+                    Parsed::Bad => show(slot, Err("record damaged")),
+                }
+            }
+            first = first.saturating_add(count);
+        }
         Ok((records, frames))
     }
 
@@ -58,16 +90,6 @@ impl SlotFiles {
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
-
-    /// Where a slot begins in the file of frames.
-    pub(super) fn frame_offset(&self, slot: u32) -> u64 {
-        u64::from(slot) * self.frame_bytes()
-    }
-}
-
-/// Where a slot begins in the index.
-pub(super) fn index_offset(slot: u32) -> u64 {
-    u64::from(slot) * RECORD_BYTES as u64
 }
 
 /// Extends a file with allocated blocks, or with a hole where the file system cannot allocate

@@ -8,10 +8,9 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::file_size::index_offset;
 use super::namespaces::{frames_name, index_name};
 use super::paths;
-use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
+use super::record::{self, EMPTY, Parsed, PayloadHasher, Record, index_offset};
 use super::types::{Damage, DiskMeta, SlotId};
 use crate::ChunkKey;
 use crate::io::SizeClass;
@@ -46,7 +45,8 @@ pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
+/// Reads all of `into`; it is damage if the file ends before.
+pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => damage("the file ends before it"),
         _ => error,
@@ -60,7 +60,7 @@ pub(super) struct SlotFiles {
     pub(super) index: Box<dyn RawFile>,
     class: SizeClass,
     frame_bytes: u64,
-    seed: u64,
+    pub(super) seed: u64,
 }
 
 impl SlotFiles {
@@ -211,34 +211,8 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
-    /// what is wrong with it, as a clause. Holes are not read: a forged length costs nothing.
-    /// Returns the slots of each file, as `lens`.
-    pub(super) fn for_each_record(
-        &self,
-        mut show: impl FnMut(SlotId, Result<Record, &'static str>),
-    ) -> io::Result<(u32, u32)> {
-        const BATCH: u32 = 8192;
-        let (records, frames) = self.lens()?;
-        let mut buffer = vec![0; RECORD_BYTES * BATCH.min(records) as usize];
-        let mut first = 0;
-        while first < records {
-            let Some(at) = self.index.next_data(index_offset(first))? else { break };
-            first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
-            let count = BATCH.min(records.saturating_sub(first));
-            let bytes = &mut buffer[..RECORD_BYTES * count as usize];
-            read_exact(&*self.index, bytes, index_offset(first))?;
-            for (number, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
-                let slot = SlotId::new(self.class, number);
-                match record::parse(chunk, number, self.seed) {
-                    Parsed::Empty => {}
-                    Parsed::Valid(record) if number < frames => show(slot, Ok(record)),
-                    Parsed::Valid(_) => show(slot, Err("the file of frames ends before it")),
-                    Parsed::Bad => show(slot, Err("record damaged")),
-                }
-            }
-            first = first.saturating_add(count);
-        }
-        Ok((records, frames))
+    /// Where a slot begins in the file of frames.
+    pub(super) fn frame_offset(&self, slot: u32) -> u64 {
+        u64::from(slot) * self.frame_bytes()
     }
 }

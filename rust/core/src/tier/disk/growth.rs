@@ -4,9 +4,8 @@
 //! that was claimed first, while the directory has one owner (`root`). No lock is held while files
 //! grow or namespaces are deleted.
 
-use std::io;
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::books::Grower;
 use super::budget::{self, SlotCount};
@@ -16,10 +15,7 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// After the files could not grow, so many asks are turned away before it is tried again: room may
-/// come back one day.
-const ASKS_BEFORE_RETRY: u32 = 256;
-/// And no longer than this, for where few ask.
+/// Asks are turned away no longer than this after the files could not grow, for where few ask.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Longest wait for another thread that grows the files. An extent is usually there in a few
 /// milliseconds, and who does not wait for it gives up a chunk for a slot.
@@ -66,12 +62,6 @@ impl DiskTier {
         books.event(format!(
             "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"
         ));
-    }
-
-    pub(super) fn skip_growth(&self, is_full: bool) {
-        let mut growth = self.growth();
-        growth.is_full = is_full;
-        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
     }
 
     /// Waits for a thread that grows the files, if that does not take long. None where there is no
@@ -142,19 +132,6 @@ impl DiskTier {
             self.skip_growth(true);
         }
         (have, false)
-    }
-
-    /// Counts that slots could not be added; an event says so once until some are.
-    pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
-        let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
-        let mut books = self.books();
-        books.stats.grow_errors += 1;
-        if is_news {
-            books.event(format!(
-                "{} cannot grow by {num_slots} chunks: {error}",
-                self.config.dir.display()
-            ));
-        }
     }
 
     fn is_pointless(&self) -> bool {
