@@ -60,7 +60,9 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Punch]));
     let mut small = fill_up(&tier, SMALL, 0);
     let freed: Vec<_> = small.drain(50..100).collect();
-    freed.iter().for_each(|(_, slot)| tier.free(*slot).unwrap());
+    for (_, slot) in &freed {
+        tier.free(*slot).unwrap();
+    }
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
     assert_eq!(tier.stats().grow_errors, 1, "it is not tried at every ask");
     let events = tier.take_events();

@@ -64,7 +64,9 @@ fn test_a_restart_finds_the_chunks_of_all_sizes_in_files_that_are_longer_than_th
     // Every second slot, so that the end of the file stays in use.
     let freed: Vec<_> = small.iter().copied().step_by(2).collect();
     small.retain(|chunk| !freed.contains(chunk));
-    freed.iter().for_each(|(_, slot)| tier.free(*slot).unwrap());
+    for (_, slot) in &freed {
+        tier.free(*slot).unwrap();
+    }
     let middle = fill_up(&tier, MIDDLE, 500);
     assert!(middle.len() > 50);
     drop(tier);

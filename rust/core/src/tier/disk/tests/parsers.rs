@@ -67,7 +67,7 @@ proptest! {
     #[test]
     fn test_superblock_round_trips(namespace: [u8; 32], pages in 1..=1_u64 << 22, text: String) {
         let sizes = [pages * 4096, 1 << 34];
-        let sizes = &sizes[..1 + usize::from(pages % 2 == 1)];
+        let sizes = &sizes[..=usize::from(pages % 2 == 1)];
         let block = Superblock::new(&namespace, sizes, &text);
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
