@@ -414,7 +414,7 @@ def server_evict(
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex
-    digits), description, chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or
+    digits), description, chunks, slots, frame_sizes, bytes, oldest and newest (Unix seconds or
     None), problem (a sentence part or None).
 
     Takes no lock, so an engine may own the directory. ConfigError where ``path`` is not a disk
@@ -434,9 +434,10 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex,
-        problem, is_other_format}; slot and key are None where the damage is of none). A namespace
-        of another format is not damaged: it was not checked.
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, frame_bytes,
+        key in hex, problem, is_other_format}; slot, frame_bytes and key are None where the damage
+        is of none). A slot is numbered among those of its size. A namespace of another format is
+        not damaged: it was not checked.
 
         The first call also returns what opening found (superblocks, records), so call it at least
         once.

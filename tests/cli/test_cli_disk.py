@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def frames_file(folder: Path) -> Path:
-    (path,) = folder.glob("*/frames.dat")
+    (path,) = folder.glob("*/frames-*.dat")
     return path
 
 
@@ -137,10 +137,10 @@ def test_inspect_shows_each_namespace_and_its_fields(
 def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json", str(folder)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert (row["namespace"], row["chunks"], row["frame_bytes"]) == (
+    assert (row["namespace"], row["chunks"], row["frame_sizes"]) == (
         NAMESPACE.hex()[:16],
         NUM_CHUNKS,
-        FRAME,
+        [FRAME],
     )
     assert row["fields"]["dtype"] == "torch.float32"
 
@@ -178,12 +178,13 @@ def test_verify_of_a_truncated_file_is_status_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty")]
+    ("num_bytes", "says"),
+    [(None, "index-4096.dat is missing"), (0, "index-4096.dat is empty")],
 )
 def test_verify_of_a_lost_index_is_status_1(
     folder: Path, capsys: pytest.CaptureFixture[str], num_bytes: int | None, says: str
 ) -> None:
-    index = frames_file(folder).with_name("index.dat")
+    index = frames_file(folder).with_name("index-4096.dat")
     index.unlink()
     if num_bytes is not None:
         index.write_bytes(bytes(num_bytes))
@@ -264,7 +265,7 @@ def test_a_format_that_is_a_flipped_digit_is_damage(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = frames_file(folder).with_name("superblock.json")
-    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 5'))
     assert main(["verify", "--json", str(folder)]) == 1
     assert "its checksum differs" in json.loads(capsys.readouterr().out)["damage"][0]["problem"]
 

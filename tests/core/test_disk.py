@@ -56,10 +56,10 @@ def test_inspect_shows_written_chunks(disk: Path, capsys: pytest.CaptureFixture[
     assert main(["inspect", str(disk), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["namespace"] == NAMESPACE[:8].hex()
-    assert (found["description"], found["chunks"], found["frame_bytes"]) == (
+    assert (found["description"], found["chunks"], found["frame_sizes"]) == (
         "a small model",
         NUM_CHUNKS,
-        FRAME,
+        [FRAME],
     )
     assert found["problem"] is None
     assert 0 < found["oldest"] <= found["newest"]
@@ -94,8 +94,8 @@ def test_verify_of_a_sound_directory_is_silent_and_zero(
 @pytest.mark.parametrize(
     ("name", "offset", "problem"),
     [
-        ("frames.dat", 2 * FRAME + 9, "its checksum differs"),
-        ("index.dat", 128 + 20, "record damaged"),
+        (f"frames-{FRAME}.dat", 2 * FRAME + 9, "its checksum differs"),
+        (f"index-{FRAME}.dat", 128 + 20, "record damaged"),
     ],
 )
 def test_verify_finds_a_flipped_bit_and_exits_1(
@@ -105,8 +105,9 @@ def test_verify_finds_a_flipped_bit_and_exits_1(
     assert main(["verify", str(disk), "--json"]) == 1
     (damage,) = json.loads(capsys.readouterr().out)["damage"]
     assert damage["namespace"] == NAMESPACE[:8].hex()
-    assert (damage["slot"], damage["problem"]) == (
-        offset // (FRAME if name == "frames.dat" else 128),
+    assert (damage["slot"], damage["frame_bytes"], damage["problem"]) == (
+        offset // (FRAME if name.startswith("frames") else 128),
+        FRAME,
         problem,
     )
     assert main(["verify", str(disk)]) == 1

@@ -168,7 +168,7 @@ def test_damaged_frames_are_misses_and_are_counted(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     save(store, chain)
     store.close()
-    frames = next(tmp_path.glob("*/frames.dat"))
+    frames = next(tmp_path.glob("*/frames-*.dat"))
     data = bytearray(frames.read_bytes())
     data[FRAME + 7] ^= 1
     frames.write_bytes(data)

@@ -71,14 +71,14 @@ def used(data: NDArray[np.uint8]) -> int:
 
 
 def damage_frames(folder: Path) -> None:
-    path = the_file(folder, "frames.dat")
+    path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
     data[::997] ^= 4
     data.tofile(path)
 
 
 def damage_some_frames(folder: Path) -> None:
-    path = the_file(folder, "frames.dat")
+    path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
     data[used(data) // 3 :][:100] ^= 255
     data.tofile(path)
@@ -86,8 +86,8 @@ def damage_some_frames(folder: Path) -> None:
 
 def swap_frames(folder: Path) -> None:
     """Every frame holds another chunk's bytes, checksums and all."""
-    frame_bytes = json.loads(the_file(folder, "superblock.json").read_text())["frame_bytes"]
-    path = the_file(folder, "frames.dat")
+    (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
+    path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
     whole = data[: len(data) // frame_bytes * frame_bytes].reshape(-1, frame_bytes)
     used = np.flatnonzero(whole.any(axis=1))
@@ -96,20 +96,20 @@ def swap_frames(folder: Path) -> None:
 
 
 def truncate_frames(folder: Path) -> None:
-    path = the_file(folder, "frames.dat")
+    path = the_file(folder, "frames-*.dat")
     with path.open("r+b") as file:
         file.truncate(used(np.fromfile(path, dtype=np.uint8)) // 3)
 
 
 def damage_index(folder: Path) -> None:
-    path = the_file(folder, "index.dat")
+    path = the_file(folder, "index-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
     data[40::200] ^= 16
     data.tofile(path)
 
 
 def truncate_index(folder: Path) -> None:
-    path = the_file(folder, "index.dat")
+    path = the_file(folder, "index-*.dat")
     with path.open("r+b") as file:
         file.truncate(used(np.fromfile(path, dtype=np.uint8)) // 2 + 13)
 
@@ -122,7 +122,7 @@ def add_foreign_files(folder: Path) -> None:
     (folder / "README").write_text("not kvloft's")
     (folder / "0123456789abcdef").mkdir()
     (folder / "0123456789abcdef" / "frames.dat").write_bytes(b"x" * 12345)
-    (the_file(folder, "index.dat").parent / "frames.dat.tmp").write_bytes(b"y" * 99)
+    (the_file(folder, "index-*.dat").parent / "frames-1.dat.tmp").write_bytes(b"y" * 99)
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,16 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
         collapse_padding=True,
     )
     for n in namespaces:
-        row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", size_text(n["frame_bytes"])]
+        row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", sizes_text(n["frame_sizes"])]
         row += [size_text(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
         table.add_row(*row)
     return table
+
+
+def sizes_text(sizes: list[int]) -> str:
+    """Return the range of frame sizes; a dash if they are unknown."""
+    ends = sorted({min(sizes), max(sizes)}) if sizes else []
+    return " to ".join(size_text(size) for size in ends) or "-"
 
 
 def describe(description: str) -> str:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvloft.cli.inspect import add_arguments, read_folder
+from kvloft.config import size_text
 
 _CHUNKS_PER_STEP = 16
 MAX_ROWS = 40
@@ -90,8 +91,11 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         console.print(f"{checked}: no damage", highlight=False)
         return
     table = Table("namespace", "slot", "key", "problem")
+    have_several_sizes = len({found["frame_bytes"] for found in damage} - {None}) > 1
     for found in damage[:MAX_ROWS]:
         slot = "-" if found["slot"] is None else str(found["slot"])
+        if have_several_sizes and found["slot"] is not None:
+            slot += f" of {size_text(found['frame_bytes'])}"
         table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:

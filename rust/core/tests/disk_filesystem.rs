@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
 
 use kvloft_core::io::SizeClass;
+use std::collections::VecDeque;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -219,6 +220,44 @@ fn test_a_full_ext4_is_worth_another_try() {
 #[test]
 fn test_a_full_tmpfs_is_worth_another_try() {
     full_and_emptied_again("tmpfs", 2);
+}
+
+/// Writes frames of one size until the file system is full, then a few of another, for which some
+/// of the first are freed.
+fn full_of_another_size(kind: &'static str, size_mib: u64) {
+    let Some(mounted) = Mounted::new(kind, size_mib) else { return };
+    let frame_sizes = vec![FRAME as u64, 4096].into();
+    let config = DiskConfig { cap_bytes: 1 << 30, frame_sizes, ..mounted.config(1) };
+    let (tier, _) = DiskTier::open(config.clone()).unwrap();
+    let meta = |i| DiskMeta { key: key(i), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
+    let mut small = VecDeque::new();
+    while let Some(slot) = tier.reserve(SizeClass(1)) {
+        let i = u32::try_from(small.len()).unwrap();
+        if tier.write(slot, &meta(i), &frame(i)[..4096]).is_err() {
+            tier.free(slot).unwrap();
+            break;
+        }
+        small.push_back(slot);
+    }
+    assert!(small.len() as u64 * 4096 > (size_mib << 20) / 2, "{} frames", small.len());
+    let mut large = Vec::new();
+    while large.len() < 8 {
+        if let Some(slot) = tier.reserve(SizeClass(0)) {
+            write(&tier, slot, 10_000 + u32::try_from(large.len()).unwrap()).unwrap();
+            large.push(slot);
+        } else {
+            tier.free(small.pop_front().expect("room of small frames for large ones")).unwrap();
+        }
+    }
+    assert!((10_000..).zip(&large).all(|(i, slot)| is_whole(&tier, *slot, i)));
+    drop(tier);
+    assert_eq!(DiskTier::open(config).unwrap().1.len(), small.len() + large.len());
+}
+
+#[test]
+fn test_frames_of_another_size_fit_where_the_file_system_is_full() {
+    full_of_another_size("ext4", 24);
+    full_of_another_size("tmpfs", 4);
 }
 
 #[test]

@@ -23,17 +23,20 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, KeyChain};
 use kvloft_testing::PageBuffer;
+use kvloft_testing::faults::blocks;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
-const FRAME: usize = 16 * 1024;
-const CAP: u64 = 32 << 20;
+/// Bytes of a frame, by size class; the largest is the host's.
+const SIZES: [u64; 3] = [40960, 4096, 12288];
+const FRAME: usize = 40960;
+const CAP: u64 = 16 << 20;
 
 fn config(dir: &Path) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: CAP,
-        frame_sizes: (FRAME as u64).into(),
+        frame_sizes: SIZES.to_vec().into(),
         namespace: [7; 32],
         description: "kill test".to_owned(),
     }
@@ -54,18 +57,24 @@ fn fill(frame: &mut [u8], key: &ChunkKey) {
     blake3::Hasher::new_keyed(&key.0).finalize_xof().fill(frame);
 }
 
+fn buffer(frame_bytes: u64) -> PageBuffer {
+    PageBuffer::new(usize::try_from(frame_bytes).unwrap())
+}
+
 /// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the
 /// parent's hand.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
     tier.clear().unwrap();
-    let mut frame = PageBuffer::new(FRAME);
+    let mut frames = SIZES.map(buffer);
     let mut out = std::io::stdout().lock();
     let mut chains: VecDeque<Vec<(u64, SlotId)>> = VecDeque::new();
     writeln!(out, "ready").unwrap();
     for n in 0.. {
+        let class = SizeClass(u8::try_from(n % 3).unwrap());
+        let frame = &mut frames[class.index()];
         let slot = loop {
-            if let Some(slot) = tier.reserve(SizeClass(0)) {
+            if let Some(slot) = tier.reserve(class) {
                 break slot;
             }
             // The oldest chain goes, deepest first.
@@ -75,8 +84,8 @@ fn live(dir: &Path, life: u64) {
             }
         };
         let meta = meta(life, n);
-        fill(&mut frame, &meta.key);
-        tier.write(slot, &meta, &frame).unwrap();
+        fill(frame, &meta.key);
+        tier.write(slot, &meta, frame).unwrap();
         writeln!(out, "w {n}").unwrap();
         if n % 4 == 0 {
             chains.push_back(Vec::new());
@@ -106,6 +115,7 @@ fn store_config(dir: &Path) -> StoreConfig {
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
+    let grid = store.arena().grid(FRAME as u64).unwrap();
     let mut frame = vec![0; FRAME];
     let mut out = std::io::stdout().lock();
     writeln!(out, "ready").unwrap();
@@ -116,9 +126,7 @@ fn save(dir: &Path, life: u64) {
         let reserved = store.reserve(&chain, 0..8).unwrap();
         for lease in &reserved.leases {
             fill(&mut frame, &lease.reservation().key);
-            arena
-                .write_all_at(&frame, u64::from(lease.reservation().frame.0) * FRAME as u64)
-                .unwrap();
+            arena.write_all_at(&frame, grid.start(lease.reservation().frame.number())).unwrap();
         }
         store.commit(reserved.leases);
         store.flush(Duration::from_millis(1));
@@ -175,8 +183,11 @@ fn child() {
 /// Every chunk that the next open finds, compared byte by byte.
 fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     let (tier, found) = DiskTier::open(config(dir)).unwrap();
-    let (mut bytes, mut expected) = (PageBuffer::new(FRAME), vec![0; FRAME]);
+    let stats = tier.stats();
+    assert!(stats.bytes <= CAP && blocks(dir) <= CAP, "life {life}: {stats:?}");
     for entry in &found {
+        let frame_bytes = SIZES[entry.slot.class().index()];
+        let (mut bytes, mut expected) = (buffer(frame_bytes), buffer(frame_bytes));
         tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is whole");
         fill(&mut expected, &entry.meta.key);
         assert!(

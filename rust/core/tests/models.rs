@@ -28,7 +28,10 @@ struct Yielding(Arc<MemoryTier>);
 impl LocalTier for Yielding {
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         thread::yield_now();
-        self.0.reserve(SizeClass(0))
+        self.0.reserve(class)
+    }
+    fn frame_bytes(&self, class: SizeClass) -> u64 {
+        self.0.frame_bytes(class)
     }
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         thread::yield_now();

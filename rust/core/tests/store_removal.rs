@@ -331,8 +331,8 @@ fn test_a_removed_namespace_whose_files_are_there_again_is_noticed() {
     place.check_removal(&namespace, || {
         fs::rename(namespace_in(&place.disk()), place.dir.path().join("moved")).unwrap();
         fs::create_dir(&namespace).unwrap();
-        for name in ["frames.dat", "index.dat"] {
-            fs::write(namespace.join(name), "").unwrap();
+        for kind in ["frames", "index"] {
+            fs::write(namespace.join(format!("{kind}-{FRAME}.dat")), "").unwrap();
         }
         fs::remove_dir_all(place.dir.path().join("moved")).unwrap();
     });
@@ -340,10 +340,11 @@ fn test_a_removed_namespace_whose_files_are_there_again_is_noticed() {
 
 #[test]
 fn test_one_removed_file_is_enough() {
-    for name in ["frames.dat", "index.dat"] {
+    for kind in ["frames", "index"] {
         let place = Place::new();
         let namespace = place.disk().join("0707070707070707");
         place.check_removal(&namespace, || {
+            let name = format!("{kind}-{FRAME}.dat");
             fs::remove_file(namespace_in(&place.disk()).join(name)).unwrap();
         });
     }

@@ -82,7 +82,7 @@ fn save_all(store: &Store, prompt: &KeyChain) {
 /// cleared either.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
-    let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index.dat");
+    let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index");
     place.files.inject(to_index(Fault::Torn(FRAME, Some(EIO))).after(1).times(1));
     place.files.inject(to_index(Fault::Refuse(EIO)).after(1));
     save_all(&store, &prompt);
@@ -118,13 +118,13 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     let (store, prompt) = (place.open(), chain(&[1]));
     save_all(&store, &prompt);
     assert!(store.flush(LONG));
-    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompt.keys()[..1]), 1);
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
     save_all(&store, &prompt);
     until("it is written to another slot", || stat(&store, "disk_writes") == 2);
     drop(store); // before the first is tried again
-    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat"));
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index"));
     let store = place.open();
     until("it is found", || store.lookup(&prompt).stored_units == 1);
     place.files.heal();
@@ -145,10 +145,10 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     }
     assert!(store.flush(LONG));
     // Of the first prompt's slot, before the clear and in it.
-    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
-    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     store.clear();
     drop(store);
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);

@@ -23,7 +23,7 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     dict.set_item("description", &info.description)?;
     dict.set_item("chunks", info.chunks)?;
     dict.set_item("slots", info.slots)?;
-    dict.set_item("frame_bytes", info.frame_bytes)?;
+    dict.set_item("frame_sizes", &info.frame_sizes)?;
     dict.set_item("bytes", info.bytes)?;
     dict.set_item("oldest", info.oldest_s)?;
     dict.set_item("newest", info.newest_s)?;
@@ -82,6 +82,7 @@ fn damage_dict<'py>(py: Python<'py>, found: &Damage) -> PyResult<Bound<'py, PyDi
     let dict = PyDict::new(py);
     dict.set_item("namespace", &found.namespace)?;
     dict.set_item("slot", found.slot)?;
+    dict.set_item("frame_bytes", found.frame_bytes)?;
     dict.set_item("key", found.key.as_deref())?;
     dict.set_item("problem", &found.problem)?;
     dict.set_item("is_other_format", found.is_other_format)?;

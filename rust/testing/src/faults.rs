@@ -35,12 +35,14 @@ pub enum Call {
     Write,
     /// The file is extended by a hole.
     SetLen,
-    /// The file is extended by blocks.
+    /// The file is extended by blocks, or a hole is filled.
     Allocate,
+    /// Blocks are given back.
+    Punch,
 }
 
 /// Every call that changes a file.
-pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate];
+pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
 /// What happens to a call.
 #[derive(Debug, Clone, Copy)]
@@ -111,7 +113,7 @@ impl Rule {
         Self { calls, ..self }
     }
 
-    /// Restricts it to the file of this name.
+    /// Restricts it to files whose name begins so.
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }
@@ -142,7 +144,7 @@ impl Rule {
     }
 
     fn hits(&mut self, call: Call, (file, offset): (&str, u64), random: u64) -> bool {
-        let is_there = self.file.is_none_or(|name| name == file) && offset >= self.from;
+        let is_there = self.file.is_none_or(|name| file.starts_with(name)) && offset >= self.from;
         if !self.calls.contains(&call) || !is_there {
             return false;
         }
@@ -174,6 +176,7 @@ struct Shared {
     script: Mutex<Script>,
     released: Condvar,
     most_bytes: AtomicU64,
+    most_blocks: AtomicU64,
 }
 
 /// The operating system's files behind a script. Clones share it.
@@ -238,6 +241,11 @@ impl FaultFiles {
     /// Returns the largest size of the watched directory so far.
     pub fn most_bytes(&self) -> u64 {
         self.0.most_bytes.load(Ordering::SeqCst)
+    }
+
+    /// As `most_bytes`, by blocks: holes count nothing.
+    pub fn most_blocks(&self) -> u64 {
+        self.0.most_blocks.load(Ordering::SeqCst)
     }
 
     fn script(&self) -> MutexGuard<'_, Script> {
@@ -307,6 +315,7 @@ impl FaultFiles {
         let watched = self.script().watched.clone();
         if let Some(dir) = watched {
             self.0.most_bytes.fetch_max(du(&dir), Ordering::SeqCst);
+            self.0.most_blocks.fetch_max(blocks(&dir), Ordering::SeqCst);
         }
     }
 }
@@ -317,11 +326,18 @@ fn dead() -> io::Error {
 
 /// Returns the size of a directory by length or by blocks, whichever is larger.
 pub fn du(dir: &Path) -> u64 {
-    let Ok(meta) = std::fs::symlink_metadata(dir) else { return 0 };
-    let own = (meta.blocks() * 512).max(meta.len());
-    let inside =
-        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
-    own + inside
+    measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
+}
+
+/// Returns the size of a directory by blocks.
+pub fn blocks(dir: &Path) -> u64 {
+    measure(dir, &|meta| meta.blocks() * 512)
+}
+
+fn measure(path: &Path, size: &dyn Fn(&Metadata) -> u64) -> u64 {
+    let Ok(meta) = std::fs::symlink_metadata(path) else { return 0 };
+    let inside = std::fs::read_dir(path).into_iter().flatten().flatten();
+    size(&meta) + inside.map(|entry| measure(&entry.path(), size)).sum::<u64>()
 }
 
 impl OpenFiles for FaultFiles {
@@ -422,6 +438,10 @@ impl RawFile for FaultFile {
             self.file.allocate(from, from.midpoint(to))?;
         }
         result
+    }
+
+    fn punch(&self, from: u64, to: u64) -> io::Result<()> {
+        self.files.change(Call::Punch, &self.name, || self.file.punch(from, to))
     }
 
     fn is_direct(&self) -> bool {

@@ -50,9 +50,9 @@ pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
 /// An environment that opens tiers of one implementation.
 pub trait Place {
-    /// Bytes of a frame.
-    fn frame_bytes(&self) -> usize;
-    /// Largest number of slots.
+    /// Bytes of a frame, by size class.
+    fn frame_sizes(&self) -> Vec<usize>;
+    /// Most bytes of slots.
     fn capacity(&self) -> usize;
     /// Opens a tier. No other tier of this place is open, and no fault is active.
     fn open(&self) -> Opened;
@@ -153,13 +153,14 @@ impl Walk<'_> {
         }
         let tier = &self.tier;
         self.stuck.retain(|&slot| tier.free(slot).is_err());
-        let Some(slot) = self.tier.reserve(SizeClass(0)) else { return Ok(()) };
+        let Some(slot) = self.tier.reserve(self.class_of(chunk)) else { return Ok(()) };
+        hold!(slot.class() == self.class_of(chunk), "{slot:?} is of another size");
         let taken =
             self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
         hold!(!taken, "{slot:?} was handed out twice");
         let version = self.next;
         self.next += 1;
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let mut frame = self.buffer(slot);
         fill(&mut frame, chunk, version);
         if self.tier.write(slot, &meta_of(chunk), &frame).is_ok() {
             self.written.insert(chunk, (slot, version));
@@ -168,7 +169,7 @@ impl Walk<'_> {
         let error = self.read_into(slot, chunk, &mut frame).err();
         // A clear that was lost leaves an earlier version in the slot, under the same key.
         let may_show = |known: u32| known == version || self.maybe.contains(&(chunk, known));
-        let is_known = (0..=version).any(|known| may_show(known) && self.is(&frame, chunk, known));
+        let is_known = (0..=version).any(|known| may_show(known) && Self::is(&frame, chunk, known));
         hold!(error.is_some() || is_known, "a failed write shows other bytes");
         if self.tier.free(slot).is_err() {
             self.stuck.insert(slot);
@@ -177,8 +178,18 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn is(&self, bytes: &[u8], chunk: u32, version: u32) -> bool {
-        let mut expected = vec![0; self.place.frame_bytes()];
+    /// Chunks of all sizes alternate, so parents and children differ in size.
+    fn class_of(&self, chunk: u32) -> SizeClass {
+        let num_sizes = u32::try_from(self.place.frame_sizes().len()).unwrap_or(u32::MAX);
+        SizeClass(u8::try_from(chunk % num_sizes).unwrap_or(u8::MAX))
+    }
+
+    fn buffer(&self, slot: SlotId) -> PageBuffer {
+        PageBuffer::new(self.place.frame_sizes()[slot.class().index()])
+    }
+
+    fn is(bytes: &[u8], chunk: u32, version: u32) -> bool {
+        let mut expected = vec![0; bytes.len()];
         fill(&mut expected, chunk, version);
         bytes == expected
     }
@@ -190,9 +201,9 @@ impl Walk<'_> {
 
     fn read(&mut self, chunk: u32) -> Result<(), String> {
         let Some(&(slot, version)) = self.written.get(&chunk) else { return Ok(()) };
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let mut frame = self.buffer(slot);
         match self.read_into(slot, chunk, &mut frame) {
-            Ok(()) => hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes"),
+            Ok(()) => hold!(Self::is(&frame, chunk, version), "chunk {chunk} has other bytes"),
             Err(e) if e.kind() == ErrorKind::Corrupt => {
                 hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}");
             }
@@ -216,11 +227,11 @@ impl Walk<'_> {
             return self.read(chunk);
         }
         self.written.remove(&chunk);
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let mut frame = self.buffer(slot);
         let is_gone = self.read_into(slot, chunk, &mut frame).is_err();
         hold!(is_gone || self.place.may_lose(), "chunk {chunk} is there after its free");
         if !is_gone {
-            hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after its free");
+            hold!(Self::is(&frame, chunk, version), "chunk {chunk} has other bytes after its free");
         }
         self.maybe.extend(self.place.may_lose().then_some((chunk, version)));
         Ok(())
@@ -236,11 +247,11 @@ impl Walk<'_> {
         // Some chunks may be freed and some not: the tier reports which, and the others are whole.
         self.maybe.extend(before);
         self.place.fault(None);
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
+            let mut frame = self.buffer(slot);
             if self.read_into(slot, chunk, &mut frame).is_ok() {
                 hold!(
-                    self.is(&frame, chunk, version),
+                    Self::is(&frame, chunk, version),
                     "chunk {chunk} has other bytes after a clear"
                 );
                 self.written.insert(chunk, (slot, version));
@@ -262,7 +273,7 @@ impl Walk<'_> {
 
     fn reopen(&mut self) -> Result<(), String> {
         self.tier.close();
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let mut frame = self.buffer(SlotId(0));
         let closed =
             |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
         hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier hands out slots");
@@ -306,9 +317,9 @@ impl Walk<'_> {
         let reported = before.get(&chunk).map(|&(_, version)| version);
         let doubtful = self.maybe.iter().filter(|(c, _)| *c == chunk).map(|&(_, version)| version);
         let versions: Vec<_> = doubtful.chain(reported).collect();
-        let mut frame = PageBuffer::new(self.place.frame_bytes());
+        let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
-            Ok(()) => versions.into_iter().find(|&version| self.is(&frame, chunk, version)),
+            Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
             // Its next read returns the same.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
@@ -333,7 +344,8 @@ impl Walk<'_> {
             "{} slots are reserved",
             stats.slots_reserved
         );
-        let held = self.written.len() + self.stuck.len();
+        let slots = self.written.values().map(|(slot, _)| slot).chain(&self.stuck);
+        let held = slots.map(|slot| self.place.frame_sizes()[slot.class().index()]).sum::<usize>();
         hold!(
             held <= self.place.capacity() && stats.bytes <= stats.cap_bytes,
             "the cap is exceeded: {stats:?}"

@@ -14,8 +14,10 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 /// Slots in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
-    /// Number of slots.
+    /// Number of slots, or bytes of all slots if `frame_sizes` are given.
     pub capacity: u32,
+    /// Bytes of a frame by size class; if empty, one class of frames of any size.
+    pub frame_sizes: Vec<u64>,
     /// Writes fail.
     pub fail_writes: AtomicBool,
     /// Reads fail.
@@ -59,6 +61,17 @@ impl MemoryTier {
     /// Returns a tier of `capacity` slots.
     pub fn new(capacity: u32) -> Arc<Self> {
         Arc::new(Self { capacity, ..Self::default() })
+    }
+
+    /// Returns a tier of slots of several sizes, in `capacity` bytes.
+    pub fn with_sizes(frame_sizes: &[u64], capacity: u32) -> Arc<Self> {
+        Arc::new(Self { capacity, frame_sizes: frame_sizes.to_vec(), ..Self::default() })
+    }
+
+    /// What a slot takes of the capacity; 0 if there is no such class.
+    fn size(&self, class: SizeClass) -> u64 {
+        let is_only = self.frame_sizes.is_empty() && class.index() == 0;
+        self.frame_sizes.get(class.index()).copied().unwrap_or(is_only.into())
     }
 
     /// Returns the written chunks by key.
@@ -124,13 +137,25 @@ fn wait(gate: &Mutex<()>) {
 }
 
 impl LocalTier for MemoryTier {
-    fn reserve(&self, _class: SizeClass) -> Option<SlotId> {
+    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         self.enter().ok()?;
         let mut slots = self.slots();
-        let free = |slot: &u32| !slots.reserved.contains(slot) && !slots.written.contains_key(slot);
-        let slot = (0..self.capacity).find(free)?;
-        slots.reserved.insert(slot);
-        Some(SlotId(slot))
+        let owned = slots.reserved.iter().chain(slots.written.keys());
+        let taken: u64 = owned.map(|slot| self.size(SlotId(*slot).class())).sum();
+        let size = Some(self.size(class)).filter(|size| *size > 0)?;
+        if taken + size > self.capacity.into() {
+            return None;
+        }
+        let free = |slot: &SlotId| {
+            !slots.reserved.contains(&slot.0) && !slots.written.contains_key(&slot.0)
+        };
+        let slot = (0..self.capacity).map(|number| SlotId::new(class, number)).find(free)?;
+        slots.reserved.insert(slot.0);
+        Some(slot)
+    }
+
+    fn frame_bytes(&self, class: SizeClass) -> u64 {
+        self.size(class)
     }
 
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
@@ -144,6 +169,9 @@ impl LocalTier for MemoryTier {
         if !slots.reserved.remove(&slot.0) {
             slots.violations.push(format!("{slot:?} was written without being reserved"));
             return Err(Error::new(ErrorKind::Io, "the slot is not reserved"));
+        }
+        if !self.frame_sizes.is_empty() && frame.len() as u64 != self.size(slot.class()) {
+            slots.violations.push(format!("{} bytes were written to {slot:?}", frame.len()));
         }
         slots.written.insert(slot.0, (*meta, frame.to_vec()));
         slots.order.push(slot.0);

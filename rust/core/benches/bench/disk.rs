@@ -196,12 +196,12 @@ fn measure_open(dir: &Path) {
     let namespace = dir.join("4242424242424242");
     OpenOptions::new()
         .write(true)
-        .open(namespace.join("frames.dat"))
+        .open(namespace.join("frames-4096.dat"))
         .unwrap()
         .set_len(4096 * u64::from(CHUNKS))
         .unwrap();
     let mut index =
-        OpenOptions::new().read(true).write(true).open(namespace.join("index.dat")).unwrap();
+        OpenOptions::new().read(true).write(true).open(namespace.join("index-4096.dat")).unwrap();
     let bytes: Vec<u8> = (0..CHUNKS).flat_map(record).collect();
     index.write_all(&bytes).unwrap();
     for cache in ["cold", "warm"] {

@@ -28,9 +28,12 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Extends the file from `from` to `to` with allocated zeros; `Unsupported` if the file system
-    /// cannot allocate.
+    /// Allocates zeros for what is a hole from `from` to `to`, and extends the file; `Unsupported`
+    /// if the file system cannot allocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
+    /// Gives the blocks from `from` to `to` back and keeps the length; they read as zeros.
+    /// `Unsupported` if the file system cannot.
+    fn punch(&self, from: u64, to: u64) -> Result<()>;
     /// Whether aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
@@ -72,6 +75,13 @@ impl OsFile {
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
         Ok(Self { buffered, direct, direct_refused: AtomicBool::new(false) })
+    }
+
+    fn fallocate(&self, flags: FallocateFlags, from: u64, to: u64) -> Result<()> {
+        match fallocate(&self.buffered, flags, from, to.saturating_sub(from)) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Err(Error::from(ErrorKind::Unsupported)),
+            other => Ok(other?),
+        }
     }
 
     /// One transfer of memory at `offset`: past the page cache where all is aligned and the file
@@ -141,10 +151,11 @@ impl RawFile for OsFile {
     }
 
     fn allocate(&self, from: u64, to: u64) -> Result<()> {
-        match fallocate(&self.buffered, FallocateFlags::empty(), from, to.saturating_sub(from)) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Err(Error::from(ErrorKind::Unsupported)),
-            other => Ok(other?),
-        }
+        self.fallocate(FallocateFlags::empty(), from, to)
+    }
+
+    fn punch(&self, from: u64, to: u64) -> Result<()> {
+        self.fallocate(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, from, to)
     }
 
     fn is_direct(&self) -> bool {

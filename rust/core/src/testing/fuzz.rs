@@ -22,7 +22,7 @@ use crate::tier::disk::{
 };
 use crate::{ChunkKey, ErrorKind};
 
-const FRAME_BYTES: u64 = 4096;
+const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
 /// Reads numbers from the input; zeros after its end.
@@ -65,12 +65,12 @@ impl<'a> Input<'a> {
         Record { meta, payload: self.small(2).into(), sequence }
     }
 
-    /// Returns an index of empty, forged, torn and random records.
-    fn index(&mut self) -> Vec<u8> {
-        let seed = record_seed(&NAMESPACE);
+    /// Returns an index of empty, forged, torn and random records of frames of this size.
+    fn index(&mut self, frame_bytes: u64) -> Vec<u8> {
+        let seed = record_seed(&NAMESPACE, frame_bytes);
         let mut index = Vec::new();
         while !self.0.is_empty() && index.len() < 64 * RECORD_BYTES {
-            let slot = SlotId(u32::try_from(index.len() / RECORD_BYTES).unwrap_or(0));
+            let slot = u32::try_from(index.len() / RECORD_BYTES).unwrap_or(0);
             let mut bytes = EMPTY;
             match self.byte() % 8 {
                 0 => {}
@@ -109,7 +109,7 @@ fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
 /// A record that parses encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
-    let (slot, seed) = (SlotId(input.small(3)), input.word());
+    let (slot, seed) = (input.small(3), input.word());
     let mut bytes = EMPTY;
     let taken = input.take(RECORD_BYTES);
     bytes[..taken.len()].copy_from_slice(taken);
@@ -140,25 +140,26 @@ pub fn parse_superblock(data: &[u8]) {
         .filter_map(|data| Superblock::parse(data).ok())
     {
         let namespace = found.namespace().expect("a parsed superblock has a namespace");
-        assert!(superblock::is_frame_size(found.frame_bytes));
-        let made = Superblock::new(&namespace, found.frame_bytes, &found.description);
+        assert!(found.frame_sizes.iter().all(|size| superblock::is_frame_size(*size)));
+        let made = Superblock::new(&namespace, &found.frame_sizes, &found.description);
         assert!(made.description != found.description || made == found);
     }
 }
 
 /// From any records, every recovered chunk has its parent and no chunk is recovered twice.
 pub fn recover_index(data: &[u8]) {
-    let index = Input(data).index();
-    let seed = record_seed(&NAMESPACE);
+    let index = Input(data).index(SIZES[0]);
+    let seed = record_seed(&NAMESPACE, SIZES[0]);
     let records = index.as_chunks::<RECORD_BYTES>().0.iter();
-    let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| {
-        match record::parse(bytes, slot, seed) {
-            Parsed::Valid(record) => {
-                Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence })
-            }
+    let found =
+        (0..).zip(records).filter_map(|(number, bytes)| match record::parse(bytes, number, seed) {
+            Parsed::Valid(record) => Some(DiskEntry {
+                slot: SlotId::new(SizeClass(0), number),
+                meta: record.meta,
+                sequence: record.sequence,
+            }),
             Parsed::Empty | Parsed::Bad => None,
-        }
-    });
+        });
     let found: Vec<_> = found.collect();
     let recovered = recover(&found);
     let kept = &recovered.entries;
@@ -176,10 +177,12 @@ pub fn recover_index(data: &[u8]) {
 /// tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
+    let num_sizes = 1 + input.small(2) as usize;
+    let cap_bytes = budget::dir_bytes(1 + input.small(20), SIZES[num_sizes - 1], 16384);
     let config = DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes: budget::dir_bytes(1 + input.small(20), FRAME_BYTES, 0),
-        frame_sizes: FRAME_BYTES.into(),
+        cap_bytes,
+        frame_sizes: SIZES[..num_sizes].to_vec().into(),
         namespace: NAMESPACE,
         description: "fuzzed".to_owned(),
     };
@@ -193,34 +196,38 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     let (tier, found) = DiskTier::open(config).expect("damage costs chunks, never the open");
     let stats = tier.stats();
     assert!(stats.bytes <= stats.cap_bytes, "{stats:?}");
-    let mut frame = PageBuffer::new(4096);
     for entry in found {
-        let result = tier.read(entry.slot, &entry.meta.key, &mut frame);
-        assert!(
-            result.is_ok_and(|()| frame.iter().all(|&b| b == 0))
-                || true_damage(&tier, &entry.meta.key, entry.slot)
-        );
+        let mut frame = buffer(entry.slot.class());
+        match tier.read(entry.slot, &entry.meta.key, &mut frame) {
+            Ok(()) => assert!(frame.iter().all(|&b| b == 0)),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt),
+        }
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }
-    let slot = tier.reserve(SizeClass(0)).expect("all slots are free");
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
-    frame.fill(0xa5);
-    tier.write(slot, &meta, &frame).expect("written");
-    frame.fill(0);
-    tier.read(slot, &meta.key, &mut frame).expect("read");
-    assert!(frame.iter().all(|&b| b == 0xa5));
+    for class in (0..2).map(SizeClass).take(num_sizes) {
+        let slot = tier.reserve(class).expect("all slots are free");
+        let mut frame = buffer(class);
+        frame.fill(0xa5);
+        tier.write(slot, &meta, &frame).expect("written");
+        frame.fill(0);
+        tier.read(slot, &meta.key, &mut frame).expect("read");
+        assert!(frame.iter().all(|&b| b == 0xa5));
+        tier.free(slot).expect("a chunk can be forgotten");
+    }
 }
 
-fn true_damage(tier: &DiskTier, key: &ChunkKey, slot: SlotId) -> bool {
-    let mut frame = PageBuffer::new(4096);
-    tier.read(slot, key, &mut frame).is_err_and(|e| e.kind() == ErrorKind::Corrupt)
+fn buffer(class: SizeClass) -> PageBuffer {
+    PageBuffer::new(usize::try_from(SIZES[class.index()]).expect("small"))
 }
 
 fn write_files(input: &mut Input, config: &DiskConfig) -> std::io::Result<()> {
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
     namespaces::make_dir(&own)?;
-    let sizes = [FRAME_BYTES, FRAME_BYTES, 8192, 16 << 30, u64::MAX - 4095, 0];
-    let made = Superblock::new(&NAMESPACE, sizes[input.small(6) as usize], "fuzzed");
+    let ours = config.frame_sizes.all();
+    let sizes =
+        [ours, ours, &SIZES, &[8192], &[16 << 30, 4096], &[u64::MAX - 4095], &[0], &[], &[4096; 2]];
+    let made = Superblock::new(&NAMESPACE, sizes[input.small(9) as usize], "fuzzed");
     let mut superblock = serde_json::to_vec(&made)?;
     let flips = input.small(3);
     for _ in 0..flips.saturating_sub(1) {
@@ -228,9 +235,12 @@ fn write_files(input: &mut Input, config: &DiskConfig) -> std::io::Result<()> {
         superblock[at] = input.byte();
     }
     write(&own.join(superblock::FILE_NAME), &superblock)?;
-    let frames = input.small(24);
-    write(&own.join(namespaces::INDEX_NAME), &input.index())?;
-    write(&own.join(namespaces::FRAMES_NAME), &vec![0; frames as usize * 2048])
+    for size in ours {
+        let frames = input.small(24);
+        write(&own.join(namespaces::frames_name(*size)), &vec![0; frames as usize * 2048])?;
+        write(&own.join(namespaces::index_name(*size)), &input.index(*size))?;
+    }
+    Ok(())
 }
 
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {

@@ -26,6 +26,9 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// It never touches what is good.
     fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
+    /// Bytes of a frame of `class`; 0 if there is no such class.
+    fn frame_bytes(&self, class: SizeClass) -> u64;
+
     /// Writes a frame to a reserved slot. On Err nothing of it can be read, and the slot is still
     /// the caller's, who calls `free`, or `write` again.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()>;

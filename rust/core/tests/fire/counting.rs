@@ -39,6 +39,10 @@ impl LocalTier for Counting {
         self.tier.reserve(class)
     }
 
+    fn frame_bytes(&self, class: SizeClass) -> u64 {
+        self.tier.frame_bytes(class)
+    }
+
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         count(&self.reads.writes, true);
         self.tier.write(slot, meta, frame)

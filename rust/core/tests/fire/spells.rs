@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvloft_testing::faults::{CHANGES, Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
 
-use super::recorder::Dice;
+use super::recorder::{Dice, FRAME};
 
 const READS: &[Call] = &[Call::Read];
 const WRITES: &[Call] = &[Call::Write];
@@ -148,17 +148,16 @@ impl Disk {
             2 => Rule::new(Fault::Refuse(EROFS)).on(CHANGES),
             3 => Rule::new(Fault::Refuse(EIO)).on(READS).chance(rare * 4),
             4 => Rule::new(Fault::Refuse(EIO)).on(BOTH).chance(rare * 16),
-            5 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").chance(often),
+            5 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").chance(often),
             6 => Rule::new(Fault::Refuse(EIO)).on(ALL).chance(rare * 8),
             7 => Rule::new(Fault::Torn(at / 8, Some(EIO))).on(WRITES).chance(often),
             8 => Rule::new(Fault::Torn(at / 8, None)).on(WRITES).chance(rare * 4),
-            9 => Rule::new(Fault::Torn(at % 128, None))
-                .on(WRITES)
-                .in_file("index.dat")
-                .chance(rare * 4),
+            9 => {
+                Rule::new(Fault::Torn(at % 128, None)).on(WRITES).in_file("index").chance(rare * 4)
+            }
             10 => Rule::new(Fault::Lost).on(WRITES).chance(rare * 4),
-            11 => Rule::new(Fault::Lost).on(WRITES).in_file("index.dat").chance(rare * 8),
-            12 => Rule::new(Fault::Lost).on(WRITES).in_file("frames.dat").chance(rare * 8),
+            11 => Rule::new(Fault::Lost).on(WRITES).in_file("index").chance(rare * 8),
+            12 => Rule::new(Fault::Lost).on(WRITES).in_file("frames").chance(rare * 8),
             13 => Rule::new(Fault::Flip(at)).on(WRITES).chance(rare * 4),
             14 | 15 => Rule::new(Fault::Flip(at)).on(READS).chance(rare),
             16 => Rule::new(Fault::Hang).on(READS).chance(rare).times(4),
@@ -178,8 +177,8 @@ pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
     let files = std::fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().is_dir());
     let mut num_flips = 0;
     for namespace in files {
-        for name in ["frames.dat", "index.dat"] {
-            let path = namespace.path().join(name);
+        for kind in ["frames", "index"] {
+            let path = namespace.path().join(format!("{kind}-{FRAME}.dat"));
             let Ok(mut bytes) = std::fs::read(&path) else { continue };
             for _ in 0..dice.below(40).min(bytes.len()) {
                 let at = dice.below(bytes.len());

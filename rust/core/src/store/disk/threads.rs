@@ -23,6 +23,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// Attempts of a write to get a slot; another thread may take a slot that was just freed.
 const SLOT_TRIES: u32 = 4;
+/// Most chunks evicted for the slot of a larger one.
+const MAX_EVICTIONS: u32 = 64;
 /// Attempts to write a chunk; if the file system is full, the second one uses the slot of an
 /// evicted chunk.
 const WRITE_TRIES: u32 = 2;
@@ -285,13 +287,19 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot to write to, evicting a chunk if needed; None if no chunk may be evicted.
+/// Returns a slot to write to, evicting chunks if needed: several if they are smaller. None if no
+/// chunk may be evicted, or evictions do not help.
 ///
 /// Err if the tier refused to free a slot; its chunk is stored as before.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<Option<SlotId>> {
-    for _ in 0..SLOT_TRIES {
+    let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
+    let mut freed_bytes = 0;
+    for _ in 0..MAX_EVICTIONS {
         if let Some(slot) = guarded(|| Ok(disk.reserve(class)))? {
             return Ok(Some(slot));
+        }
+        if freed_bytes >= enough {
+            return Ok(None);
         }
         let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else {
             return Ok(None);
@@ -299,6 +307,7 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<O
         let freed = guarded(|| disk.free(slot));
         inner.with_state(|state| state.end_disk_eviction(victim, freed.is_ok()));
         freed?;
+        freed_bytes += disk.frame_bytes(slot.class());
     }
-    Ok(None)
+    guarded(|| Ok(disk.reserve(class)))
 }

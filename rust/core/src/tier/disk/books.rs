@@ -3,8 +3,10 @@
 
 use std::time::Instant;
 
+use super::budget::{self, SlotCount};
 use super::slots::Slots;
-use super::types::DiskStats;
+use super::types::{DiskStats, SlotId};
+use crate::io::SizeClass;
 
 /// Events that wait to be taken, and events that are remembered as told.
 const MAX_EVENTS: usize = 64;
@@ -12,7 +14,8 @@ const MAX_EVENTS: usize = 64;
 /// All of it; the tier keeps it behind one lock, and no I/O happens under that.
 #[derive(Debug, Default)]
 pub(super) struct Books {
-    pub(super) slots: Slots,
+    /// By size class.
+    pub(super) slots: Vec<Slots>,
     /// The counters; gauges are left at zero.
     pub(super) stats: DiskStats,
     /// Bytes of other namespaces when last looked.
@@ -23,6 +26,33 @@ pub(super) struct Books {
 }
 
 impl Books {
+    /// The slots of a size class, if there is one.
+    pub(super) fn of(&mut self, class: SizeClass) -> Option<&mut Slots> {
+        self.slots.get_mut(class.index())
+    }
+
+    /// Changes the slots of a size class that exists.
+    pub(super) fn with(&mut self, class: SizeClass, change: impl FnOnce(&mut Slots)) {
+        if let Some(slots) = self.of(class) {
+            change(slots);
+        }
+    }
+
+    /// A free slot of a class, now reserved.
+    pub(super) fn take(&mut self, class: SizeClass) -> Option<SlotId> {
+        self.of(class)?.take()
+    }
+
+    /// The slots of each size class.
+    pub(super) fn counts(&self) -> Vec<SlotCount> {
+        self.slots.iter().map(Slots::count).collect()
+    }
+
+    /// What the namespace takes on disk.
+    pub(super) fn num_bytes(&self) -> u64 {
+        budget::namespace_bytes(&self.counts())
+    }
+
     /// Notes an event, up to a limit, and not again what was told lately.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
@@ -61,4 +91,9 @@ pub(super) struct Growth {
     pub(super) is_refused: bool,
     pub(super) asks_to_skip: u32,
     pub(super) refused_at: Option<Instant>,
+    /// The file system refused it, not the cap.
+    pub(super) is_full: bool,
+    /// The last punch failed; a person was told.
+    pub(super) is_punch_refused: bool,
+    pub(super) punch_refused_at: Option<Instant>,
 }

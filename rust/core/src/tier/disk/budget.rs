@@ -1,10 +1,7 @@
 //! What a directory costs on disk, so that its cap can be kept before a byte is written.
 //!
-//! Pure arithmetic: bytes of so many slots, and slots that fit so many bytes. File data is counted
-//! in whole pages; each slot also pays for the file system's own map of where its pieces are, which
-//! `du` counts too.
-
-use super::types::DiskConfig;
+//! Pure arithmetic. File data is counted in whole pages; each slot also pays for the file system's
+//! own map of where its pieces are, which `du` counts too.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
 /// `lock`, `superblock.json` with its successor, and the directories themselves.
@@ -13,25 +10,62 @@ pub(crate) const FIXED_BYTES: u64 = 64 * 1024;
 /// extent), rounded up.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
-/// Bytes of a directory with so many slots of this namespace and `foreign_bytes` of others.
-pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
-    let slots = u64::from(slots);
-    let overhead = (slots * SLOT_OVERHEAD_BYTES).next_multiple_of(PAGE_BYTES);
-    slots
-        .saturating_mul(frame_bytes)
-        .saturating_add(overhead + FIXED_BYTES)
-        .saturating_add(foreign_bytes)
+/// The slots of one size class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SlotCount {
+    /// Bytes of a frame.
+    pub(crate) frame_bytes: u64,
+    /// Slots that the files are long enough for.
+    pub(crate) slots: u32,
+    /// Those of them that have blocks, or may get some by a write. The others are punched.
+    pub(crate) filled: u32,
 }
 
-/// Most slots that fit the cap beside so much of other namespaces.
-pub(crate) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
-    let (cap_bytes, frame_bytes) = (config.cap_bytes, config.frame_sizes.largest());
-    // Pages of overhead are rounded up once, so the quotient may be one page too generous: step
-    // back then.
-    let bytes = cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes);
-    let mut slots = u32::try_from(bytes / (frame_bytes + SLOT_OVERHEAD_BYTES)).unwrap_or(u32::MAX);
-    while slots > 0 && dir_bytes(slots, frame_bytes, foreign_bytes) > cap_bytes {
-        slots -= 1;
+impl SlotCount {
+    /// Bytes of both files of the class.
+    pub(crate) fn bytes(self) -> u64 {
+        let overhead = u64::from(self.slots) * SLOT_OVERHEAD_BYTES;
+        u64::from(self.filled)
+            .saturating_mul(self.frame_bytes)
+            .saturating_add(overhead.next_multiple_of(PAGE_BYTES))
     }
-    slots
+
+    /// The same with `more` filled slots: punched ones first, then new ones.
+    pub(crate) fn with(self, more: u32) -> Self {
+        let refilled = more.min(self.slots - self.filled);
+        let slots = self.slots.saturating_add(more - refilled);
+        Self { slots, filled: self.filled.saturating_add(more), ..self }
+    }
+}
+
+/// Bytes of a namespace, all its size classes together.
+pub(crate) fn namespace_bytes(classes: &[SlotCount]) -> u64 {
+    let maps = map_bytes(classes.len());
+    classes.iter().map(|class| class.bytes()).fold(maps, u64::saturating_add)
+}
+
+/// A page for the maps of the files of each class after the first.
+pub(crate) fn map_bytes(num_classes: usize) -> u64 {
+    num_classes.saturating_sub(1) as u64 * PAGE_BYTES
+}
+
+/// Bytes of a directory with this number of slots of one class and `foreign_bytes` of others.
+pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
+    let class = SlotCount { frame_bytes, slots, filled: slots };
+    class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)
+}
+
+/// The largest number up to `most` that fits, if every number below one that fits does too; 0 if
+/// none fits.
+pub(crate) fn largest_fit(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
+    let (mut low, mut high) = (0, most);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    low
 }

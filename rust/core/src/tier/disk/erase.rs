@@ -8,11 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::inspect::open_namespace;
-use super::namespaces::{self, FRAMES_NAME, Found, INDEX_NAME};
+use super::namespaces::{self, Found};
 use super::root::DiskRoot;
 use super::superblock::{self, Superblock};
 use super::tier::DiskTier;
 use super::types::{DiskConfig, DiskMeta};
+use crate::io::FrameSizes;
 use crate::tier::LocalTier;
 use crate::{Error, Result};
 
@@ -73,29 +74,31 @@ fn erase_in(
     (prefix, is_meant): (&str, &impl Fn(&DiskMeta) -> bool),
 ) -> Result<Erased> {
     let (superblock, files) = match open_namespace(found) {
-        Ok((superblock, Some(files))) => (superblock, files),
-        Ok(_) => return Ok(Erased::default()),
-        Err(_) => return Ok(Erased { is_cut_short: is_whole(found), ..Erased::default() }),
+        Ok((_, files)) if files.is_empty() => return Ok(Erased::default()),
+        Ok((superblock, files)) if files.iter().all(Result::is_ok) => (superblock, files),
+        _ => return Ok(Erased { is_cut_short: is_whole(found), ..Erased::default() }),
     };
     let named =
         superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
     let Some(namespace) = named else { return Ok(Erased::default()) };
     let nothing = Erased { num_namespaces: 1, ..Erased::default() };
     let mut has_some = false;
-    let walked = files.for_each_record(|_, record| {
-        has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
-    });
-    walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
+    for files in files.iter().flatten() {
+        let walked = files.for_each_record(|_, record| {
+            has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
+        });
+        walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
+    }
     if !has_some {
         return Ok(nothing);
     }
-    let (frame_bytes, description) = (superblock.frame_bytes, superblock.description);
+    let frame_sizes = FrameSizes::from(superblock.frame_sizes);
     let config = DiskConfig {
         dir: dir.to_owned(),
         cap_bytes,
-        frame_sizes: frame_bytes.into(),
+        frame_sizes: frame_sizes.clone(),
         namespace,
-        description,
+        description: superblock.description,
     };
     let (tier, entries) = DiskTier::open_beside(&config, root)?;
     let mut gone = HashSet::new();
@@ -107,24 +110,36 @@ fn erase_in(
             slots.push(entry.slot);
         }
     }
-    let num_chunks = slots.len() as u64;
-    let num_left = slots.iter().rev().filter(|slot| tier.free(**slot).is_err()).count() as u64;
+    let mut erased = nothing;
+    for slot in slots.into_iter().rev() {
+        if tier.free(slot).is_ok() {
+            erased.num_chunks += 1;
+            erased.num_bytes += frame_sizes.bytes(slot.class());
+        } else {
+            erased.is_cut_short = true;
+        }
+    }
     tier.close();
-    let num_freed = num_chunks - num_left;
-    let num_bytes = num_freed * frame_bytes;
-    Ok(Erased { num_chunks: num_freed, num_bytes, is_cut_short: num_left > 0, ..nothing })
+    Ok(erased)
 }
 
 /// Whether a namespace that cannot be read now may be read later, when the system has descriptors
 /// again, say. With anything wrong in it, it is started over before it is used.
 fn is_whole(found: &Found) -> bool {
-    let has_files = [INDEX_NAME, FRAMES_NAME].iter().all(|name| found.path.join(name).is_file());
-    let is_ours = |superblock: &Superblock| {
+    let is_there = |name: String| found.path.join(name).is_file();
+    let is_whole = |size: &u64| {
+        is_there(namespaces::index_name(*size)) == is_there(namespaces::frames_name(*size))
+    };
+    let has_files = |size: &u64| is_there(namespaces::frames_name(*size));
+    let is_ours = |superblock: Superblock| {
+        let sizes = &superblock.frame_sizes;
         superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name)
+            && sizes.iter().all(is_whole)
+            && sizes.iter().any(has_files)
     };
     let may_be_ours = match Superblock::read(&found.path) {
-        Ok(read) => read.is_some_and(|read| read.is_ok_and(|superblock| is_ours(&superblock))),
+        Ok(read) => read.is_some_and(|read| read.is_ok_and(is_ours)),
         Err(_) => true,
     };
-    has_files && may_be_ours && !namespaces::has_strange_files(&found.path)
+    may_be_ours && !namespaces::has_strange_files(&found.path)
 }

@@ -1,4 +1,4 @@
-//! One namespace's two files, as slots: records in `index.dat`, frames in `frames.dat`.
+//! The two files of one size class of a namespace, as slots: records and frames.
 //!
 //! The order of a write is here and nowhere else: clear the record, write the frame, write the
 //! record. So whenever the process dies, a record that reads valid has its whole frame behind it
@@ -8,11 +8,12 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::namespaces::{FRAMES_NAME, INDEX_NAME};
+use super::namespaces::{frames_name, index_name};
 use super::paths;
-use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
-use super::types::{DiskMeta, SlotId};
+use super::record::{self, EMPTY, Parsed, PayloadHasher, Record, index_offset};
+use super::types::{Damage, DiskMeta, SlotId};
 use crate::ChunkKey;
+use crate::io::SizeClass;
 use crate::io::direct::{OsFile, RawFile};
 
 /// Where the tier's files come from; a test's own may fail on purpose.
@@ -44,107 +45,98 @@ pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
+/// Reads all of `into`; it is damage if the file ends before.
+pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => damage("the file ends before it"),
         _ => error,
     })
 }
 
-/// The two open files of a namespace.
+/// The two open files of a size class.
 #[derive(Debug)]
 pub(super) struct SlotFiles {
-    frames: Box<dyn RawFile>,
-    index: Box<dyn RawFile>,
+    pub(super) frames: Box<dyn RawFile>,
+    pub(super) index: Box<dyn RawFile>,
+    class: SizeClass,
     frame_bytes: u64,
-    seed: u64,
+    pub(super) seed: u64,
 }
 
 impl SlotFiles {
     /// Opens both files in a namespace's directory.
     pub(super) fn open(
         dir: &Path,
-        frame_bytes: u64,
-        seed: u64,
+        (class, frame_bytes): (SizeClass, u64),
+        namespace: &[u8; 32],
         opener: &dyn OpenFiles,
     ) -> io::Result<Self> {
-        let index = opener.open(&dir.join(INDEX_NAME), false)?;
-        let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
-        Ok(Self { frames, index, frame_bytes, seed })
+        let index = opener.open(&dir.join(index_name(frame_bytes)), false)?;
+        let frames = opener.open(&dir.join(frames_name(frame_bytes)), true)?;
+        let seed = record::record_seed(namespace, frame_bytes);
+        Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only; None where it was made and never
-    /// held a chunk. The error is one clause.
+    /// Opens both files of an existing namespace for reading only; None where they were made and
+    /// never held a chunk. The error is one clause.
     pub(super) fn open_read(
         dir: &Path,
-        frame_bytes: u64,
-        seed: u64,
+        (class, frame_bytes): (SizeClass, u64),
+        namespace: &[u8; 32],
     ) -> Result<Option<Self>, String> {
+        let (index_name, frames_name) = (index_name(frame_bytes), frames_name(frame_bytes));
+        let seed = record::record_seed(namespace, frame_bytes);
         let open = |name: &str, direct| match OsFile::open_read(&dir.join(name), direct) {
             Ok(file) => Ok(Some(Box::new(file))),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(format!("{name} cannot be opened ({e})")),
         };
-        let missing =
-            |name: &str| Err(format!("{name} is missing: the chunks of this namespace are lost"));
-        match (open(INDEX_NAME, false)?, open(FRAMES_NAME, true)?) {
-            (Some(index), Some(frames)) => Ok(Some(Self { frames, index, frame_bytes, seed })),
+        let missing = |name: &str| Err(format!("{name} is missing: its chunks are lost"));
+        match (open(&index_name, false)?, open(&frames_name, true)?) {
+            (Some(index), Some(frames)) => {
+                Ok(Some(Self { frames, index, class, frame_bytes, seed }))
+            }
             (None, None) => Ok(None),
             // The index is made first; a kill may come before the frames.
             (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
-            (Some(_), None) => missing(FRAMES_NAME),
-            (None, Some(_)) => missing(INDEX_NAME),
+            (Some(_), None) => missing(&frames_name),
+            (None, Some(_)) => missing(&index_name),
         }
     }
 
     /// Whether a file was removed, or moved away from `dir`. False where the system cannot say.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
-        [(&self.index, INDEX_NAME), (&self.frames, FRAMES_NAME)].into_iter().any(|(file, name)| {
-            let is_gone = |dev| paths::is_missing(&dir.join(name), dev);
+        let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
+        [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
+            let is_gone = |dev| paths::is_missing(&dir.join(&name), dev);
             file.metadata().is_ok_and(|meta| meta.nlink() == 0 || is_gone(meta.dev()))
         })
     }
 
-    /// Slots that each file has whole: (records, frames).
-    pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
-        let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
-        // Frames first: an engine that grows its files meanwhile extends the index before them.
-        let frames = whole(self.frames.size()?, self.frame_bytes);
-        let records = whole(self.index.size()?, RECORD_BYTES as u64);
-        Ok((records, frames))
+    /// Its size class.
+    pub(super) fn class(&self) -> SizeClass {
+        self.class
+    }
+
+    /// Bytes of a frame.
+    pub(super) fn frame_bytes(&self) -> u64 {
+        self.frame_bytes
+    }
+
+    /// What is wrong with a slot of a namespace.
+    pub(super) fn damage(
+        &self,
+        namespace: &str,
+        slot: SlotId,
+        problem: impl Into<String>,
+    ) -> Damage {
+        let (slot, frame_bytes) = (Some(slot.number()), Some(self.frame_bytes));
+        Damage { slot, frame_bytes, ..Damage::new(namespace, problem) }
     }
 
     /// Whether frames bypass the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.frames.is_direct()
-    }
-
-    /// Cuts or extends both files to exactly `slots`; records go first, so that none is ever
-    /// without its frame.
-    pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
-        for (file, len) in
-            [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))]
-        {
-            if file.size()? != len {
-                file.set_len(len)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or
-    /// the slots are holes because the file system cannot allocate ahead. On an error the files are
-    /// `from` long again.
-    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
-        let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
-            let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
-            Ok(index && frames)
-        });
-        if result.is_err() {
-            // A failed allocation may have kept a part.
-            let _ = self.set_slots(from);
-        }
-        result
     }
 
     /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty;
@@ -158,10 +150,11 @@ impl SlotFiles {
         at_record: impl FnOnce(),
     ) -> io::Result<()> {
         self.clear_record(slot)?;
-        self.frames.write_all_at(frame, self.frame_offset(slot.0))?;
+        self.frames.write_all_at(frame, self.frame_offset(slot.number()))?;
         let record = Record { meta: *meta, payload: record::payload_checksum(frame), sequence };
         at_record();
-        self.index.write_all_at(&record.encode(slot, self.seed), index_offset(slot.0))
+        self.index
+            .write_all_at(&record.encode(slot.number(), self.seed), index_offset(slot.number()))
     }
 
     /// Reads the frame of `key` and proves it, record first.
@@ -170,15 +163,15 @@ impl SlotFiles {
         if record.meta.key != *key {
             return Err(damage("its record names another chunk"));
         }
-        read_exact(&*self.frames, into, self.frame_offset(slot.0))?;
+        read_exact(&*self.frames, into, self.frame_offset(slot.number()))?;
         if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
     /// Reads the record of a slot that should have one.
     pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
-        read_exact(&*self.index, &mut bytes, index_offset(slot.0))?;
-        match record::parse(&bytes, slot, self.seed) {
+        read_exact(&*self.index, &mut bytes, index_offset(slot.number()))?;
+        match record::parse(&bytes, slot.number(), self.seed) {
             Parsed::Valid(found) => Ok(found),
             Parsed::Empty => Err(damage("its record is empty")),
             Parsed::Bad => Err(damage("its record is damaged")),
@@ -198,7 +191,11 @@ impl SlotFiles {
         while done < self.frame_bytes {
             piece =
                 buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
-            read_exact(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
+            read_exact(
+                &*self.frames,
+                &mut buffer[..piece],
+                self.frame_offset(slot.number()) + done,
+            )?;
             checksum.write(&buffer[..piece]);
             done += piece as u64;
         }
@@ -211,55 +208,11 @@ impl SlotFiles {
 
     /// Makes the slot empty.
     pub(super) fn clear_record(&self, slot: SlotId) -> io::Result<()> {
-        self.index.write_all_at(&EMPTY, index_offset(slot.0))
+        self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
-    /// what is wrong with it, as a clause. Holes are not read: a forged length costs nothing.
-    /// Returns the slots of each file, as `lens`.
-    pub(super) fn for_each_record(
-        &self,
-        mut show: impl FnMut(SlotId, Result<Record, &'static str>),
-    ) -> io::Result<(u32, u32)> {
-        const BATCH: u32 = 8192;
-        let (records, frames) = self.lens()?;
-        let mut buffer = vec![0; RECORD_BYTES * BATCH.min(records) as usize];
-        let mut first = 0;
-        while first < records {
-            let Some(at) = self.index.next_data(index_offset(first))? else { break };
-            first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
-            let count = BATCH.min(records.saturating_sub(first));
-            let bytes = &mut buffer[..RECORD_BYTES * count as usize];
-            read_exact(&*self.index, bytes, index_offset(first))?;
-            for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
-                match record::parse(chunk, SlotId(slot), self.seed) {
-                    Parsed::Empty => {}
-                    Parsed::Valid(record) if slot < frames => show(SlotId(slot), Ok(record)),
-                    Parsed::Valid(_) => {
-                        show(SlotId(slot), Err("the file of frames ends before it"));
-                    }
-                    Parsed::Bad => show(SlotId(slot), Err("record damaged")),
-                }
-            }
-            first = first.saturating_add(count);
-        }
-        Ok((records, frames))
-    }
-
-    fn frame_offset(&self, slot: u32) -> u64 {
-        u64::from(slot) * self.frame_bytes
-    }
-}
-
-fn index_offset(slot: u32) -> u64 {
-    u64::from(slot) * RECORD_BYTES as u64
-}
-
-/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate
-/// ahead; returns whether there are blocks.
-fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
-    match file.allocate(from, to) {
-        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to).map(|()| false),
-        other => other.map(|()| true),
+    /// Where a slot begins in the file of frames.
+    pub(super) fn frame_offset(&self, slot: u32) -> u64 {
+        u64::from(slot) * self.frame_bytes()
     }
 }

@@ -5,17 +5,17 @@
 //! grow or namespaces are deleted.
 
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::books::Grower;
+use super::budget::{self, SlotCount};
 use super::root::{Owner, Room};
+use super::slots::Slots;
 use super::tier::DiskTier;
 use super::types::SlotId;
+use crate::io::{MAX_FRAMES, SizeClass};
 
-/// After the files could not grow, so many asks are turned away before it is tried again: room may
-/// come back one day.
-const ASKS_BEFORE_RETRY: u32 = 256;
-/// And no longer than this, for where few ask.
+/// Asks are turned away no longer than this after the files could not grow, for where few ask.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Longest wait for another thread that grows the files. An extent is usually there in a few
 /// milliseconds, and who does not wait for it gives up a chunk for a slot.
@@ -33,42 +33,35 @@ impl Drop for Turn<'_> {
 
 impl DiskTier {
     /// A slot where none is free: another thread's growth is waited for, or the files grow here.
-    pub(super) fn reserve_more(&self) -> Option<SlotId> {
+    pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
+        let is_full = is_pointless && self.growth().is_full;
         let mut books = self.books();
         if !is_pointless {
-            books.slots.release_holes();
+            books.slots.iter_mut().for_each(Slots::release_holes);
         }
         // A hole, or another thread has grown the files, or freed a slot, while this one waited.
-        let taken = books.slots.take();
-        if taken.is_some() || is_pointless {
+        let taken = books.take(class);
+        if taken.is_some() || is_pointless && self.files.len() == 1 {
             return taken;
         }
-        let have = books.slots.len();
         drop(books);
-        let (len, have_blocks) = self.grow(have);
-        let mut books = self.books();
-        books.slots.grow(len, have_blocks);
-        books.slots.take()
+        self.make_slots(class, is_full);
+        self.books().take(class)
     }
 
     /// The file system had no space for a write: until it is tried again, only slots whose blocks
     /// exist are written.
     pub(super) fn hold_growth(&self) {
-        self.skip_growth();
+        self.skip_growth(true);
         let mut books = self.books();
         books.stats.grow_errors += 1;
-        books.slots.hold_holes();
+        books.slots.iter_mut().for_each(Slots::hold_holes);
         let dir = self.config.dir.display();
         books.event(format!(
             "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"
         ));
-    }
-
-    fn skip_growth(&self) {
-        let mut growth = self.growth();
-        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
     }
 
     /// Waits for a thread that grows the files, if that does not take long. None where there is no
@@ -84,41 +77,60 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Grows the files beyond `have` slots; returns how many there are now, and whether the new
-    /// ones have blocks.
-    fn grow(&self, have: u32) -> (u32, bool) {
-        let Ok(owner) = self.enter() else { return (have, false) };
-        let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
-        let extent = u32::try_from(extent_bytes / self.config.frame_sizes.largest())
-            .unwrap_or(u32::MAX)
-            .max(1);
-        let grown = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
-        owner.settle(&self.config, grown.0);
-        grown
+    /// Makes free slots of a class: within what it may claim or, if that is not enough for one,
+    /// with the room of other classes' free slots. The file system has no space for more than
+    /// those if `is_full`.
+    fn make_slots(&self, class: SizeClass, is_full: bool) {
+        let (Ok(owner), counts) = (self.enter(), self.books().counts()) else { return };
+        let (num_bytes, Some(count)) =
+            (budget::namespace_bytes(&counts), counts.get(class.index()).copied())
+        else {
+            return;
+        };
+        let extent_bytes = if is_full { 0 } else { owner.extent_bytes(self.config.cap_bytes) };
+        let extent = u32::try_from(extent_bytes / count.frame_bytes).unwrap_or(u32::MAX).max(1);
+        let max_slots = u32::try_from(MAX_FRAMES).unwrap_or(u32::MAX);
+        let most = extent.min(max_slots.saturating_sub(count.filled));
+        let with = |more| num_bytes - count.bytes() + count.with(more).bytes();
+        let claimed = if is_full { None } else { self.claim(&owner, [with(1), with(most)]) };
+        let room = num_bytes.max(claimed.unwrap_or(0));
+        let mut more = budget::largest_fit(most, |more| with(more) <= room);
+        if more == 0 && most > 0 && self.give_way(class, with(1) - room, is_full) {
+            more = 1;
+        }
+        if more == 0 && !is_full {
+            self.skip_growth(false);
+        }
+        self.add(class, count, more);
+        owner.settle(self.books().num_bytes());
     }
 
-    fn grow_to(&self, have: u32, mut to: u32) -> (u32, bool) {
+    /// Adds slots: punched ones first, then new ones.
+    fn add(&self, class: SizeClass, count: SlotCount, more: u32) {
+        let punched = more.min(count.slots - count.filled);
+        self.refill(class, punched);
+        let to = count.slots + (more - punched);
+        let (len, have_blocks) = self.grow_to(class, count.slots, to);
+        self.books().with(class, |slots| slots.grow(len, have_blocks));
+    }
+
+    fn grow_to(&self, class: SizeClass, have: u32, mut to: u32) -> (u32, bool) {
+        let Ok(files) = self.files_of(class) else { return (have, false) };
+        let is_asked = to > have;
         while to > have {
-            let error = match self.files.grow(have, to) {
+            let error = match files.grow(have, to) {
                 Ok(have_blocks) => {
                     self.growth().is_refused = false;
                     return (to, have_blocks);
                 }
                 Err(error) => error,
             };
-            let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
-            let mut books = self.books();
-            books.stats.grow_errors += 1;
-            if is_news {
-                books.event(format!(
-                    "{} cannot grow by {} chunks: {error}",
-                    self.config.dir.display(),
-                    to - have
-                ));
-            }
+            self.note_refusal(to - have, &error);
             to = have + (to - have) / 2;
         }
-        self.skip_growth();
+        if is_asked {
+            self.skip_growth(true);
+        }
         (have, false)
     }
 
@@ -130,14 +142,12 @@ impl DiskTier {
         skip
     }
 
-    /// Slots up to `want` that fit the cap; closed namespaces go only if else not one more than
-    /// `have` fits.
-    fn make_room(&self, owner: &Owner, have: u32, want: u32) -> u32 {
-        let room = owner.claim(&self.config, [have, have.saturating_add(1), want], |line| {
-            self.books().event(line);
-        });
-        let Ok(Room { slots, foreign_bytes }) = room else { return have };
+    /// The bytes that the namespace may take, up to the second number; closed namespaces go only
+    /// if else not even the first fits. None if the system refuses to say.
+    fn claim(&self, owner: &Owner, bytes: [u64; 2]) -> Option<u64> {
+        let room = owner.claim(&self.config, bytes, |line| self.books().event(line));
+        let Room { bytes, foreign_bytes } = room.ok()?;
         self.books().foreign_bytes = foreign_bytes;
-        slots
+        Some(bytes)
     }
 }

@@ -9,10 +9,11 @@ use std::path::Path;
 use std::{fs, io};
 
 use super::files::SlotFiles;
-use super::namespaces::{self, INDEX_NAME};
-use super::record::{Record, record_seed};
+use super::namespaces;
+use super::record::Record;
 use super::superblock::{Refusal, Superblock};
 use super::types::{Damage, DiskMeta};
+use crate::io::FrameSizes;
 use crate::{Error, ErrorKind, Result};
 
 /// One namespace directory as found.
@@ -22,9 +23,9 @@ pub struct NamespaceInfo {
     pub name: String,
     /// The line for people from its superblock; empty where that is unreadable.
     pub description: String,
-    /// Bytes of one frame; 0 where unknown.
-    pub frame_bytes: u64,
-    /// Slots its files hold.
+    /// Bytes of a frame, by size class; empty where unknown.
+    pub frame_sizes: Vec<u64>,
+    /// Slots its files hold, of all sizes.
     pub slots: u64,
     /// Slots with a readable record.
     pub chunks: u64,
@@ -69,12 +70,12 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// A namespace's superblock, and its files unless there were never any; or why nothing in it can be
-/// read.
+/// A namespace's superblock and the files of each size, or why they cannot be read, except those
+/// that never held a chunk; or why nothing in it can be read.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
-) -> Result<(Superblock, Option<SlotFiles>), Damage> {
-    let fail = |problem: String| Damage::new(&found.name, None, problem);
+) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
+    let fail = |problem: String| Damage::new(&found.name, problem);
     let superblock = match Superblock::read(&found.path) {
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
@@ -91,22 +92,22 @@ pub(super) fn open_namespace(
     else {
         return Err(fail("superblock.json is another namespace's".to_owned()));
     };
-    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes, record_seed(&namespace))
-        .map_err(fail)?;
-    Ok((superblock, files))
+    let sizes = FrameSizes::from(superblock.frame_sizes.clone());
+    let open = |class| SlotFiles::open_read(&found.path, (class, sizes.bytes(class)), &namespace);
+    let files = sizes.classes().filter_map(|class| open(class).map_err(fail).transpose());
+    Ok((superblock, files.collect()))
 }
 
 /// What an index shorter than the frames has lost, as one clause. The tier itself keeps a record
 /// for every frame: it extends the index first, and only a kill between its two steps of shrinking
 /// leaves this behind, of chunks that were given up.
-pub(super) fn lost_records(records: u32, frames: u32) -> Option<String> {
+pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
+    let name = namespaces::index_name(frame_bytes);
     match records {
         _ if records >= frames => None,
-        0 => Some(format!(
-            "{INDEX_NAME} is empty beside {frames} frames: the chunks in them are lost"
-        )),
+        0 => Some(format!("{name} is empty beside {frames} frames: the chunks in them are lost")),
         _ => Some(format!(
-            "{INDEX_NAME} has records for {records} of {frames} frames: those without a record are lost"
+            "{name} has records for {records} of {frames} frames: those without a record are lost"
         )),
     }
 }
@@ -118,16 +119,21 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
         Err(damage) => info.problem = Some(damage.problem),
         Ok((superblock, files)) => {
             info.description = superblock.description;
-            info.frame_bytes = superblock.frame_bytes;
-            if let Some(files) = files {
-                count_records(&files, &mut info);
+            info.frame_sizes = superblock.frame_sizes;
+            for files in files {
+                let problem = match files {
+                    Ok(files) => count_records(&files, &mut info),
+                    Err(damage) => Some(damage.problem),
+                };
+                info.problem = info.problem.or(problem);
             }
         }
     }
     info
 }
 
-fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) {
+/// Adds the chunks of a size; returns what is wrong with its files.
+fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {
         Ok(Record { meta: DiskMeta { saved_s, .. }, .. }) => {
@@ -137,13 +143,13 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) {
         }
         Err(_) => bad += 1,
     });
-    info.problem = match walked {
+    match walked {
         Err(e) => Some(format!("index unreadable ({e})")),
         Ok((records, frames)) => {
-            info.slots = u64::from(records.min(frames));
+            info.slots += u64::from(records.min(frames));
             let damaged =
                 (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
-            damaged.or_else(|| lost_records(records, frames))
+            damaged.or_else(|| lost_records(files.frame_bytes(), records, frames))
         }
-    };
+    }
 }

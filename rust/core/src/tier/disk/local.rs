@@ -6,6 +6,8 @@
 use std::path::PathBuf;
 use std::sync::PoisonError;
 
+use super::files::SlotFiles;
+use super::slots::Slots;
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, paths};
@@ -17,32 +19,35 @@ use crate::{ChunkKey, Error, ErrorKind, Result};
 impl DiskTier {
     /// Frees a slot; nothing where no caller has it.
     fn leave(&self, slot: SlotId) -> Result<()> {
-        let leaving = self.books().slots.leaving(slot);
+        let class = slot.class();
+        let leaving = self.books().of(class).and_then(|slots| slots.leaving(slot));
         let Some(before) = leaving else { return Ok(()) };
-        let cleared = if before.may_have_record() { self.files.clear_record(slot) } else { Ok(()) };
-        let slots = &mut self.books().slots;
-        match cleared {
+        let files = self.files_of(class)?;
+        let cleared = if before.may_have_record() { files.clear_record(slot) } else { Ok(()) };
+        self.books().with(class, |slots| match cleared {
             Ok(()) => slots.left(slot),
             Err(_) => slots.stays(slot, before),
-        }
+        });
         cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
     /// The sequence of a write that may begin.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
         let mut books = self.books();
-        if !books.slots.may_write(slot) {
+        if !books.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
             let message = "a disk slot was written that was not reserved";
-            return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.0));
+            return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.number()));
         }
         books.next_sequence = books.next_sequence.saturating_add(1);
         Ok(books.next_sequence - 1)
     }
 
-    fn check_size(&self, len: usize) -> Result<()> {
-        let expected = self.config.frame_sizes.largest();
+    /// The files of a slot, if a frame of `len` bytes is of its size.
+    fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
+        let files = self.files_of(slot.class())?;
+        let expected = files.frame_bytes();
         if len as u64 == expected {
-            return Ok(());
+            return Ok(files);
         }
         let message =
             format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
@@ -53,43 +58,47 @@ impl DiskTier {
 impl LocalTier for DiskTier {
     /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a
     /// step. Where another thread does that and takes long, this one does not wait and gets None.
-    fn reserve(&self, _class: SizeClass) -> Option<SlotId> {
+    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
-        let slot = self.books().slots.take();
-        slot.or_else(|| self.reserve_more())
+        let slot = self.books().take(class);
+        slot.or_else(|| self.reserve_more(class))
+    }
+
+    fn frame_bytes(&self, class: SizeClass) -> u64 {
+        self.config.frame_sizes.bytes(class)
     }
 
     /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are
     /// written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
-        self.check_size(frame.len())?;
+        let (class, files) = (slot.class(), self.files_for(slot, frame.len())?);
         let sequence = self.begin_write(slot)?;
-        let written =
-            self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
+        let at_record = || self.books().with(class, |slots| slots.unsure(slot));
+        let written = files.write(slot, meta, frame, sequence, at_record);
         if let Err(error) = written {
             if is_no_space(&error) {
                 self.hold_growth();
             } else {
-                self.books().slots.doubt(slot);
+                self.books().with(class, |slots| slots.doubt(slot));
             }
             return Err(self.io_error("write", slot, error));
         }
-        self.books().slots.written(slot);
+        self.books().with(class, |slots| slots.written(slot));
         Ok(())
     }
 
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
         let _inside = self.enter()?;
-        self.check_size(into.len())?;
-        self.files.read(slot, key, into).map_err(|error| {
+        let files = self.files_for(slot, into.len())?;
+        files.read(slot, key, into).map_err(|error| {
             if !files::is_damage(&error) {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
             let message =
                 format!("the chunk in {} is not the one asked for: {error}", dir.display());
-            Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0)
+            Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.number())
         })
     }
 
@@ -105,20 +114,21 @@ impl LocalTier for DiskTier {
     fn removed(&self) -> Option<PathBuf> {
         let dir = namespaces::dir_of(&self.config);
         self.files
-            .are_removed_from(&dir)
+            .iter()
+            .any(|files| files.are_removed_from(&dir))
             .then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
     }
 
     fn stats(&self) -> DiskStats {
         let books = self.books();
-        let slots = books.slots.len();
+        let bytes = books.num_bytes().saturating_add(budget::FIXED_BYTES);
         DiskStats {
-            slots: u64::from(slots),
-            slots_used: books.slots.used(),
-            slots_reserved: books.slots.reserved(),
-            bytes: budget::dir_bytes(slots, self.config.frame_sizes.largest(), books.foreign_bytes),
+            slots: books.counts().iter().map(|count| u64::from(count.filled)).sum(),
+            slots_used: books.slots.iter().map(Slots::used).sum(),
+            slots_reserved: books.slots.iter().map(Slots::reserved).sum(),
+            bytes: bytes.saturating_add(books.foreign_bytes),
             cap_bytes: self.config.cap_bytes,
-            direct: self.files.is_direct(),
+            direct: self.files.iter().all(SlotFiles::is_direct),
             ..books.stats
         }
     }
@@ -129,7 +139,7 @@ impl LocalTier for DiskTier {
 
     fn clear(&self) -> Result<()> {
         let _inside = self.enter()?;
-        let used = self.books().slots.all_used();
+        let used: Vec<_> = self.books().slots.iter().flat_map(Slots::all_used).collect();
         used.into_iter().map(|slot| self.leave(slot)).fold(Ok(()), Result::and)
     }
 

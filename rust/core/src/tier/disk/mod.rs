@@ -1,5 +1,5 @@
-//! The disk tier: equal frames in one file, a 128-byte record per frame in another, one owner per
-//! directory.
+//! The disk tier: frames of one size in one file, a 128-byte record per frame in another, one owner
+//! per directory.
 //!
 //! It keeps bytes under slots and proves them on the way back; it must not know which chunk
 //! deserves to stay (that is `evict`), who waits for a read (`store`), nor what is inside a frame.
@@ -9,7 +9,9 @@
 mod books;
 pub(crate) mod budget;
 mod erase;
+mod file_size;
 mod files;
+mod fit;
 mod growth;
 mod inspect;
 mod local;
@@ -17,6 +19,7 @@ mod lock;
 pub(crate) mod namespaces;
 mod open;
 mod paths;
+mod punch;
 pub(crate) mod record;
 pub(crate) mod recover;
 mod root;

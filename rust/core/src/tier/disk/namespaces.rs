@@ -14,14 +14,43 @@ use super::budget::PAGE_BYTES;
 use super::superblock;
 use super::types::DiskConfig;
 
-/// The records' file in a namespace directory.
-pub(crate) const INDEX_NAME: &str = "index.dat";
-/// The frames' file in a namespace directory.
-pub(crate) const FRAMES_NAME: &str = "frames.dat";
-/// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves
-/// no chunk half gone.
-pub(crate) const FILE_NAMES: [&str; 4] =
-    [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
+/// Beginnings of the names of slot files, in the order of their deletion: one that is cut short
+/// leaves no record without its frame.
+const SLOT_FILES: [&str; 2] = ["index", "frames"];
+
+/// The name of the file of records of frames of this size.
+pub(crate) fn index_name(frame_bytes: u64) -> String {
+    format!("{}-{frame_bytes}.dat", SLOT_FILES[0])
+}
+
+/// The name of the file of frames of this size.
+pub(crate) fn frames_name(frame_bytes: u64) -> String {
+    format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
+}
+
+/// Whether a file holds frames or their records; those of earlier versions have no size in their
+/// names.
+fn is_slot_file(name: &str) -> bool {
+    SLOT_FILES.iter().any(|kind| {
+        let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
+        let size = rest.map(|rest| rest.strip_prefix('-').unwrap_or(rest));
+        size.is_some_and(|size| size.bytes().all(|digit| digit.is_ascii_digit()))
+    })
+}
+
+/// The names of our files in a namespace directory, in the order of their deletion.
+pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(path)? {
+        let Ok(name) = entry?.file_name().into_string() else { continue };
+        if is_slot_file(&name) || [superblock::FILE_NAME, superblock::TEMP_NAME].contains(&&*name) {
+            names.push(name);
+        }
+    }
+    let place = |name: &str| SLOT_FILES.iter().position(|kind| name.starts_with(kind));
+    names.sort_by_key(|name| place(name).unwrap_or(SLOT_FILES.len()));
+    Ok(names)
+}
 
 /// One namespace directory.
 #[derive(Debug, Clone)]
@@ -97,7 +126,7 @@ pub(crate) fn make_room(
 
 /// Deletes our files in a namespace directory, then the directory where nothing else is in it.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
-    remove_files(path)?;
+    remove_files(path, |_| true)?;
     match fs::remove_dir(path) {
         Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => Err(e),
         _ => Ok(()),
@@ -106,15 +135,24 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
 
 /// Whether something that is not a regular file has the name of records or frames.
 pub(crate) fn has_strange_files(path: &Path) -> bool {
-    [INDEX_NAME, FRAMES_NAME]
-        .iter()
-        .any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
+    file_names(path).unwrap_or_default().iter().any(|name| {
+        let meta = fs::symlink_metadata(path.join(name));
+        is_slot_file(name) && meta.is_ok_and(|meta| !meta.is_file())
+    })
 }
 
-/// Deletes our files in a namespace directory; returns whether there were any.
-pub(crate) fn remove_files(path: &Path) -> io::Result<bool> {
+/// Deletes the slot files of frames of other sizes than these.
+pub(crate) fn remove_other_sizes(path: &Path, sizes: &[u64]) -> io::Result<()> {
+    let kept: Vec<_> =
+        sizes.iter().flat_map(|size| [index_name(*size), frames_name(*size)]).collect();
+    remove_files(path, |name| is_slot_file(name) && !kept.iter().any(|kept| kept == name)).map(drop)
+}
+
+/// Deletes those of our files in a namespace directory that are `meant`; returns whether there were
+/// any.
+pub(crate) fn remove_files(path: &Path, is_meant: impl Fn(&str) -> bool) -> io::Result<bool> {
     let mut any = false;
-    for name in FILE_NAMES {
+    for name in file_names(path)?.iter().filter(|name| is_meant(name)) {
         match fs::remove_file(path.join(name)) {
             Ok(()) => any = true,
             Err(e) if e.kind() == ErrorKind::NotFound => {}
@@ -129,23 +167,30 @@ fn is_namespace_name(name: &str) -> bool {
 }
 
 /// What vanishes or cannot be looked at meanwhile counts nothing.
+///
+/// A file that is shorter in blocks than in bytes may still fill up, so its length counts. That of
+/// frames of one size among several is punched where others needed room, so its blocks count.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
-    for meta in fs::read_dir(&found.path)
+    let files: Vec<_> = fs::read_dir(&found.path)
         .into_iter()
         .flatten()
         .flatten()
-        .filter_map(|entry| entry.metadata().ok())
-    {
-        found.bytes = found.bytes.saturating_add(disk_bytes(&meta));
+        .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.metadata().ok()?)))
+        .collect();
+    let is_frames = |name: &str| is_slot_file(name) && name.starts_with(SLOT_FILES[1]);
+    let have_several_sizes = files.iter().filter(|(name, _)| is_frames(name)).count() > 1;
+    for (name, meta) in &files {
+        let may_be_punched = have_several_sizes && is_frames(name);
+        let bytes = if may_be_punched { meta.blocks() * 512 } else { disk_bytes(meta) };
+        found.bytes = found.bytes.saturating_add(bytes);
         found.last_used = found.last_used.max((meta.mtime(), meta.mtime_nsec()));
     }
     found
 }
 
-/// The larger of length (in pages) and blocks: a sparse file may still fill up, a preallocated one
-/// already has.
+/// The larger of length (in pages) and blocks.
 fn disk_bytes(meta: &Metadata) -> u64 {
     meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
 }

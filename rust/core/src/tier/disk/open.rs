@@ -14,9 +14,9 @@ use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 
 use super::books::{Books, Growth};
 use super::files::{OpenFiles, OsFiles, SlotFiles};
-use super::record::{Record, record_seed};
+use super::fit::{ClassIndex, fit_cap};
 use super::recover::{self, Recovered};
-use super::root::{DiskRoot, Owner, Room};
+use super::root::DiskRoot;
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::tier::DiskTier;
@@ -69,18 +69,16 @@ impl DiskTier {
         let mut books = Books::default();
         make_namespace(&dir, &mut books).map_err(failed)?;
         paths::check_owner_at(&config.dir, &dir)?;
-        for name in namespaces::FILE_NAMES {
+        for name in namespaces::file_names(&dir).map_err(failed)? {
             paths::check_owner_at(&config.dir, &dir.join(name))?;
         }
         claim_namespace(config, &dir, &mut books).map_err(failed)?;
-        let seed = record_seed(&config.namespace);
-        let files =
-            SlotFiles::open(&dir, config.frame_sizes.largest(), seed, opener).map_err(failed)?;
-        let keep = fit_cap(config, &owner, &files, &mut books).map_err(failed)?;
-        let (found, unsound) = collect(&files, keep, &mut books.stats).map_err(failed)?;
-        files.set_slots(keep).map_err(failed)?;
-        owner.settle(config, keep);
-        let entries = settle(&files, keep, &found, unsound, &mut books);
+        let files = open_files(config, &dir, opener).map_err(failed)?;
+        let mut found =
+            files.iter().map(ClassIndex::read).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+        fit_cap(config, &owner, &files, &mut found, &mut books).map_err(failed)?;
+        let entries = settle(&files, found, &mut books);
+        owner.settle(books.num_bytes());
         let tier = Self {
             config: config.clone(),
             files,
@@ -94,14 +92,16 @@ impl DiskTier {
 }
 
 fn validate(config: &DiskConfig) -> Result<()> {
-    let frame_bytes = config.frame_sizes.largest();
     let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
-    if !superblock::is_frame_size(frame_bytes) {
+    let sizes = config.frame_sizes.all();
+    if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
             "a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB"
         ));
     }
-    let least = budget::dir_bytes(1, frame_bytes, 0);
+    config.frame_sizes.check()?;
+    let frame_bytes = config.frame_sizes.largest();
+    let least = budget::dir_bytes(1, frame_bytes, budget::map_bytes(sizes.len()));
     if config.cap_bytes < least {
         return fail(format!(
             "disk_size = {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least} bytes, or leave \
@@ -110,6 +110,16 @@ fn validate(config: &DiskConfig) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+fn open_files(
+    config: &DiskConfig,
+    dir: &Path,
+    opener: &dyn OpenFiles,
+) -> io::Result<Vec<SlotFiles>> {
+    let sizes = &config.frame_sizes;
+    let open = |class| SlotFiles::open(dir, (class, sizes.bytes(class)), &config.namespace, opener);
+    sizes.classes().map(open).collect()
 }
 
 /// Makes the namespace's directory; what has its name and is none, or is a link to one, goes.
@@ -124,8 +134,7 @@ fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
 /// Makes the namespace ours: its superblock is this namespace's, and files under any other are
 /// gone.
 fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
-    let ours =
-        Superblock::new(&config.namespace, config.frame_sizes.largest(), &config.description);
+    let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
         Some(Ok(_)) if namespaces::has_strange_files(dir) => {
             "one of its files is not a regular file".to_owned()
@@ -140,8 +149,18 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
             }
             "its superblock.json is another namespace's".to_owned()
         }
-        Some(Ok(found)) if found.frame_bytes != ours.frame_bytes => {
-            format!("its frames have {} bytes", found.frame_bytes)
+        Some(Ok(found)) if !found.has_sizes_of(&ours) => {
+            format!("its frames have {:?} bytes", found.frame_sizes)
+        }
+        Some(Ok(found)) if found.frame_sizes != ours.frame_sizes => {
+            books.event(format!(
+                "{} keeps chunks of the sizes that are still used: they were {:?} bytes and are {:?}",
+                dir.display(),
+                found.frame_sizes,
+                ours.frame_sizes
+            ));
+            namespaces::remove_other_sizes(dir, &ours.frame_sizes)?;
+            return ours.write(dir);
         }
         Some(Ok(_)) => {
             // Only the line for people changed; a full disk may keep the old one.
@@ -149,11 +168,11 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
             return Ok(());
         }
         Some(Err(why)) => format!("its superblock.json is {why}"),
-        None if namespaces::remove_files(dir)? => "it had no superblock.json".to_owned(),
+        None if namespaces::remove_files(dir, |_| true)? => "it had no superblock.json".to_owned(),
         None => return ours.write(dir),
     };
     start_afresh(dir, &why, books);
-    namespaces::remove_files(dir)?;
+    namespaces::remove_files(dir, |_| true)?;
     ours.write(dir)
 }
 
@@ -169,64 +188,29 @@ fn touch(dir: &Path) -> io::Result<()> {
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Makes room where the directory is above its cap; returns how many slots may stay.
-fn fit_cap(
-    config: &DiskConfig,
-    owner: &Owner,
-    files: &SlotFiles,
-    books: &mut Books,
-) -> io::Result<u32> {
-    let (records, frames) = files.lens()?;
-    let have = records.min(frames);
-    let Room { slots, foreign_bytes } = owner.claim(config, [have; 3], |line| books.event(line))?;
-    books.foreign_bytes = foreign_bytes;
-    Ok(slots)
-}
-
-/// Reads the index: what the first `keep` slots hold, those of them whose record must go, and
-/// counts of what is given up.
-fn collect(
-    files: &SlotFiles,
-    keep: u32,
-    stats: &mut DiskStats,
-) -> io::Result<(Vec<DiskEntry>, Vec<SlotId>)> {
-    let mut entries = Vec::new();
-    let mut unsound = Vec::new();
-    files.for_each_record(|slot, found| match found {
-        Ok(Record { meta, sequence, .. }) if slot.0 < keep => {
-            entries.push(DiskEntry { slot, meta, sequence });
-        }
-        Ok(_) => stats.dropped_over_cap += 1,
-        Err(_) => {
-            stats.dropped_records += 1;
-            unsound.extend((slot.0 < keep).then_some(slot));
-        }
-    })?;
-    Ok((entries, unsound))
-}
-
 /// Orders the entries, empties the records of the others, and makes the slots' states.
 ///
 /// What is given up but cannot be emptied would be found again by a later open, when it may have
 /// been forgotten: it comes behind the entries, for the caller to free.
-fn settle(
-    files: &SlotFiles,
-    keep: u32,
-    found: &[DiskEntry],
-    mut unsound: Vec<SlotId>,
-    books: &mut Books,
-) -> Vec<DiskEntry> {
-    let Recovered { mut entries, duplicates, orphans } = recover::recover(found);
+fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec<DiskEntry> {
+    let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
+    let Recovered { mut entries, duplicates, orphans } = recover::recover(&all);
     books.stats.recovered = entries.len() as u64;
     books.stats.dropped_duplicates = duplicates.len() as u64;
     books.stats.dropped_orphans = orphans.len() as u64;
     books.next_sequence =
         entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
-    let is_kept = |slot: &SlotId| files.clear_record(*slot).is_err();
-    unsound.retain(is_kept);
+    let is_kept = |slot: &SlotId| files[slot.class().index()].clear_record(*slot).is_err();
     let given_up: HashSet<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
-    entries.extend(found.iter().filter(|entry| given_up.contains(&entry.slot)));
-    books.slots = Slots::found(keep, &entries, &unsound);
+    entries.extend(all.iter().filter(|entry| given_up.contains(&entry.slot)));
+    for (files, mut index) in files.iter().zip(found) {
+        index.unsound.retain(is_kept);
+        let used = entries.iter().map(|entry| entry.slot);
+        let used = used.filter(|slot| slot.class() == files.class());
+        let count = index.count(files.frame_bytes());
+        let punched = index.punched();
+        books.slots.push(Slots::found(files.class(), count, used, &index.unsound, punched));
+    }
     if let Some(line) = losses(&books.stats) {
         books.event(line);
     }

@@ -1,18 +1,18 @@
-//! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its
-//! own.
+//! The 128-byte record of a slot in its class's index: which chunk the slot's frame is, provable on
+//! its own.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), saved at (u64, Unix seconds; when it was written, by versions that did not know
-//! more), number of units (u32, 1), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes
-//! (u64). All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the
-//! namespace, so that a record of another namespace, or at another slot, is not one of ours. It
-//! must not do I/O and must not panic on any bytes.
+//! more), number of units (u32, 1), depth (u32), number of the slot (u32), zeros (4), checksum of
+//! these 120 bytes (u64). All zeros is an empty slot. Both checksums are XXH3; the record's is
+//! seeded with the namespace and the frame size, so that a record of another namespace or size, or
+//! at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
 use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
 pub(crate) use twox_hash::XxHash3_128 as PayloadHasher;
 
-use super::types::{DiskMeta, SlotId};
+use super::types::DiskMeta;
 use crate::ChunkKey;
 
 /// Size of a record.
@@ -50,19 +50,24 @@ pub(crate) enum Parsed {
     Bad,
 }
 
+/// Where the record of a slot number begins in the index.
+pub(crate) fn index_offset(slot: u32) -> u64 {
+    u64::from(slot) * RECORD_BYTES as u64
+}
+
 /// The checksum of a frame, as kept in its record.
 pub(crate) fn payload_checksum(frame: &[u8]) -> u128 {
     PayloadHasher::oneshot(frame)
 }
 
-/// The seed of a namespace's record checksums.
-pub(crate) fn record_seed(namespace: &[u8; 32]) -> u64 {
-    u64::from_le_bytes(take(&mut namespace.as_slice()))
+/// The seed of the record checksums of a namespace's frames of one size.
+pub(crate) fn record_seed(namespace: &[u8; 32], frame_bytes: u64) -> u64 {
+    u64::from_le_bytes(take(&mut namespace.as_slice())) ^ frame_bytes
 }
 
 impl Record {
-    /// The record's bytes for `slot`.
-    pub(crate) fn encode(&self, slot: SlotId, seed: u64) -> RecordBytes {
+    /// The record's bytes at slot number `slot` of its class.
+    pub(crate) fn encode(&self, slot: u32, seed: u64) -> RecordBytes {
         let mut out = EMPTY;
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
@@ -77,15 +82,15 @@ impl Record {
         put(&self.meta.saved_s.to_le_bytes());
         put(&NUM_UNITS.to_le_bytes());
         put(&self.meta.depth.to_le_bytes());
-        put(&slot.0.to_le_bytes());
+        put(&slot.to_le_bytes());
         let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
         out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
         out
     }
 }
 
-/// Reads the record at `slot`.
-pub(crate) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
+/// Reads the record at slot number `slot` of its class.
+pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if *bytes == EMPTY {
         return Parsed::Empty;
     }

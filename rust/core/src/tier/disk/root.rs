@@ -67,8 +67,8 @@ pub(super) struct Owner {
 
 /// What may be taken.
 pub(super) struct Room {
-    /// Slots that the namespace may have.
-    pub(super) slots: u32,
+    /// Bytes that the namespace may take.
+    pub(super) bytes: u64,
     /// Bytes of all other namespaces; 0 where those report their own.
     pub(super) foreign_bytes: u64,
 }
@@ -205,37 +205,34 @@ impl Owner {
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
-    /// Claims room for `want` slots or fewer, of which `have` are there; closed namespaces go only
-    /// if else not even `enough` fit.
+    /// Claims `want` bytes or fewer, and what it has; closed namespaces go only if else not even
+    /// `enough` fit.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
-        [have, enough, want]: [u32; 3],
+        [enough, want]: [u64; 2],
         mut note: impl FnMut(String),
     ) -> io::Result<Room> {
+        let cap_bytes = config.cap_bytes.saturating_sub(budget::FIXED_BYTES);
         for _ in 0..TRIES {
             let books = self.root.books();
             let (changes, open_bytes) = (books.changes, self.open_bytes(&books, config.cap_bytes));
             let open: BTreeSet<_> = books.open.keys().cloned().collect();
             drop(books);
-            let foreign = |closed: u64| closed.saturating_add(open_bytes);
-            let fits = |closed| {
-                budget::dir_bytes(enough, config.frame_sizes.largest(), foreign(closed))
-                    <= config.cap_bytes
-            };
+            let fits =
+                |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
             let closed_bytes =
                 namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
             let mut books = self.root.books();
             if books.changes == changes {
                 let foreign_bytes =
                     closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
-                let slots = want.min(budget::max_slots(config, foreign_bytes));
-                let bytes = budget::dir_bytes(slots.max(have), config.frame_sizes.largest(), 0)
-                    - budget::FIXED_BYTES;
-                books.open.insert(self.name.clone(), bytes);
-                books.is_short |= slots < enough;
+                let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
+                let claimed = books.open.entry(self.name.clone()).or_default();
+                *claimed = bytes.max(*claimed);
+                books.is_short |= bytes < enough;
                 return Ok(Room {
-                    slots,
+                    bytes,
                     foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes },
                 });
             }
@@ -243,9 +240,8 @@ impl Owner {
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces come and go"))
     }
 
-    /// It has so many slots now, and no claim to more.
-    pub(super) fn settle(&self, config: &DiskConfig, slots: u32) {
-        let bytes = budget::dir_bytes(slots, config.frame_sizes.largest(), 0) - budget::FIXED_BYTES;
+    /// It takes these bytes now, and has no claim to more.
+    pub(super) fn settle(&self, bytes: u64) {
         self.root.books().open.insert(self.name.clone(), bytes);
     }
 

@@ -1,13 +1,16 @@
-//! Who has which slot. Pure state, no I/O.
+//! Who has which slot of one size class. Pure state, no I/O.
 //!
-//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Slots whose
-//! blocks exist come first: a file system without room for more blocks still takes a write there.
-//! The others may be holes, or refused a write. Each kind is handed out in the order in which its
-//! slots became free, so a place that refuses writes is not tried again at once.
+//! Invariant: free + punched + reserved + used = slots, and only a free slot is ever handed out.
+//! Slots whose blocks exist come first: a file system without room for more blocks still takes a
+//! write there. The others may be holes, or refused a write. Each kind is handed out in the order
+//! in which its slots became free, so a place that refuses writes is not tried again at once. A
+//! punched slot has no blocks and counts no bytes; `refill` makes it free.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
-use super::types::{DiskEntry, SlotId};
+use super::budget::SlotCount;
+use super::types::SlotId;
+use crate::io::SizeClass;
 
 /// What a slot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,8 +21,10 @@ pub(super) enum State {
     Reserved(bool),
     /// The caller's, with a chunk in it.
     Used,
-    /// Its record is being cleared.
+    /// Its record is being cleared, or its blocks are being given back.
     Leaving,
+    /// Its record is empty and its blocks were given back.
+    Punched,
 }
 
 impl State {
@@ -29,9 +34,11 @@ impl State {
     }
 }
 
-/// The state of every slot.
+/// The state of every slot of a class.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
+    class: SizeClass,
+    frame_bytes: u64,
     states: Vec<State>,
     /// Whether the file system is known to have blocks for a slot.
     has_blocks: Vec<bool>,
@@ -39,29 +46,50 @@ pub(super) struct Slots {
     free: VecDeque<u32>,
     /// Free slots that may be holes.
     holes: VecDeque<u32>,
+    punched: BTreeSet<u32>,
     /// No hole is handed out: the file system had no block for one.
     are_holes_held: bool,
     used: u64,
 }
 
 impl Slots {
-    /// At open: `len` slots, those of `entries` with a chunk, those of `unsure` with a record that
-    /// could not be cleared.
-    pub(super) fn found(len: u32, entries: &[DiskEntry], unsure: &[SlotId]) -> Self {
-        let mut states = vec![State::Free(false); len as usize];
+    /// At open: `entries` with a chunk, `unsure` with a record that could not be cleared, and
+    /// `punched` whose blocks were given back.
+    pub(super) fn found(
+        class: SizeClass,
+        count: SlotCount,
+        entries: impl Iterator<Item = SlotId>,
+        unsure: &[SlotId],
+        punched: BTreeSet<u32>,
+    ) -> Self {
+        let mut states = vec![State::Free(false); count.slots as usize];
         for slot in unsure {
-            states[slot.0 as usize] = State::Free(true);
+            states[slot.number() as usize] = State::Free(true);
         }
-        for entry in entries {
-            states[entry.slot.0 as usize] = State::Used;
+        for slot in &punched {
+            states[*slot as usize] = State::Punched;
+        }
+        let mut used = 0;
+        for slot in entries {
+            states[slot.number() as usize] = State::Used;
+            used += 1;
         }
         let is_clean = |&slot: &u32| states[slot as usize] == State::Free(false);
-        let holes = (0..len).filter(is_clean).chain(unsure.iter().map(|slot| slot.0)).collect();
+        let unsure = unsure.iter().map(|slot| slot.number());
+        let holes = (0..count.slots).filter(is_clean).chain(unsure).collect();
         let has_blocks = states.iter().map(|state| *state == State::Used).collect();
-        Self { states, has_blocks, holes, used: entries.len() as u64, ..Self::default() }
+        let frame_bytes = count.frame_bytes;
+        Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
     }
 
-    /// Number of slots.
+    /// What its slots take on disk.
+    pub(super) fn count(&self) -> SlotCount {
+        let num_punched = u32::try_from(self.punched.len()).unwrap_or(u32::MAX);
+        let frame_bytes = self.frame_bytes;
+        SlotCount { frame_bytes, slots: self.len(), filled: self.len() - num_punched }
+    }
+
+    /// Slots that the files are long enough for.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
@@ -73,7 +101,8 @@ impl Slots {
 
     /// Slots that callers hold and have not written.
     pub(super) fn reserved(&self) -> u64 {
-        (self.states.len() - self.free.len() - self.holes.len()) as u64 - self.used
+        let num_free = self.free.len() + self.holes.len() + self.punched.len();
+        (self.states.len() - num_free) as u64 - self.used
     }
 
     /// Adds free slots up to `len`, with blocks or as holes.
@@ -89,18 +118,79 @@ impl Slots {
         self.has_blocks.resize(len, have_blocks);
     }
 
+    /// Cuts the slots to `len`; all beyond are punched.
+    pub(super) fn cut(&mut self, len: u32) {
+        self.states.truncate(len as usize);
+        self.has_blocks.truncate(len as usize);
+        self.punched.split_off(&len);
+    }
+
+    /// The least number of slots that leaves punched ones only beyond it.
+    pub(super) fn end(&self) -> u32 {
+        let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
+        (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
+    }
+
+    /// The first `most` punched slots, in ascending order.
+    pub(super) fn first_punched(&self, most: u32) -> Vec<u32> {
+        self.punched.iter().copied().take(most as usize).collect()
+    }
+
+    /// Makes punched slots free, with blocks or as holes.
+    pub(super) fn refill(&mut self, slots: impl Iterator<Item = u32>, have_blocks: bool) {
+        for slot in slots {
+            self.punched.remove(&slot);
+            self.has_blocks[slot as usize] = have_blocks;
+            self.left(SlotId::new(self.class, slot));
+        }
+    }
+
+    /// Free slots whose blocks `take_for_punch` may take.
+    pub(super) fn num_spare(&self, with_holes: bool) -> u32 {
+        let len = self.free.len() + if with_holes { self.holes.len() } else { 0 };
+        u32::try_from(len).unwrap_or(u32::MAX)
+    }
+
+    /// Takes up to `most` free slots whose record is empty, in ascending order; end it with
+    /// `punched` or `left`.
+    pub(super) fn take_for_punch(&mut self, most: u32, with_holes: bool) -> Vec<u32> {
+        let (mut taken, mut skipped) = (Vec::new(), Vec::new());
+        while taken.len() < most as usize {
+            let hole = if with_holes { self.holes.pop_back() } else { None };
+            let Some(slot) = hole.or_else(|| self.free.pop_back()) else { break };
+            if self.states[slot as usize] == State::Free(false) {
+                self.states[slot as usize] = State::Leaving;
+                taken.push(slot);
+            } else {
+                skipped.push(slot);
+            }
+        }
+        self.holes.extend(skipped);
+        taken.sort_unstable();
+        taken
+    }
+
+    /// The blocks of these slots were given back.
+    pub(super) fn punched(&mut self, slots: impl Iterator<Item = u32>) {
+        for slot in slots {
+            self.states[slot as usize] = State::Punched;
+            self.punched.insert(slot);
+        }
+    }
+
     /// A free slot, now reserved: one that has blocks if there is one.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
-        let slot = SlotId(self.free.pop_front().or_else(|| holes?.pop_front())?);
-        let is_unsure = self.states[slot.0 as usize] == State::Free(true);
+        let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
+        let slot = SlotId::new(self.class, number);
+        let is_unsure = self.states[number as usize] == State::Free(true);
         self.set(slot, State::Reserved(is_unsure));
         Some(slot)
     }
 
     /// Whether a caller may write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
-        matches!(self.states.get(slot.0 as usize), Some(State::Reserved(_)))
+        matches!(self.states.get(slot.number() as usize), Some(State::Reserved(_)))
     }
 
     /// A write of the record begins: from now on it may be there.
@@ -112,12 +202,12 @@ impl Slots {
     pub(super) fn written(&mut self, slot: SlotId) {
         self.set(slot, State::Used);
         self.used += 1;
-        self.has_blocks[slot.0 as usize] = true;
+        self.has_blocks[slot.number() as usize] = true;
     }
 
     /// A write was refused, and not for lack of space: others come before this slot.
     pub(super) fn doubt(&mut self, slot: SlotId) {
-        self.has_blocks[slot.0 as usize] = false;
+        self.has_blocks[slot.number() as usize] = false;
     }
 
     /// Hands out no holes until `release_holes`: the file system has no blocks for them.
@@ -133,7 +223,7 @@ impl Slots {
     /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller
     /// has it.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<State> {
-        let before = self.states.get(slot.0 as usize).copied();
+        let before = self.states.get(slot.number() as usize).copied();
         let before = before.filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
         self.set(slot, State::Leaving);
         self.used -= u64::from(before == State::Used);
@@ -143,8 +233,9 @@ impl Slots {
     /// The slot is free; its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
         self.set(slot, State::Free(false));
-        let queue = if self.has_blocks[slot.0 as usize] { &mut self.free } else { &mut self.holes };
-        queue.push_back(slot.0);
+        let queue =
+            if self.has_blocks[slot.number() as usize] { &mut self.free } else { &mut self.holes };
+        queue.push_back(slot.number());
     }
 
     /// The slot stays its caller's, as it was.
@@ -158,11 +249,11 @@ impl Slots {
         (0..)
             .zip(&self.states)
             .filter(|(_, state)| **state == State::Used)
-            .map(|(slot, _)| SlotId(slot))
+            .map(|(slot, _)| SlotId::new(self.class, slot))
             .collect()
     }
 
     fn set(&mut self, slot: SlotId, state: State) {
-        self.states[slot.0 as usize] = state;
+        self.states[slot.number() as usize] = state;
     }
 }

@@ -10,11 +10,13 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use rustix::fs::OFlags;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use twox_hash::XxHash3_64;
 
+use crate::io::FrameSizes;
+
 /// Version of the formats of superblock, index and frames together.
-pub(crate) const FORMAT: u32 = 3;
+pub(crate) const FORMAT: u32 = 4;
 /// The file's name in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";
 /// Where the next superblock is written before it takes the name.
@@ -58,13 +60,34 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
+/// Whether a namespace may have frames of these sizes.
+fn are_frame_sizes(sizes: &[u64]) -> bool {
+    let are_different = FrameSizes::from(sizes.to_owned()).check().is_ok();
+    are_different && sizes.iter().all(|size| is_frame_size(*size))
+}
+
+/// Reads a number as a list of one.
+fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Sizes {
+        One(u64),
+        More(Vec<u64>),
+    }
+    Ok(match Sizes::deserialize(deserializer)? {
+        Sizes::One(size) => vec![size],
+        Sizes::More(sizes) => sizes,
+    })
+}
+
 /// A namespace directory's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Superblock {
     pub(crate) format: u32,
-    /// Bytes of one frame.
-    pub(crate) frame_bytes: u64,
+    /// Bytes of a frame, by size class. Earlier versions had one size, by another name.
+    #[serde(alias = "frame_bytes", deserialize_with = "one_or_more")]
+    pub(crate) frame_sizes: Vec<u64>,
     namespace: String,
     /// The line for people.
     pub(crate) description: String,
@@ -72,18 +95,23 @@ pub(crate) struct Superblock {
 }
 
 impl Superblock {
-    /// The superblock of `namespace` with frames of `frame_bytes`.
-    pub(crate) fn new(namespace: &[u8; 32], frame_bytes: u64, description: &str) -> Self {
+    /// The superblock of `namespace` with frames of `frame_sizes`.
+    pub(crate) fn new(namespace: &[u8; 32], frame_sizes: &[u64], description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
         let mut made = Self {
             format: FORMAT,
-            frame_bytes,
+            frame_sizes: frame_sizes.to_owned(),
             namespace: hex(namespace),
             description,
             checksum: String::new(),
         };
         made.checksum = made.compute_checksum();
         made
+    }
+
+    /// Whether both have a frame size in common.
+    pub(crate) fn has_sizes_of(&self, other: &Self) -> bool {
+        self.frame_sizes.iter().any(|size| other.frame_sizes.contains(size))
     }
 
     /// Parses a file's bytes.
@@ -97,7 +125,7 @@ impl Superblock {
         }
         let is_hex =
             parsed.namespace().is_some_and(|namespace| hex(&namespace) == parsed.namespace);
-        if !is_hex || !is_frame_size(parsed.frame_bytes) {
+        if !is_hex || !are_frame_sizes(&parsed.frame_sizes) {
             return Err(Refusal::Damaged("a value is out of range"));
         }
         Ok(parsed)
@@ -141,8 +169,8 @@ impl Superblock {
 
     /// What `checksum` must be.
     pub(crate) fn compute_checksum(&self) -> String {
-        let text =
-            format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
+        let sizes = self.frame_sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+        let text = format!("{}|{sizes}|{}|{}", self.format, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
 }

@@ -3,14 +3,20 @@
 
 use std::io;
 use std::sync::{Arc, PoisonError};
+use std::time::Instant;
 
 use super::books::{Books, Growth};
 use super::files::SlotFiles;
 use super::namespaces;
 use super::root::Owner;
 use super::types::{DiskConfig, SlotId};
+use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
+
+/// After the files could not grow, so many asks are turned away before it is tried again: room may
+/// come back one day.
+const ASKS_BEFORE_RETRY: u32 = 256;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any
 /// thread.
@@ -19,7 +25,8 @@ use crate::{Error, ErrorKind, Result};
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
-    pub(super) files: SlotFiles,
+    /// By size class.
+    pub(super) files: Vec<SlotFiles>,
     pub(super) books: Mutex<Books>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
@@ -35,6 +42,14 @@ impl DiskTier {
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
+    /// The files of a size class. Err if there is no such class.
+    pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
+        self.files.get(class.index()).ok_or_else(|| {
+            let message = format!("a disk tier has no frames of size class {}", class.0);
+            Error::new(ErrorKind::InvalidConfig, message)
+        })
+    }
+
     pub(super) fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -46,6 +61,26 @@ impl DiskTier {
     pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
         let message =
             format!("cannot {verb} a chunk in {}", namespaces::dir_of(&self.config).display());
-        Error::io(message, error).with_context("slot", slot.0)
+        Error::io(message, error).with_context("slot", slot.number())
+    }
+
+    /// Turns asks for growth away for a while: the file system refused it, or the cap.
+    pub(super) fn skip_growth(&self, is_full: bool) {
+        let mut growth = self.growth();
+        growth.is_full = is_full;
+        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
+    }
+
+    /// Counts that slots could not be added; an event says so once until some are.
+    pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
+        let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
+        let mut books = self.books();
+        books.stats.grow_errors += 1;
+        if is_news {
+            books.event(format!(
+                "{} cannot grow by {num_slots} chunks: {error}",
+                self.config.dir.display()
+            ));
+        }
     }
 }

@@ -8,14 +8,25 @@ use std::path::PathBuf;
 use crate::ChunkKey;
 use crate::io::{FrameId, FrameSizes, SizeClass};
 
-/// One frame-sized place in `frames.dat`, with its record in `index.dat`.
+/// Room for one frame in a class's file of frames, with its record in the class's index. Class and
+/// number are packed as those of a [`FrameId`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
 
 impl SlotId {
+    /// Slot `number`, below [`crate::io::MAX_FRAMES`], of a size.
+    pub fn new(class: SizeClass, number: u32) -> Self {
+        Self(FrameId::new(class, number).0)
+    }
+
     /// Its size class.
     pub fn class(self) -> SizeClass {
         FrameId(self.0).class()
+    }
+
+    /// Its number among the slots of its size.
+    pub fn number(self) -> u32 {
+        FrameId(self.0).number()
     }
 }
 
@@ -61,7 +72,8 @@ pub struct DiskEntry {
 /// Gauges and counters since open.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Slots the files hold now (free, reserved and used ones).
+    /// Slots the files hold now (free, reserved and used ones, of all sizes), except free ones
+    /// whose blocks were given back.
     pub slots: u64,
     /// Slots that hold a chunk.
     pub slots_used: u64,
@@ -87,8 +99,8 @@ pub struct DiskStats {
     /// 1 where the namespace was started afresh because its superblock was wrong, foreign or
     /// corrupt.
     pub fresh_starts: u64,
-    /// Times that the files could not grow, and writes that the file system had no space for; not
-    /// the cap.
+    /// Times that the files could not grow or give back blocks, and writes that the file system had
+    /// no space for; not the cap.
     pub grow_errors: u64,
 }
 
@@ -97,8 +109,10 @@ pub struct DiskStats {
 pub struct Damage {
     /// The namespace directory's name.
     pub namespace: String,
-    /// The slot, where it concerns one.
+    /// The slot's number among those of its size, where it concerns one.
     pub slot: Option<u32>,
+    /// Bytes of the slot's frame.
+    pub frame_bytes: Option<u64>,
     /// The key in hex, where the record still names one.
     pub key: Option<String>,
     /// What is wrong, in a few words.
@@ -109,8 +123,14 @@ pub struct Damage {
 }
 
 impl Damage {
-    pub(super) fn new(namespace: &str, slot: Option<SlotId>, problem: impl Into<String>) -> Self {
-        let (namespace, slot) = (namespace.to_owned(), slot.map(|slot| slot.0));
-        Self { namespace, slot, key: None, problem: problem.into(), is_other_format: false }
+    pub(super) fn new(namespace: &str, problem: impl Into<String>) -> Self {
+        Self {
+            namespace: namespace.to_owned(),
+            slot: None,
+            frame_bytes: None,
+            key: None,
+            problem: problem.into(),
+            is_other_format: false,
+        }
     }
 }

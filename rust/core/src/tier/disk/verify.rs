@@ -22,9 +22,9 @@ const MAX_BAD_RECORDS: u64 = 1000;
 /// A walk over every chunk; see `step`.
 #[derive(Debug)]
 pub struct Verifier {
-    /// Names and files.
-    namespaces: Vec<(String, SlotFiles)>,
-    /// All chunks, each with its namespace's position.
+    /// The files of each size class, with the namespace's name.
+    files: Vec<(String, SlotFiles)>,
+    /// All chunks, each with the position of its files.
     chunks: Vec<(usize, SlotId)>,
     num_checked: usize,
     /// Found before the first chunk was read.
@@ -44,13 +44,15 @@ impl Verifier {
         let buffer = frames
             .lend(FrameId(0))
             .ok_or_else(|| Error::new(ErrorKind::Io, "no buffer can be had"))?;
-        let (namespaces, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
-        let mut verifier = Self { namespaces, chunks, num_checked: 0, early, buffer, _lock: lock };
+        let (files, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
+        let mut verifier = Self { files, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {
-            match open_namespace(&namespace) {
-                Ok((_, Some(files))) => verifier.add(namespace.name, files),
-                Ok((_, None)) => {}
-                Err(damage) => verifier.early.push(damage),
+            let opened = open_namespace(&namespace).map_or_else(|e| vec![Err(e)], |(_, all)| all);
+            for files in opened {
+                match files {
+                    Ok(files) => verifier.add(namespace.name.clone(), files),
+                    Err(damage) => verifier.early.push(damage),
+                }
             }
         }
         Ok(verifier)
@@ -73,7 +75,7 @@ impl Verifier {
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
         let buffer = self.buffer.bytes_mut();
         for &(at, slot) in self.chunks.iter().skip(self.num_checked).take(max_chunks) {
-            let (name, files) = &self.namespaces[at];
+            let (name, files) = &self.files[at];
             damage.extend(check(name, files, slot, buffer));
             self.num_checked += 1;
         }
@@ -81,14 +83,14 @@ impl Verifier {
     }
 
     fn add(&mut self, name: String, files: SlotFiles) {
-        let at = self.namespaces.len();
+        let at = self.files.len();
         let mut num_bad = 0_u64;
         let walked = files.for_each_record(|slot, found| match found {
             Ok(_) => self.chunks.push((at, slot)),
             Err(problem) => {
                 num_bad += 1;
                 if num_bad <= MAX_BAD_RECORDS {
-                    self.early.push(Damage::new(&name, Some(slot), problem));
+                    self.early.push(files.damage(&name, slot, problem));
                 }
             }
         });
@@ -96,13 +98,13 @@ impl Verifier {
         let more =
             (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
         let problem = match walked {
-            Ok((records, frames)) => lost_records(records, frames),
+            Ok((records, frames)) => lost_records(files.frame_bytes(), records, frames),
             Err(e) => Some(format!("index unreadable ({e})")),
         };
         self.early.extend(
-            [more, problem].into_iter().flatten().map(|problem| Damage::new(&name, None, problem)),
+            [more, problem].into_iter().flatten().map(|problem| Damage::new(&name, problem)),
         );
-        self.namespaces.push((name, files));
+        self.files.push((name, files));
     }
 }
 
@@ -119,7 +121,7 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
         Err(e) if files::is_damage(&e) => e.to_string(),
         Err(e) => format!("unreadable ({e})"),
     };
-    Some(Damage { key, ..Damage::new(name, Some(slot), problem) })
+    Some(Damage { key, ..files.damage(name, slot, problem) })
 }
 
 /// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.

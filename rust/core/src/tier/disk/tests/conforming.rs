@@ -7,14 +7,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use proptest::prelude::*;
 
 use super::*;
-use crate::test_support::faults::{Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
+use crate::io::FrameSizes;
+use crate::test_support::faults::{
+    Call, EIO, ENOSPC, EOPNOTSUPP, EROFS, Fault, FaultFiles, Rule, du,
+};
 use crate::test_support::local_tier::{Op, Opened, Place, check};
 use crate::test_support::memory_tier::MemoryTier;
 
 const SLOTS: u32 = 6;
+const SIZES: [u64; 3] = [4096, 12288, 40960];
 
 #[derive(Debug, Default)]
 struct OnFiles {
+    sizes: Vec<u64>,
     dir: Option<tempfile::TempDir>,
     files: FaultFiles,
     /// Whether faults that say nothing and damage may come too.
@@ -23,25 +28,31 @@ struct OnFiles {
 }
 
 impl OnFiles {
-    fn new(is_liar: bool) -> Self {
+    fn new(sizes: &[u64], is_liar: bool) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let files = FaultFiles::new(1);
         files.watch(dir.path());
-        Self { dir: Some(dir), files, is_liar, ..Self::default() }
+        Self { sizes: sizes.to_vec(), dir: Some(dir), files, is_liar, ..Self::default() }
     }
 
+    /// For six frames of one size, or two of the largest of several.
     fn config(&self) -> DiskConfig {
-        config(self.dir.as_ref().expect("made").path(), SLOTS)
+        let slots = if self.sizes.len() == 1 { SLOTS } else { 2 };
+        let frame_sizes = FrameSizes::from(self.sizes.clone());
+        let maps = budget::map_bytes(self.sizes.len());
+        let cap_bytes = budget::dir_bytes(slots, frame_sizes.largest(), maps);
+        let config = config(self.dir.as_ref().expect("made").path(), SLOTS);
+        DiskConfig { cap_bytes, frame_sizes, ..config }
     }
 }
 
 impl Place for OnFiles {
-    fn frame_bytes(&self) -> usize {
-        usize::try_from(FRAME).expect("small")
+    fn frame_sizes(&self) -> Vec<usize> {
+        self.sizes.iter().map(|size| usize::try_from(*size).expect("small")).collect()
     }
 
     fn capacity(&self) -> usize {
-        SLOTS as usize
+        usize::try_from(self.config().cap_bytes - budget::FIXED_BYTES).expect("small")
     }
 
     fn open(&self) -> Opened {
@@ -63,16 +74,17 @@ impl Place for OnFiles {
             3 => Rule::new(Fault::Refuse(EIO)).on(READS),
             4 => Rule::new(Fault::Refuse(EIO)).on(BOTH).chance(80),
             5 => Rule::new(Fault::Short(1 + at % 5000)).on(BOTH),
-            6 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").chance(128),
-            7 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("frames.dat").chance(128),
+            6 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").chance(128),
+            7 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("frames").chance(128),
+            8 => Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Punch]),
             _ if !self.is_liar => return,
-            8 | 9 => Rule::new(Fault::Torn(at % 9000, Some(EIO))).chance(128),
+            9 => Rule::new(Fault::Torn(at % 9000, Some(EIO))).chance(128),
             10 | 11 => Rule::new(Fault::Torn(at % 9000, None)).chance(128),
             12 | 13 => Rule::new(Fault::Lost).on(WRITES).chance(128),
             14 => Rule::new(Fault::Flip(at)).on(READS).chance(128),
             _ => Rule::new(Fault::Flip(at)).on(WRITES).chance(128),
         };
-        self.may_lose.fetch_or(which % 16 >= 8, Ordering::SeqCst);
+        self.may_lose.fetch_or(which % 16 > 8, Ordering::SeqCst);
         self.files.inject(rule);
     }
 
@@ -85,12 +97,12 @@ impl Place for OnFiles {
 struct InMemory(Arc<MemoryTier>);
 
 impl Place for InMemory {
-    fn frame_bytes(&self) -> usize {
-        64
+    fn frame_sizes(&self) -> Vec<usize> {
+        self.0.frame_sizes.iter().map(|size| usize::try_from(*size).expect("small")).collect()
     }
 
     fn capacity(&self) -> usize {
-        SLOTS as usize
+        self.0.capacity as usize
     }
 
     fn open(&self) -> Opened {
@@ -123,25 +135,35 @@ proptest! {
 
     #[test]
     fn test_the_tier_in_memory_conforms(ops in any_ops()) {
-        conforms(&InMemory(MemoryTier::new(SLOTS)), &ops)?;
+        conforms(&InMemory(MemoryTier::with_sizes(&[64], 64 * SLOTS)), &ops)?;
+        conforms(&InMemory(MemoryTier::with_sizes(&[64, 128, 320], 640)), &ops)?;
     }
 
     #[test]
     fn test_a_refusing_disk_conforms(ops in any_ops()) {
-        let place = OnFiles::new(false);
+        let place = OnFiles::new(&[FRAME], false);
         conforms(&place, &ops)?;
         prop_assert!(place.files.most_bytes() <= place.config().cap_bytes);
         prop_assert!(du(&place.config().dir) <= place.config().cap_bytes);
     }
 
     #[test]
+    fn test_a_refusing_disk_with_several_sizes_conforms(ops in any_ops(), num in 2..=3_usize) {
+        let place = OnFiles::new(&SIZES[..num], false);
+        conforms(&place, &ops)?;
+        prop_assert!(place.files.most_blocks() <= place.config().cap_bytes);
+    }
+
+    #[test]
     fn test_a_lying_disk_gives_no_wrong_bytes(ops in any_ops()) {
-        conforms(&OnFiles::new(true), &ops)?;
+        conforms(&OnFiles::new(&[FRAME], true), &ops)?;
+        conforms(&OnFiles::new(&SIZES, true), &ops)?;
     }
 
     #[test]
     fn test_a_sound_disk_conforms(ops in any_ops()) {
         let ops: Vec<_> = ops.into_iter().filter(|op| !matches!(op, Op::Fault(_))).collect();
-        conforms(&OnFiles::new(false), &ops)?;
+        conforms(&OnFiles::new(&[FRAME], false), &ops)?;
+        conforms(&OnFiles::new(&SIZES, false), &ops)?;
     }
 }

@@ -272,7 +272,7 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
         ("older", &|| fs::write(&superblock, of_format(1, &good)).unwrap()),
         ("newer", &|| {
-            fs::write(&superblock, good.replace("\"format\": 3", "\"format\": 4")).unwrap();
+            fs::write(&superblock, good.replace("\"format\": 4", "\"format\": 5")).unwrap();
         }),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| {

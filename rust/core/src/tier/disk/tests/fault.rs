@@ -87,7 +87,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let slot = tier.reserve(SizeClass(0)).unwrap();
     // The first write of the index clears the record, the second is the record.
     files.inject(
-        Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index.dat").after(1),
+        Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index").after(1),
     );
     assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
     files.heal();
@@ -162,12 +162,9 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
     assert_eq!(tier.reserve(SizeClass(0)), None);
     assert_eq!(tier.stats().slots, 2);
-    let size = |name: &str| {
-        let namespace = dir.path().join(super::super::namespaces::dir_name(&NAMESPACE));
-        std::fs::metadata(namespace.join(name)).unwrap().len()
-    };
+    let size = |kind: &str| std::fs::metadata(slot_file(&config, kind)).unwrap().len();
     assert_eq!(
-        [size("frames.dat"), size("index.dat")],
+        [size("frames"), size("index")],
         [2 * FRAME, 256],
         "what a failed growth took is given back"
     );
@@ -226,7 +223,7 @@ fn test_a_file_system_without_allocation_still_works() {
 fn small(config: &DiskConfig, num_slots: u64) -> (DiskTier, FaultFiles) {
     let (tier, files) = faulty(config);
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
-    let beyond = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames.dat");
+    let beyond = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames");
     files.inject(beyond.from_offset(num_slots * FRAME));
     (tier, files)
 }
@@ -253,7 +250,7 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     let (tier, files) = small(&config(dir.path(), 3), 3);
     let slot = put(&tier, 0);
     tier.free(slot).unwrap();
-    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames.dat").times(1));
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames").times(1));
     assert_eq!(tier.reserve(SizeClass(0)), Some(slot));
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();

@@ -26,7 +26,7 @@ fn filled(dir: &Path) -> DiskConfig {
 
 fn places(config: &DiskConfig) -> Vec<PathBuf> {
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
-    let files = ["index.dat", "frames.dat", "superblock.json"].map(|name| own.join(name));
+    let files = ["index-8192.dat", "frames-8192.dat", "superblock.json"].map(|name| own.join(name));
     [config.dir.clone(), config.dir.join("lock"), own].into_iter().chain(files).collect()
 }
 
@@ -78,7 +78,7 @@ fn test_no_link_is_followed() {
     let target = dir.path().join("mine");
     fs::create_dir(&own).unwrap();
     fs::set_permissions(&own, Permissions::from_mode(0o700)).unwrap();
-    for name in ["superblock.json.tmp", "superblock.json", "index.dat", "frames.dat"] {
+    for name in ["superblock.json.tmp", "superblock.json", "index-8192.dat", "frames-8192.dat"] {
         fs::write(&target, "precious").unwrap();
         let _ = fs::remove_file(own.join(name));
         symlink(&target, own.join(name)).unwrap();
@@ -203,12 +203,13 @@ fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskC
     let config = config(dir, 1);
     drop(open(&config));
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
-    let superblock = Superblock::new(&config.namespace, frame_bytes, "forged");
+    let superblock = Superblock::new(&config.namespace, &[frame_bytes], "forged");
     fs::write(own.join("superblock.json"), serde_json::to_vec(&superblock).unwrap()).unwrap();
     let record = Record { meta: meta_of(0), payload, sequence: 0 };
-    fs::write(own.join("index.dat"), record.encode(SlotId(0), record_seed(&config.namespace)))
-        .unwrap();
-    let frames = OpenOptions::new().write(true).open(own.join("frames.dat")).unwrap();
+    let seed = record_seed(&config.namespace, frame_bytes);
+    fs::write(own.join(namespaces::index_name(frame_bytes)), record.encode(0, seed)).unwrap();
+    let frames = own.join(namespaces::frames_name(frame_bytes));
+    let frames = OpenOptions::new().write(true).create(true).truncate(true).open(frames).unwrap();
     frames.set_len(frame_bytes).unwrap();
     frames.write_all_at(frame_end, frame_bytes - frame_end.len() as u64).unwrap();
     config
@@ -221,7 +222,7 @@ fn test_a_forged_frame_size_allocates_nothing() {
         let config = config(dir.path(), 1);
         drop(open(&config));
         let path = config.dir.join(namespaces::dir_name(&config.namespace)).join("superblock.json");
-        let forged = Superblock::new(&config.namespace, frame_bytes, "forged");
+        let forged = Superblock::new(&config.namespace, &[frame_bytes], "forged");
         fs::write(&path, serde_json::to_vec(&forged).unwrap()).unwrap();
         let damage = Verifier::open(dir.path()).unwrap().step(1);
         assert_eq!(damage[0].problem, "superblock.json is damaged (a value is out of range)");
@@ -260,8 +261,7 @@ fn test_frames_are_verified_in_pieces_of_any_number() {
 fn test_a_flood_of_damaged_records_is_told_in_few_lines() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
-    fs::write(own.join("index.dat"), vec![1; 128 * 5000]).unwrap();
+    fs::write(slot_file(&config, "index"), vec![1; 128 * 5000]).unwrap();
     let damage = Verifier::open(dir.path()).unwrap().step(1);
     assert_eq!(damage.len(), 1001);
     assert_eq!(damage[1000].problem, "4000 more records damaged or without their frame");
@@ -274,7 +274,7 @@ fn test_files_of_holes_cost_nothing() {
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
     // As many slots as there can be: 512 GiB of records, 16 TiB of frames, or as much as the file
     // system allows.
-    for (name, len) in [("index.dat", 128_u64 << 32), ("frames.dat", (1 << 44) - 4096)] {
+    for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();
     }
     assert!(Verifier::open(dir.path()).unwrap().step(10).is_empty());

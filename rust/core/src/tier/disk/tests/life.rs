@@ -1,7 +1,6 @@
 //! One process's life with a tier: what is written comes back, what is freed does not, slots are
 //! never lost.
 
-use super::super::namespaces;
 use super::*;
 use crate::ErrorKind;
 use crate::io::SizeClass;
@@ -57,11 +56,8 @@ fn test_files_that_are_cut_under_a_tier_are_damage() {
     let config = config(dir.path(), 2);
     let (tier, _) = open(&config);
     let slots = [put(&tier, 0), put(&tier, 1)];
-    for (name, len) in [("frames.dat", FRAME + 1), ("index.dat", 5)] {
-        let file = std::fs::File::options()
-            .write(true)
-            .open(namespaces::dir_of(&config).join(name))
-            .unwrap();
+    for (name, len) in [("frames", FRAME + 1), ("index", 5)] {
+        let file = std::fs::File::options().write(true).open(slot_file(&config, name)).unwrap();
         file.set_len(len).unwrap();
         assert_eq!(get(&tier, slots[1], 1).unwrap_err().kind(), ErrorKind::Corrupt, "{name}");
     }

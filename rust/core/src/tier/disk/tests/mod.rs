@@ -1,5 +1,7 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod class_room;
+mod classes;
 mod conforming;
 mod crash;
 mod directory;
@@ -13,7 +15,7 @@ mod verifying;
 use crate::io::SizeClass;
 use std::path::Path;
 
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget, namespaces};
 use crate::ChunkKey;
 use crate::testing::PageBuffer;
 use crate::tier::LocalTier;
@@ -53,10 +55,14 @@ fn meta_of(i: u32) -> DiskMeta {
 /// The bytes of a chunk; another `version` has other bytes.
 fn frame_of(i: u32, version: u32) -> PageBuffer {
     let mut frame = PageBuffer::new(usize::try_from(FRAME).expect("small"));
+    fill(&mut frame, i, version);
+    frame
+}
+
+fn fill(frame: &mut [u8], i: u32, version: u32) {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&i.to_le_bytes()).update(&version.to_le_bytes());
-    hasher.finalize_xof().fill(&mut frame);
-    frame
+    hasher.finalize_xof().fill(frame);
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {
@@ -84,11 +90,16 @@ fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();
     let fields =
-        ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
-    let summed = fields.join("|").replace('"', "");
+        ["format", "frame_sizes", "namespace", "description"].map(|name| block[name].to_string());
+    let summed = fields.join("|").replace(['"', '[', ']'], "");
     block["checksum"] =
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
     block.to_string()
+}
+
+/// The path of the file of records or frames of `FRAME` bytes.
+fn slot_file(config: &DiskConfig, kind: &str) -> std::path::PathBuf {
+    namespaces::dir_of(config).join(format!("{kind}-{FRAME}.dat"))
 }
 
 fn open(config: &DiskConfig) -> (DiskTier, Vec<DiskEntry>) {

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::super::budget::SlotCount;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
 use super::super::recover::recover;
 use super::super::superblock::Superblock;
@@ -29,12 +30,12 @@ fn any_bytes() -> impl Strategy<Value = RecordBytes> {
 proptest! {
     #[test]
     fn test_record_round_trips_only_at_its_slot_and_namespace(r in any_record(), slot: u32, seed: u64, other: u32) {
-        let bytes = r.encode(SlotId(slot), seed);
-        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed), Parsed::Valid(r));
+        let bytes = r.encode(slot, seed);
+        prop_assert_eq!(record::parse(&bytes, slot, seed), Parsed::Valid(r));
         if other != slot {
-            prop_assert_eq!(record::parse(&bytes, SlotId(other), seed), Parsed::Bad);
+            prop_assert_eq!(record::parse(&bytes, other, seed), Parsed::Bad);
         }
-        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed ^ 1), Parsed::Bad);
+        prop_assert_eq!(record::parse(&bytes, slot, seed ^ 1), Parsed::Bad);
     }
 
     #[test]
@@ -43,33 +44,35 @@ proptest! {
         if magic {
             bytes[..8].copy_from_slice(b"KVLREC01");
         }
-        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed), Parsed::Bad);
+        prop_assert_eq!(record::parse(&bytes, slot, seed), Parsed::Bad);
     }
 
     #[test]
     fn test_a_torn_or_flipped_record_is_bad(
         old in any_record(), new in any_record(), cut in 1..RECORD_BYTES, bit in 0..RECORD_BYTES * 8
     ) {
-        let (old, new) = (old.encode(SlotId(3), 9), new.encode(SlotId(3), 9));
+        let (old, new) = (old.encode(3, 9), new.encode(3, 9));
         for base in [EMPTY, old] {
             let mut torn = base;
             torn[..cut].copy_from_slice(&new[..cut]);
             if torn != new && torn != base {
-                prop_assert_eq!(record::parse(&torn, SlotId(3), 9), Parsed::Bad);
+                prop_assert_eq!(record::parse(&torn, 3, 9), Parsed::Bad);
             }
         }
         let mut flipped = new;
         flipped[bit / 8] ^= 1 << (bit % 8);
-        prop_assert_eq!(record::parse(&flipped, SlotId(3), 9), Parsed::Bad);
+        prop_assert_eq!(record::parse(&flipped, 3, 9), Parsed::Bad);
     }
 
     #[test]
     fn test_superblock_round_trips(namespace: [u8; 32], pages in 1..=1_u64 << 22, text: String) {
-        let block = Superblock::new(&namespace, pages * 4096, &text);
+        let sizes = [pages * 4096, 1 << 34];
+        let sizes = &sizes[..=usize::from(pages % 2 == 1)];
+        let block = Superblock::new(&namespace, sizes, &text);
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
         prop_assert_eq!(parsed.namespace(), Some(namespace));
-        prop_assert_eq!(parsed.frame_bytes, pages * 4096);
+        prop_assert_eq!(&parsed.frame_sizes[..], sizes);
         prop_assert!(text.starts_with(&parsed.description));
         prop_assert_eq!(parsed, block);
     }
@@ -81,7 +84,7 @@ proptest! {
 
     #[test]
     fn test_a_changed_superblock_is_no_superblock(at in 0_usize..300, to: u8) {
-        let block = Superblock::new(&NAMESPACE, 4096, "qwen, 16 blocks");
+        let block = Superblock::new(&NAMESPACE, &[4096, 8192], "qwen, 16 blocks");
         let mut json = serde_json::to_vec_pretty(&block).unwrap();
         let at = at % json.len();
         json[at] = to;
@@ -90,12 +93,21 @@ proptest! {
     }
 
     #[test]
-    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, foreign in 0..1_u64 << 40, pages in 1..2000_u64) {
-        let (frame_bytes, foreign_bytes) = (pages * 4096, foreign.min(bytes));
-        let config = DiskConfig { cap_bytes: bytes, frame_sizes: frame_bytes.into(), ..config(Path::new(""), 1) };
-        let slots = budget::max_slots(&config, foreign_bytes);
-        prop_assert!(slots == 0 || budget::dir_bytes(slots, frame_bytes, foreign_bytes) <= bytes);
-        prop_assert!(slots == u32::MAX || budget::dir_bytes(slots + 1, frame_bytes, foreign_bytes) > bytes);
+    fn test_the_largest_fit_is_the_most_that_fit(bytes in 0..1_u64 << 44, pages in 1..2000_u64, most: u32) {
+        let fits = |slots| budget::dir_bytes(slots, pages * 4096, 0) <= bytes;
+        let slots = budget::largest_fit(most, fits);
+        prop_assert!(slots == 0 || fits(slots));
+        prop_assert!(slots == most || !fits(slots + 1));
+    }
+
+    #[test]
+    fn test_more_slots_fill_punched_ones_first(slots in 0..1_u32 << 28, punched: u32, more in 0..1_u32 << 27) {
+        let punched = punched % (slots + 1);
+        let count = SlotCount { frame_bytes: 4096, slots, filled: slots - punched };
+        let after = count.with(more);
+        prop_assert_eq!(after.filled, count.filled + more);
+        prop_assert_eq!(after.slots, slots.max(after.filled));
+        prop_assert!(after.bytes() >= count.bytes());
     }
 
     #[test]
@@ -151,24 +163,24 @@ proptest! {
 
 #[test]
 fn test_an_empty_record_is_empty() {
-    assert_eq!(record::parse(&EMPTY, SlotId(0), 0), Parsed::Empty);
+    assert_eq!(record::parse(&EMPTY, 0, 0), Parsed::Empty);
 }
 
 #[test]
 fn test_a_record_with_something_where_zeros_belong_is_of_another_version() {
     let record = Record { meta: meta_of(1), payload: 2, sequence: 3 };
-    let mut bytes = record.encode(SlotId(5), 6);
-    assert_eq!(record::parse(&bytes, SlotId(5), 6), Parsed::Valid(record));
+    let mut bytes = record.encode(5, 6);
+    assert_eq!(record::parse(&bytes, 5, 6), Parsed::Valid(record));
     bytes[116] = 1;
     let checksum = twox_hash::XxHash3_64::oneshot_with_seed(6, &bytes[..120]);
     bytes[120..].copy_from_slice(&checksum.to_le_bytes());
-    assert_eq!(record::parse(&bytes, SlotId(5), 6), Parsed::Bad);
+    assert_eq!(record::parse(&bytes, 5, 6), Parsed::Bad);
 }
 
 #[test]
 fn test_record_layout_is_the_documented_one() {
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), depth: 4, saved_s: 7 };
-    let bytes = Record { meta, payload: 5, sequence: 6 }.encode(SlotId(8), 9);
+    let bytes = Record { meta, payload: 5, sequence: 6 }.encode(8, 9);
     let head = [
         &b"KVLREC01"[..],
         &[1; 32],

@@ -51,12 +51,12 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let config = filled(dir.path());
         for (which, offset, mask) in flips {
-            let path = file(&config, if which < 4 { "index.dat" } else if which < 9 { "frames.dat" } else { "superblock.json" });
+            let path = file(&config, if which < 4 { "index-8192.dat" } else if which < 9 { "frames-8192.dat" } else { "superblock.json" });
             let len = fs::metadata(&path).unwrap().len();
             spoil(&path, offset % len, mask);
         }
         if let Some(cut) = cut {
-            let frames = OpenOptions::new().write(true).open(file(&config, "frames.dat")).unwrap();
+            let frames = OpenOptions::new().write(true).open(file(&config, "frames-8192.dat")).unwrap();
             frames.set_len(cut.min(frames.metadata().unwrap().len())).unwrap();
         }
         let bad = verify(dir.path()).len();
@@ -84,7 +84,8 @@ fn test_verify_and_inspect_find_nothing_wrong_with_a_sound_directory() {
     assert_eq!(verify(dir.path()), []);
     let found = inspect(dir.path()).unwrap();
     let info = &found[0];
-    assert_eq!((found.len(), info.chunks, info.slots, info.frame_bytes), (1, 6, 8, FRAME));
+    assert_eq!((found.len(), info.chunks, info.slots), (1, 6, 8));
+    assert_eq!(info.frame_sizes, [FRAME]);
     assert_eq!((info.description.as_str(), &info.problem), ("a test", &None));
     assert_eq!((info.oldest_s, info.newest_s), (Some(1000), Some(1005)));
     assert!(info.bytes >= 6 * FRAME);
@@ -94,11 +95,11 @@ fn test_verify_and_inspect_find_nothing_wrong_with_a_sound_directory() {
 fn test_verify_names_each_kind_of_damage() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    spoil(&file(&config, "frames.dat"), FRAME * 2 + 17, 1);
-    spoil(&file(&config, "index.dat"), 128 + 60, 1);
+    spoil(&file(&config, "frames-8192.dat"), FRAME * 2 + 17, 1);
+    spoil(&file(&config, "index-8192.dat"), 128 + 60, 1);
     OpenOptions::new()
         .write(true)
-        .open(file(&config, "frames.dat"))
+        .open(file(&config, "frames-8192.dat"))
         .unwrap()
         .set_len(FRAME * 5)
         .unwrap();
@@ -128,13 +129,13 @@ fn problems_of(dir: &Path) -> Vec<String> {
 fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames() {
     let lost = "those without a record are lost";
     for (records, problem) in [
-        (0, "index.dat is empty beside 8 frames: the chunks in them are lost".to_owned()),
-        (2, format!("index.dat has records for 2 of 8 frames: {lost}")),
-        (7, format!("index.dat has records for 7 of 8 frames: {lost}")),
+        (0, "index-8192.dat is empty beside 8 frames: the chunks in them are lost".to_owned()),
+        (2, format!("index-8192.dat has records for 2 of 8 frames: {lost}")),
+        (7, format!("index-8192.dat has records for 7 of 8 frames: {lost}")),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let config = filled(dir.path());
-        let index = OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap();
+        let index = OpenOptions::new().write(true).open(file(&config, "index-8192.dat")).unwrap();
         index.set_len(records * 128 + 5).unwrap();
         assert_eq!(problems_of(dir.path()), std::slice::from_ref(&problem));
         assert_eq!(inspect(dir.path()).unwrap()[0].problem, Some(problem));
@@ -143,11 +144,11 @@ fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames
 
 #[test]
 fn test_verify_and_inspect_name_a_file_that_is_missing() {
-    for name in ["index.dat", "frames.dat"] {
+    for name in ["index-8192.dat", "frames-8192.dat"] {
         let dir = tempfile::tempdir().unwrap();
         let config = filled(dir.path());
         fs::remove_file(file(&config, name)).unwrap();
-        let problem = format!("{name} is missing: the chunks of this namespace are lost");
+        let problem = format!("{name} is missing: its chunks are lost");
         assert_eq!(problems_of(dir.path()), std::slice::from_ref(&problem));
         assert_eq!(inspect(dir.path()).unwrap()[0].problem, Some(problem));
     }
@@ -167,16 +168,21 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    fs::remove_file(file(&config, "frames.dat")).unwrap();
-    OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap().set_len(0).unwrap();
+    fs::remove_file(file(&config, "frames-8192.dat")).unwrap();
+    OpenOptions::new()
+        .write(true)
+        .open(file(&config, "index-8192.dat"))
+        .unwrap()
+        .set_len(0)
+        .unwrap();
     assert!(problems_of(dir.path()).is_empty());
-    fs::remove_file(file(&config, "index.dat")).unwrap();
+    fs::remove_file(file(&config, "index-8192.dat")).unwrap();
     assert!(problems_of(dir.path()).is_empty());
 }
 
 #[test]
 fn test_what_is_no_regular_file_is_a_problem_and_is_not_waited_for() {
-    for name in ["index.dat", "frames.dat", "superblock.json"] {
+    for name in ["index-8192.dat", "frames-8192.dat", "superblock.json"] {
         let dir = tempfile::tempdir().unwrap();
         let config = filled(dir.path());
         fs::remove_file(file(&config, name)).unwrap();
@@ -198,7 +204,7 @@ fn test_an_index_of_terabytes_of_holes_is_not_read_to_its_end() {
     let config = filled(dir.path());
     OpenOptions::new()
         .write(true)
-        .open(file(&config, "index.dat"))
+        .open(file(&config, "index-8192.dat"))
         .unwrap()
         .set_len(1 << 40)
         .unwrap();
@@ -206,7 +212,7 @@ fn test_an_index_of_terabytes_of_holes_is_not_read_to_its_end() {
     assert_eq!(inspect(dir.path()).unwrap()[0].chunks, 6);
     let (_tier, found) = open(&config);
     assert_eq!(found.len(), 6);
-    assert!(fs::metadata(file(&config, "index.dat")).unwrap().len() < 1 << 20);
+    assert!(fs::metadata(file(&config, "index-8192.dat")).unwrap().len() < 1 << 20);
 }
 
 #[test]
@@ -280,18 +286,18 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = file(&filled(dir.path()), "superblock.json");
     let good = fs::read_to_string(&path).unwrap();
-    for format in [2, 4] {
+    for format in [2, 5] {
         fs::write(&path, of_format(format, &good)).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
         let told = format!(
-            "superblock.json is of format {format} where this version has 3: an engine of this version starts this namespace over"
+            "superblock.json is of format {format} where this version has 4: an engine of this version starts this namespace over"
         );
         assert_eq!(
             (&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()),
             (&told, Some(&told))
         );
-        fs::write(&path, good.replace("\"format\": 3", &format!("\"format\": {format}"))).unwrap();
+        fs::write(&path, good.replace("\"format\": 4", &format!("\"format\": {format}"))).unwrap();
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && !damage[0].is_other_format, "{damage:?}");
     }
@@ -299,7 +305,7 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
 
 #[test]
 fn test_verify_and_inspect_follow_no_link_and_count_nothing_behind_one() {
-    for name in ["index.dat", "frames.dat", "superblock.json"] {
+    for name in ["index-8192.dat", "frames-8192.dat", "superblock.json"] {
         let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let path = file(&filled(dir.path()), name);
         let target = elsewhere.path().join("target");

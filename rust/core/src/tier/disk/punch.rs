@@ -1,0 +1,141 @@
+//! Room that moves from one size class to another: blocks of free slots are given back to the file
+//! system, and punched slots get blocks again.
+//!
+//! Only the one thread that grows files does this (`growth`), so no slot is punched and refilled at
+//! the same time. A slot that is punched is free, with an empty record (I3).
+
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use super::tier::DiskTier;
+use super::types::SlotId;
+use crate::io::SizeClass;
+
+/// Time until a file system that refused to give blocks back is tried again.
+const RETRY_AFTER: Duration = Duration::from_secs(2);
+
+impl DiskTier {
+    /// Gives back the blocks of other classes' free slots until they are `bytes` or more. Returns
+    /// false if they are fewer: then none is given back, unless the file system refuses some.
+    ///
+    /// If the file system is full, only slots that have blocks make room.
+    pub(super) fn give_way(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
+        let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
+        if self.growth().punch_refused_at.is_some_and(is_recent) {
+            return false;
+        }
+        let mut given = 0;
+        for (other, slots) in self.take_spare(class, bytes, is_full) {
+            for run in runs(&slots) {
+                given += self.punch(other, &run);
+            }
+            self.cut(other);
+        }
+        given >= bytes
+    }
+
+    /// Takes free slots of other classes that have `bytes` together, or none.
+    fn take_spare(
+        &self,
+        class: SizeClass,
+        bytes: u64,
+        is_full: bool,
+    ) -> Vec<(SizeClass, Vec<u32>)> {
+        let mut books = self.books();
+        let others = self.files.iter().filter(|files| files.class() != class);
+        let (mut plan, mut missing) = (Vec::new(), bytes);
+        for files in others {
+            let (other, frame_bytes) = (files.class(), files.frame_bytes());
+            let spare = books.of(other).map_or(0, |slots| slots.num_spare(!is_full));
+            let most = missing.div_ceil(frame_bytes).min(spare.into());
+            missing = missing.saturating_sub(most * frame_bytes);
+            plan.push((other, u32::try_from(most).unwrap_or(u32::MAX)));
+        }
+        if missing > 0 {
+            return Vec::new();
+        }
+        let mut take = |(other, most): (SizeClass, u32)| {
+            Some((other, books.of(other)?.take_for_punch(most, !is_full)))
+        };
+        plan.into_iter().filter_map(&mut take).collect()
+    }
+
+    /// Gives back the blocks of slots that were taken for it; returns their bytes, or 0 if the file
+    /// system refuses: then they are free again.
+    fn punch(&self, class: SizeClass, run: &Range<u32>) -> u64 {
+        let Ok(files) = self.files_of(class) else { return 0 };
+        match files.punch(run) {
+            Ok(()) => {
+                self.growth().is_punch_refused = false;
+                self.books().with(class, |slots| slots.punched(run.clone()));
+                u64::from(run.end - run.start) * files.frame_bytes()
+            }
+            Err(error) => {
+                self.books().with(class, |slots| {
+                    run.clone().for_each(|slot| slots.left(SlotId::new(class, slot)));
+                });
+                self.note_refused_punch(&error);
+                0
+            }
+        }
+    }
+
+    fn note_refused_punch(&self, error: &io::Error) {
+        let mut growth = self.growth();
+        growth.punch_refused_at = Some(Instant::now());
+        let is_news = !std::mem::replace(&mut growth.is_punch_refused, true);
+        drop(growth);
+        let mut books = self.books();
+        books.stats.grow_errors += 1;
+        if is_news {
+            books.event(format!(
+                "{} cannot use the room of evicted chunks for chunks of another size: {error}",
+                self.config.dir.display()
+            ));
+        }
+    }
+
+    /// Cuts punched slots off the end of the files.
+    fn cut(&self, class: SizeClass) {
+        let mut books = self.books();
+        let (Ok(files), Some(slots)) = (self.files_of(class), books.of(class)) else { return };
+        let (len, end) = (slots.len(), slots.end());
+        drop(books);
+        if end < len && files.set_slots(end).is_ok() {
+            self.books().with(class, |slots| slots.cut(end));
+        }
+    }
+
+    /// Gives punched slots blocks again, as far as the file system has some.
+    pub(super) fn refill(&self, class: SizeClass, num: u32) {
+        let punched =
+            self.books().of(class).map_or_else(Vec::new, |slots| slots.first_punched(num));
+        let Ok(files) = self.files_of(class) else { return };
+        for run in runs(&punched) {
+            let mut part = run.clone();
+            while !part.is_empty() {
+                match files.refill(&part) {
+                    Ok(have_blocks) => {
+                        self.growth().is_refused = false;
+                        self.books().with(class, |slots| slots.refill(part.clone(), have_blocks));
+                        break;
+                    }
+                    Err(error) => {
+                        let _ = files.punch(&part); // some may have blocks
+                        self.note_refusal(part.end - part.start, &error);
+                        part.end = part.start + (part.end - part.start) / 2;
+                    }
+                }
+            }
+            if part.end < run.end {
+                return self.skip_growth(true);
+            }
+        }
+    }
+}
+
+/// Ranges of adjacent numbers among ascending ones.
+pub(super) fn runs(slots: &[u32]) -> impl Iterator<Item = Range<u32>> {
+    slots.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[run.len() - 1] + 1)
+}
