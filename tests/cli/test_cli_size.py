@@ -123,3 +123,13 @@ def test_unknown_kind_of_layer_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "layer_types": ["quantum"] * 32}))
     assert main(["size", str(tmp_path)]) == 2
     assert "quantum" in capsys.readouterr().err
+
+
+def test_bfloat16_kv_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chunk of 2 MiB takes 0.7188 of that and 512 entries of 8 bytes: 0.7208 of its size."""
+    found = size(tmp_path, LLAMA_8B, capsys, "--host-size", "16GiB", "--disk-size", "32GiB")
+    assert found["compressed_token_bytes"] == int(131072 * (0.7188 + 512 * 8 / (2 << 20)))
+    assert 1.38 < found["host_tokens_compressed"] / found["host_tokens"] < 1.39
+    assert found["disk_tokens_compressed"] // 2 == found["host_tokens_compressed"]
+    raw = size(tmp_path, LLAMA_8B, capsys, "--kv-cache-dtype", "fp8", "--disk-size", "32GiB")
+    assert not any("compressed" in name for name in raw)

@@ -364,3 +364,13 @@ def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     assert tuple(group.kept_blocks for group in shape.groups) == kept
     sizes = (kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes)
     assert parts_of(shape) == tuple(map(part_bytes_for, sizes))
+
+
+def test_only_bfloat16_groups_have_frames_for_compressed_chunks() -> None:
+    floats = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.float16)
+    ranks = [stage((BF16, [f"layer {i}" for i in range(32)]), (floats, "ab"))]
+    shape = cache_shape(pipeline(1, 1), ranks, E348)
+    encoded, plain = shape.groups
+    assert 1.37 < encoded.part_bytes / encoded.compact_bytes < 1.40 and plain.compact_bytes == 0
+    assert shape.size_classes(0) == (2, 1) and shape.size_classes(1) == (0, None)
+    assert not any(group.compact_bytes for group in cache_shape(pipeline(1, 1), ranks).groups)

@@ -16,11 +16,17 @@ from rich.table import Table
 
 from kvloft.config import parse_size, size_text
 from kvloft.errors import ConfigError
+from kvloft.seam.shape import COMPACT_SHARE
 
 FULL: Final = frozenset({"full_attention", "attention", "global_attention"})
 REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
+STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
+"""Bytes of compressed KV with its table, as a part of the bytes of bfloat16 KV."""
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+
+
+COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,11 @@ def _figures(size: KvSize, args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.disk_size and size.token_bytes:
         figures |= {"disk_bytes": args.disk_size, "disk_tokens": args.disk_size // size.token_bytes}
+    if args.kv_cache_dtype in COMPRESSED and size.token_bytes:
+        stored = figures["compressed_token_bytes"] = int(size.token_bytes * STORED_SHARE)
+        figures["host_tokens_compressed"] = args.host_size // stored
+        if args.disk_size:
+            figures["disk_tokens_compressed"] = args.disk_size // stored
     if args.prefill:
         figures["break_even_bytes_per_second"] = args.prefill * size.token_bytes
     if args.disk_read and size.token_bytes:
@@ -221,11 +232,20 @@ def _figures(size: KvSize, args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def _with_compressed(figures: dict[str, Any], name: str) -> str:
+    compressed = figures.get(f"{name}_compressed")
+    raw = f"{figures[name]:,}"
+    return f"{raw}; compressed on a GPU {compressed:,}" if compressed is not None else raw
+
+
 def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     host = figures["host_bytes"]
     rows = [
         ("KV per token", size_text(figures["token_bytes"])),
-        (f"tokens in {size_text(host)} of host memory", f"{figures['host_tokens']:,}"),
+        (
+            f"tokens in {size_text(host)} of host memory",
+            _with_compressed(figures, "host_tokens"),
+        ),
     ]
     if figures["window_bytes"]:
         rows.append(("of that in sliding-window layers", size_text(figures["window_bytes"])))
@@ -241,7 +261,10 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if "disk_tokens" in figures:
         rows.append(
-            (f"tokens in {size_text(figures['disk_bytes'])} on disk", f"{figures['disk_tokens']:,}")
+            (
+                f"tokens in {size_text(figures['disk_bytes'])} on disk",
+                _with_compressed(figures, "disk_tokens"),
+            )
         )
     if "break_even_bytes_per_second" in figures:
         rows.append(

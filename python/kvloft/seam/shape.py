@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
+
+COMPACT_SHARE: Final = 0.7188
+"""Size of the records of compressed pages as a part of their bytes, in frames for compressed
+chunks. All real KV fits (docs/design/compression.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
-from kvloft.seam.shape import ArenaSpec, CacheShape, part_sizes
+from kvloft.seam.shape import COMPACT_SHARE, ArenaSpec, CacheShape, part_sizes
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
@@ -30,11 +30,6 @@ TABLE_ENTRY_BYTES = 8
 """Bytes of the table entry of each tile of an encoded part."""
 TILE_BYTES = 4096
 """Size limit of a tile, a part of one page; as in csrc/kv_layout.cuh."""
-
-
-COMPACT_SHARE = 0.7188
-"""Size of the records of compressed pages as a part of their bytes, in frames for compressed
-chunks. All real KV fits (docs/design/compression.md)."""
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:

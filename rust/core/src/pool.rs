@@ -24,6 +24,8 @@ use crate::{Error, ErrorKind, Result};
 const NUM_SLABS: u64 = 64;
 /// Workers register memory with the GPU slab by slab, and launches wait for each call.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
+/// Parts of a slab to which what frames leave of it is compared.
+const PRECISION: u64 = 1000;
 /// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the
 /// seam of two stores is lost.
 const MIN_FRAMES: u64 = 4;
@@ -78,36 +80,37 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called, maybe
+    /// An arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is called, maybe
     /// under a store's lock, when a store became hungry: then [`crate::store::Store::give_way`] of
     /// the others should be.
     ///
     /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
     pub fn create(
         host_bytes: u64,
-        frame_bytes: u64,
+        sizes: impl Into<FrameSizes>,
         wake: impl Fn() + Send + Sync + 'static,
     ) -> Result<Arc<Self>> {
-        Self::create_over(DiskRoot::shared(), host_bytes, frame_bytes, wake)
+        Self::create_over(DiskRoot::shared(), host_bytes, sizes, wake)
     }
 
     /// As [`Self::create`], for stores whose disk directory is this one.
     pub fn create_over(
         disk: Arc<DiskRoot>,
         host_bytes: u64,
-        frame_bytes: u64,
+        sizes: impl Into<FrameSizes>,
         wake: impl Fn() + Send + Sync + 'static,
     ) -> Result<Arc<Self>> {
-        let host_bytes = host_bytes - host_bytes % FRAME_ALIGN;
-        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) || host_bytes < frame_bytes
-        {
+        let (sizes, host_bytes) = (sizes.into(), host_bytes - host_bytes % FRAME_ALIGN);
+        sizes.check()?;
+        let frame_bytes = sizes.largest();
+        if host_bytes < frame_bytes {
             let message = format!(
                 "host_size = {} holds no chunk of {frame_bytes} bytes",
                 size_text(host_bytes)
             );
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
-        Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, frame_bytes), Box::new(wake))
+        Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
 
     /// The memory of one store alone.
@@ -118,7 +121,7 @@ impl Pool {
         } else {
             host_bytes - host_bytes % FRAME_ALIGN
         };
-        let slab_bytes = slab_bytes(host_bytes, frame_bytes);
+        let slab_bytes = slab_bytes(host_bytes, sizes);
         Self::of_slabs(DiskRoot::shared(), host_bytes, slab_bytes, Box::new(|| {}))
     }
 
@@ -198,13 +201,22 @@ impl Pool {
     }
 }
 
-/// Bytes of a slab: a multiple of the frame's.
-fn slab_bytes(host_bytes: u64, frame_bytes: u64) -> u64 {
+/// Bytes of a slab: a multiple of the largest size, of which frames of the other sizes leave little.
+fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
+    let frame_bytes = sizes.largest();
     let num_frames = host_bytes / frame_bytes;
-    let many = (num_frames / NUM_SLABS).min(MAX_SLAB_BYTES / frame_bytes);
+    let most = (MAX_SLAB_BYTES / frame_bytes).max(1);
+    let many = (num_frames / NUM_SLABS).min(most);
     let few =
         if num_frames / MIN_FRAMES >= MIN_SLABS { MIN_FRAMES } else { num_frames / MIN_SLABS };
-    frame_bytes * many.max(few).max(1)
+    let least = many.max(few).max(1);
+    let left = |num: &u64| {
+        let slab_bytes = num * frame_bytes;
+        let left: u64 = sizes.all().iter().map(|size| slab_bytes % size).sum();
+        left * PRECISION / slab_bytes
+    };
+    let most = most.min(num_frames / MIN_SLABS).min(2 * least).max(least);
+    frame_bytes * (least..=most).min_by_key(left).unwrap_or(least)
 }
 
 impl Books {

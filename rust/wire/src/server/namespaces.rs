@@ -136,7 +136,7 @@ impl Namespaces {
                 let pool = Pool::create_over(
                     Arc::clone(&self.disk),
                     config.host_bytes,
-                    hello.frame_sizes.largest(),
+                    hello.frame_sizes.clone(),
                     wake,
                 )?;
                 if !config.numa.is_empty() {

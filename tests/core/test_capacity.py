@@ -1,0 +1,74 @@
+"""How many chunks an arena holds with frames for compressed chunks, and without them."""
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from kvloft import _core
+from kvloft.transfer.frames import compact_bytes_for, part_bytes_for
+
+HOST = 2 << 30
+# (bytes of a layer's pages in one block, layers)
+SHAPES = {
+    "llama 3.1 8B": (64 << 10, 32),
+    "qwen3 32B": (64 << 10, 64),
+    "gemma 3 27B, full attention": (128 << 10, 10),
+}
+
+
+def num_held(sizes: list[int], compact: int | None) -> int:
+    """Chunks that are in host memory once it is full."""
+    groups = [(None, "full", 1, 1, 1, 0, len(sizes) - 1, compact)]
+    store = _core.Session(
+        frame_bytes=sizes, host_bytes=HOST, namespace=bytes(32), groups=groups, eviction="lru"
+    )
+    root = _core.root_key(bytes(32), None, None)
+    for prompt in range(1000):
+        chain, ids = _core.KeyChain(root, block_tokens=1), [prompt * 100 + i for i in range(50)]
+        (chunks,), _ = store.reserve([(chain, ids, 50, 0, 50, [list(range(1, 51))])])
+        assert chunks is not None
+        store.settle(chunks.tickets())
+        if store.stats()["host_evictions"]:
+            break
+    held = store.stats()["frames_visible"]
+    store.close()
+    return held
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_compressed_chunks_take_less_room(name: str) -> None:
+    layer_bytes, num_layers = SHAPES[name]
+    payload, num_tiles = layer_bytes * num_layers, num_layers * (layer_bytes // 4096 + 1)
+    raw, large = part_bytes_for(payload), part_bytes_for(payload, num_tiles)
+    compact = compact_bytes_for(payload, payload, num_tiles)
+    assert num_held([compact, large], 0) >= 1.37 * num_held([raw], None)
+
+
+def test_a_chunk_that_did_not_fit_gets_a_large_frame_the_next_time() -> None:
+    sizes = [4096, 8192]
+    groups = [(None, "full", 1, 1, 1, 0, 1, 0)]
+    store = _core.Session(
+        frame_bytes=sizes, host_bytes=64 * 8192, namespace=bytes(32), groups=groups
+    )
+    root = _core.root_key(bytes(32), None, None)
+
+    def reserve() -> list[int]:
+        row = (_core.KeyChain(root, block_tokens=1), [1, 2, 3], 3, 0, 3, [[4, 5, 6]])
+        (chunks,), _ = store.reserve([row])
+        assert chunks is not None
+        found = [size for _, size, batch in chunks.by_size() for _ in batch]
+        tickets = [int(ticket) for ticket in chunks.tickets()]
+        if reserved:
+            store.settle(tickets)
+        else:
+            store.settle([tickets[0], tickets[2]], [tickets[1]], [tickets[1]])
+        reserved.append(len(tickets))
+        return found
+
+    reserved: list[int] = []
+    assert reserve() == [0, 0, 0]
+    assert sorted(reserve()) == [0, 1], "the chunk that did not fit, and the one after it"
+    chain = _core.KeyChain(root, block_tokens=1)
+    chain.append_tokens([1, 2, 3])
+    assert store.lookup(chain) == (3, 3)
+    store.close()
