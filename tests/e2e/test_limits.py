@@ -43,9 +43,9 @@ def tenants(server: CacheServer) -> list[dict[str, Any]]:
 
 
 def others(server: CacheServer) -> list[int]:
-    """Chunks in host memory of the tenants below their quota."""
-    small = min(row["host"] for row in tenants(server) if row["tag"] is not None)
-    return [small, *(row["host"] for row in tenants(server) if row["tag"] is None)]
+    """Bytes in host memory of the tenants below their quota."""
+    small = min(row["host_bytes"] for row in tenants(server) if row["tag"] is not None)
+    return [small, *(row["host_bytes"] for row in tenants(server) if row["tag"] is None)]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -77,7 +77,9 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     for _ in range(2):
         assert external(truth, engines[-1], big) <= most * BLOCK, "it has more than its quota"
         for row in tenants(server):
-            assert row["tag"] is None or (row["host"] <= most and row["disk"] <= most), row
+            assert row["tag"] is None or (
+                row["host_bytes"] <= quota and row["disk_bytes"] <= quota
+            ), row
     assert others(server) == before, "no other lost memory"
     assert [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole
     (space,) = server.namespaces()
