@@ -130,5 +130,7 @@ def test_without_kernels_that_compress_every_chunk_is_a_misfit() -> None:
     copies = copies_of([0, rig.first_large], [blocks_of(0), blocks_of(1)])
     done = save(rig.mover, copies)
     assert (done.misfits, done.failed, done.saved) == ([1], [1], [2])
-    assert load(rig.mover, copies).bad_blocks == set(copies[0].blocks)
+    done = load(rig.mover, copies)
+    assert done.bad_blocks == set(copies[0].blocks)
+    assert done.loads[0].bad_keys == ((copies[0].key, "layout"),), "others can read it"
     rig.mover.close()

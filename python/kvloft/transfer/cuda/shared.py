@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
-from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.seam.plan import LAYOUT, LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Load, Mark
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane, Sent
@@ -139,7 +139,7 @@ class Shared:
         """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:
-            return "compressed, which this GPU or its settings rule out"
+            return LAYOUT  # other engines can read them
         try:
             chunks.check(
                 num_frames=memory.num_frames,
