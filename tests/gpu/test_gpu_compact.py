@@ -127,6 +127,7 @@ def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
 def test_without_kernels_that_compress_every_chunk_is_a_misfit() -> None:
     paged = bf16("pages_of_4k")
     rig = TwoSizes(paged, encodes=False)
+    fill(paged, "gaussian")
     copies = copies_of([0, rig.first_large], [blocks_of(0), blocks_of(1)])
     done = save(rig.mover, copies)
     assert (done.misfits, done.failed, done.saved) == ([1], [1], [2])
