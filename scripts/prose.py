@@ -1,9 +1,8 @@
 """Prose lint: phrases that the house style replaces, in Markdown, docstrings, comments and string
 literals.
 
-    scripts/prose.py            check all files that are not in PENDING, as `make lint` does
-    scripts/prose.py --left     count the hits in PENDING
-    scripts/prose.py PATH...    list the hits in these files and folders
+    scripts/prose.py            check all files, as `make lint` does
+    scripts/prose.py PATH...    check these files and folders
 
 The exit status is 1 if there is a hit. Code blocks, code spans and quotations in Markdown are
 skipped. Uses the standard library only.
@@ -13,19 +12,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PENDING = (
-    "rust/core/src/io",
-    "rust/core/src/pool.rs",
-    "rust/core/src/store/host",
-    "rust/core/src/tier",
-)
-"""Files and folders that still have hits. Remove one once it is clean."""
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
 ITSELF = "scripts/prose.py"
 IGNORED = "prose: ignore"
@@ -194,28 +185,10 @@ def files(path: Path) -> Iterator[Path]:
             yield each
 
 
-def is_pending(path: Path) -> bool:
-    """Return True if the file is in PENDING."""
-    name = path.relative_to(ROOT).as_posix()
-    return any(name == pending or name.startswith(f"{pending}/") for pending in PENDING)
-
-
 def main(arguments: list[str]) -> int:
-    """Check the repository, count what is pending, or list the hits of some paths."""
-    if arguments == ["--left"]:
-        left = Counter(
-            hit.path.rpartition("/")[0]
-            for name in PENDING
-            for path in files(ROOT / name)
-            for hit in hits(path)
-        )
-        for folder, count in left.most_common():
-            print(f"{count:5} {folder}")
-        print(f"{left.total():5} in all")
-        return 0
+    """Check the given paths, or the repository."""
     roots = [ROOT / name for name in arguments] or [ROOT]
-    checked = [path for root in roots for path in files(root) if arguments or not is_pending(path)]
-    found = [hit for path in checked for hit in hits(path)]
+    found = [hit for root in roots for path in files(root) for hit in hits(path)]
     for hit in found:
         print(f'{hit.path}:{hit.line}: "{hit.phrase}"; use: {hit.advice}')
     return 1 if found else 0

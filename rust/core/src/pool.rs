@@ -20,11 +20,11 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
-/// An arena has at least so many slabs, where it is large enough.
+/// Minimum number of slabs in a large enough arena.
 const NUM_SLABS: u64 = 64;
 /// Workers register memory with the GPU slab by slab, and launches wait for each call.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Parts of a slab to which what frames leave of it is compared.
+/// Resolution, as parts of a slab, for comparing the space that frames leave unused.
 const PRECISION: u64 = 1000;
 /// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the
 /// seam of two stores is lost.
@@ -201,7 +201,7 @@ impl Pool {
     }
 }
 
-/// Bytes of a slab: a multiple of the largest size, of which frames of the other sizes leave little.
+/// Bytes of a slab: a multiple of the largest size that frames of other sizes fill almost fully.
 fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
     let frame_bytes = sizes.largest();
     let num_frames = host_bytes / frame_bytes;

@@ -28,7 +28,7 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Allocates zeros for what is a hole from `from` to `to`, and extends the file; `Unsupported`
+    /// Allocates zeros for holes from `from` to `to`, and extends the file; `Unsupported`
     /// if the file system cannot allocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
     /// Gives the blocks from `from` to `to` back and keeps the length; they read as zeros.

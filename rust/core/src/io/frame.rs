@@ -109,7 +109,7 @@ impl FrameSizes {
         (0..u8::try_from(self.0.len()).unwrap_or(u8::MAX)).map(SizeClass)
     }
 
-    /// The class of frames of so many bytes.
+    /// The class whose frames have `frame_bytes` bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
     }

@@ -12,7 +12,7 @@ pub(super) const MPOL_F_ADDR: u64 = 2;
 pub(super) fn bind(address: usize, num_bytes: usize, place: &Place) -> std::io::Result<()> {
     let num_bits = u64::from(MAX_NODES) + 1;
     // SAFETY: the call changes no byte and the system refuses addresses that are not mapped; the
-    // mask is one word, of which the system reads one bit less than `num_bits`.
+    // mask is one word, and the system reads one bit less than `num_bits`.
     match unsafe {
         libc::syscall(
             libc::SYS_mbind,

@@ -14,7 +14,7 @@ use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Slabs without a used frame that a store keeps for the next one; more are given up.
+/// Slabs without a used frame that a store keeps for the next one; further ones are released.
 const MAX_EMPTY: u32 = 1;
 
 /// What a frame is taken for.
@@ -32,7 +32,7 @@ enum Owner {
     Foreign,
     /// It holds this tier's frames of a size.
     Own(SizeClass),
-    /// The same, but no frame of it is handed out any more.
+    /// As `Own`, but its free frames are no longer handed out.
     Draining(SizeClass),
 }
 
@@ -212,7 +212,7 @@ impl HostTier {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
 
-    /// Takes a frame back that is not used any more.
+    /// Takes back a frame that is no longer used.
     pub(crate) fn give(&mut self, frame: FrameId) {
         debug_assert!(!self.frames.is_lent(frame), "invariant I4: {frame:?} is lent");
         let (class, number) = (frame.class(), frame.number());
@@ -291,7 +291,7 @@ impl HostTier {
         self.hungry = self.hungry.filter(|hungry| *hungry != class);
     }
 
-    /// No frame of the slab is free any more.
+    /// Makes the slab foreign, so that none of its frames is free.
     fn disown(&mut self, at: usize) {
         let Slab { owner, num_used } = &mut self.slabs[at];
         let (Owner::Own(class) | Owner::Draining(class)) = *owner else { return };
@@ -300,7 +300,7 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Gives up a slab in which no frame is used: to a class of its own that needs one, or to the
+    /// Releases a slab without used frames: to a class of this store that needs a slab, or to the
     /// pool.
     fn lose(&mut self, at: usize) {
         debug_assert!(
@@ -327,8 +327,8 @@ impl HostTier {
     }
 
     /// Begins to empty a slab that is wanted: the one of `coldest`, unless another has far fewer
-    /// frames in use; for other stores first one that saves cannot use. It is given up with the last
-    /// of them. None if there is none.
+    /// frames in use; for other stores first one that saves cannot use. The slab is released
+    /// with its last used frame. None if there is no such slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -367,12 +367,12 @@ impl HostTier {
         }
     }
 
-    /// Whether the slab is still to be given up.
+    /// True if the slab is to be released once its last frame is free.
     pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
         matches!(self.slabs[slab.0 as usize].owner, Owner::Draining(_))
     }
 
-    /// The first chunk that has a frame in a slab that is being emptied, from the `from`th frame on;
+    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number `from`,
     /// and the number of its frame.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].owner {

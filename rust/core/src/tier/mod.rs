@@ -23,7 +23,7 @@ use crate::key::ChunkKey;
 /// one on files.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// A free or newly grown slot for frames of `class`; None where there is no room, or none yet.
-    /// It never touches what is good.
+    /// Never touches a written slot.
     fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
     /// Bytes of a frame of `class`; 0 if there is no such class.
@@ -38,8 +38,8 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// rubbish.
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()>;
 
-    /// Forgets what is in the slot, also for the next open, and takes the slot back. On Err what
-    /// was in the slot is still there and can be read, and the slot is still the caller's.
+    /// Removes the chunk from the slot, also for the next open, and takes the slot back. On Err
+    /// the chunk can still be read, and the slot is still the caller's.
     fn free(&self, slot: SlotId) -> Result<()>;
 
     /// Whether the tier's storage can be removed while the tier is open: `removed` is called now
@@ -53,15 +53,14 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Gauges and counters. It never waits for I/O.
     fn stats(&self) -> DiskStats;
 
-    /// What a person should see in the log since the last call, oldest first: each once, and not
-    /// many.
+    /// Lines to log since the last call, oldest first: each once, and a limited number.
     fn take_events(&self) -> Vec<String>;
 
     /// Frees every written slot; reserved ones stay with their callers. On Err some are still
     /// there, and are still used.
     fn clear(&self) -> Result<()>;
 
-    /// Ends the tier without waiting for I/O. What the tier owns is given up by the last call that
-    /// is still inside.
+    /// Closes the tier without waiting for I/O. The last call in progress releases the tier's
+    /// resources.
     fn close(&self);
 }

@@ -11,19 +11,19 @@ use crate::key::ChunkKey;
 
 /// A tier of frames by key that this process does not own.
 ///
-/// What is there is a hint: others may put and evict at any time. So a chunk that is not there is a
-/// miss and no error, and deletes nothing in any tier. Calls may come from any number of threads.
+/// Its contents are a hint: others may put and evict at any time. A missing chunk is a miss, not an
+/// error, and deletes nothing in any tier. Calls may come from any number of threads.
 ///
 /// Each call ends at its deadline, whatever the other side does; only the time to notice comes on
 /// top. Errors say nothing about the chunk unless they are `Corrupt`: `Io` where the network or the
-/// other side refused, or did not answer in time, `Closed` once the connection was given up. The
+/// other side refused, or did not answer in time, `Closed` once the connection was closed. The
 /// caller's breaker counts both.
 pub trait RemoteTier: fmt::Debug + Send + Sync {
     /// Whether each of the keys was there when it was looked at, in their order.
     fn contains_many(&self, keys: &[ChunkKey], deadline: Instant) -> Result<Vec<bool>>;
 
-    /// Reads the frame of `key`. True: `into` holds exactly what was put under this key, and all of
-    /// it. False: there is none. `Corrupt` where the frame there is not one of `into.len()` bytes,
+    /// Reads the frame of `key`. True: `into` holds exactly the whole frame that was put under this
+    /// key. False: there is none. `Corrupt` where the frame there is not one of `into.len()` bytes,
     /// or is damaged. Unless it is true, `into` holds rubbish.
     fn get(&self, key: &ChunkKey, into: &mut [u8], deadline: Instant) -> Result<bool>;
 

@@ -23,7 +23,7 @@ pub(crate) struct Drain {
     pub(crate) next: u32,
     /// The path from a chunk of the slab down to the chunk to evict next.
     pub(crate) path: Vec<Step>,
-    /// No more chunks can be evicted in this round.
+    /// True if no further chunk can be evicted in this round.
     pub(crate) is_done: bool,
 }
 

@@ -1,5 +1,5 @@
-//! What changes while a tier is open: who has which slot, the counters, the few lines that a person
-//! should see, and who grows the files. Data only.
+//! State that changes while a tier is open: the state of each slot, the counters, the lines to log,
+//! and the thread that grows the files. Data only.
 
 use std::time::Instant;
 
@@ -53,7 +53,7 @@ impl Books {
         budget::namespace_bytes(&self.counts())
     }
 
-    /// Notes an event, up to a limit, and not again what was told lately.
+    /// Queues a line for the log, up to a limit; skips lines that were logged recently.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
@@ -87,13 +87,13 @@ pub(super) enum Grower {
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
-    /// The last growth failed; a person was told.
+    /// The last growth failed and was logged.
     pub(super) is_refused: bool,
     pub(super) asks_to_skip: u32,
     pub(super) refused_at: Option<Instant>,
     /// The file system refused it, not the cap.
     pub(super) is_full: bool,
-    /// The last punch failed; a person was told.
+    /// The last punch failed and was logged.
     pub(super) is_punch_refused: bool,
     pub(super) punch_refused_at: Option<Instant>,
 }

@@ -17,19 +17,19 @@ use crate::io::FrameSizes;
 use crate::tier::LocalTier;
 use crate::{Error, Result};
 
-/// What was erased.
+/// Result of an erasure.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Erased {
-    /// Namespaces that were looked at.
+    /// Namespaces that were searched.
     pub num_namespaces: u64,
-    /// Chunks that are not there any more.
+    /// Chunks that were removed.
     pub num_chunks: u64,
     /// Bytes of their frames.
     pub num_bytes: u64,
-    /// A namespace is in use, or the system refused: something may be there yet.
+    /// A namespace is in use, or an I/O error occurred: matching chunks may be left.
     pub is_cut_short: bool,
-    /// Names of those that were meant and not looked at, for they are open here: whoever has them
-    /// open must do it.
+    /// Names of matching namespaces that were skipped because this process has them open; their
+    /// tier must remove the chunks.
     pub open: BTreeSet<String>,
 }
 

@@ -20,9 +20,9 @@ impl SlotFiles {
         Ok((records, frames))
     }
 
-    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or
-    /// what is wrong with it, as a clause. Holes are not read: a forged length costs nothing.
-    /// Returns the slots of each file, as `lens`.
+    /// Reads all records in order, a megabyte at a time, and passes each that is not empty to
+    /// `show`: the record, or its defect as a clause. Holes are not read: a forged length costs
+    /// nothing. Returns the slots of each file, as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -79,8 +79,8 @@ impl SlotFiles {
         result
     }
 
-    /// Allocates the blocks of punched slots; returns whether there are blocks now, or holes because
-    /// the file system cannot allocate ahead.
+    /// Allocates the blocks of punched slots; returns true if they are allocated, false if the file
+    /// system cannot allocate ahead.
     pub(super) fn refill(&self, slots: &Range<u32>) -> io::Result<bool> {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }

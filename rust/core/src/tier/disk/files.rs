@@ -35,7 +35,7 @@ impl OpenFiles for OsFiles {
 
 const DIFFERS: &str = "its checksum differs";
 
-/// What is there is not what should be; `how` is a clause that says how it shows.
+/// An error for stored bytes that are not the bytes written; `how` is a clause with the evidence.
 fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }
@@ -123,7 +123,7 @@ impl SlotFiles {
         self.frame_bytes
     }
 
-    /// What is wrong with a slot of a namespace.
+    /// Describes the damage of a slot.
     pub(super) fn damage(
         &self,
         namespace: &str,

@@ -1,8 +1,8 @@
 //! Fits the files of a namespace under its cap when it is opened.
 //!
 //! With one size class, the highest slots go. With several, free slots go first: their blocks may
-//! have been given back already. Only then each class gives up its highest slots, in proportion to
-//! what it takes.
+//! have been given back already. Then each class releases its highest slots, in proportion to its
+//! bytes.
 
 use std::collections::BTreeSet;
 use std::io;

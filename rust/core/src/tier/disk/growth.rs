@@ -15,13 +15,13 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Asks are turned away no longer than this after the files could not grow, for where few ask.
+/// Reservations are rejected for at most this time after a failed growth, however few there are.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// Longest wait for another thread that grows the files. An extent is usually there in a few
-/// milliseconds, and who does not wait for it gives up a chunk for a slot.
+/// Longest wait for another thread that grows the files. An extent usually takes a few
+/// milliseconds; without the wait, a chunk is evicted for the slot.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
-/// The one right to grow; its end is told to who waits, also where growing panics.
+/// The exclusive right to grow the files. Dropping it wakes the waiting threads, also on a panic.
 struct Turn<'a>(&'a DiskTier);
 
 impl Drop for Turn<'_> {

@@ -1,8 +1,7 @@
-//! What is in a disk directory, for `kvloft inspect`: read without the lock and without changing
+//! Contents of a disk directory, for `kvloft inspect`: read without the lock and without changing
 //! anything.
 //!
-//! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old,
-//! or `problem` says so.
+//! If an engine is writing, numbers may be slightly old; damage is reported in `problem`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +20,7 @@ use crate::{Error, ErrorKind, Result};
 pub struct NamespaceInfo {
     /// The directory's name: the namespace's first 16 hex digits.
     pub name: String,
-    /// The line for people from its superblock; empty where that is unreadable.
+    /// The description in its superblock; empty if that is unreadable.
     pub description: String,
     /// Bytes of a frame, by size class; empty where unknown.
     pub frame_sizes: Vec<u64>,
@@ -35,7 +34,7 @@ pub struct NamespaceInfo {
     pub oldest_s: Option<u64>,
     /// When its newest chunk was saved, in seconds of Unix time.
     pub newest_s: Option<u64>,
-    /// What is wrong with it, if anything is.
+    /// Its defect, or None.
     pub problem: Option<String>,
 }
 
@@ -47,7 +46,7 @@ pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     Ok(infos)
 }
 
-/// The namespaces under a path that a person named.
+/// The namespaces under a path that the user named.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
         let message = format!(
@@ -98,14 +97,16 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// What an index shorter than the frames has lost, as one clause. The tier itself keeps a record
+/// The chunks lost by an index shorter than the frames, as one clause. The tier itself keeps a record
 /// for every frame: it extends the index first, and only a kill between its two steps of shrinking
-/// leaves this behind, of chunks that were given up.
+/// leaves such an index, and those chunks were evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {
         _ if records >= frames => None,
-        0 => Some(format!("{name} is empty beside {frames} frames: the chunks in them are lost")),
+        0 => Some(format!(
+            "{name} is empty but there are {frames} frames: the chunks in them are lost"
+        )),
         _ => Some(format!(
             "{name} has records for {records} of {frames} frames: those without a record are lost"
         )),
@@ -132,7 +133,7 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     info
 }
 
-/// Adds the chunks of a size; returns what is wrong with its files.
+/// Adds the chunks of a size; returns the defect of its files, if any.
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {

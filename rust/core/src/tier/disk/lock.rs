@@ -69,8 +69,8 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Whether what is locked is still what is at `dir`: a directory may be deleted under its
-    /// owner, and made again.
+    /// True if the locked directory is still the one at `dir`: it may be deleted and recreated
+    /// while its owner runs.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -82,8 +82,7 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems lock only what is open for writing; there the lock file has to
-        // do.
+        // Some network file systems lock only files open for writing; the lock file covers those.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }

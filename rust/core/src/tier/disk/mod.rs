@@ -2,7 +2,7 @@
 //! per directory.
 //!
 //! It keeps bytes under slots and proves them on the way back; it must not know which chunk
-//! deserves to stay (that is `evict`), who waits for a read (`store`), nor what is inside a frame.
+//! deserves to stay (that is `evict`), who waits for a read (`store`), nor the contents of a frame.
 //! It never calls fsync: after a power loss the checksums turn what did not reach the device into
 //! counted misses.
 

@@ -2,7 +2,7 @@
 //! needed.
 //!
 //! Deleting touches nothing but the files that this tier makes, in directories whose names are
-//! ours; whatever else a person put there stays. It must not read what the files hold.
+//! ours; files of the user stay. It must not read what the files hold.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};

@@ -1,8 +1,7 @@
 //! Opening a disk directory: owner, superblock, cap, recovery; in that order.
 //!
-//! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open;
-//! what is wrong with the directory itself, or is not a file where one must be, is the setting's
-//! fault and says so.
+//! Damaged contents of a namespace's files cost chunks, which are counted, but never the open. A
+//! directory that cannot be used, or a path that is not a file, is a configuration error.
 
 use std::collections::HashSet;
 use std::fs;
@@ -33,14 +32,14 @@ impl DiskTier {
     /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
     /// unreadable records; a namespace with a wrong superblock is started afresh. Errors:
     /// `InvalidConfig` where these settings can never work; `Busy` where another owner lives, and
-    /// `Io` where the system refused or somebody else may write here: both may pass, so the same
+    /// `Io` where the system refused or another user may write here: both may pass, so the same
     /// settings are worth another try later. A failed open leaves nothing that hinders the next.
     #[expect(clippy::needless_pass_by_value, reason = "the settings are the tier's from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(&config, &OsFiles)
     }
 
-    /// As [`Self::open`], beside other namespaces of the directory that this process has open.
+    /// As [`Self::open`], with other namespaces of the directory open in this process.
     pub fn open_beside(
         config: &DiskConfig,
         root: &Arc<DiskRoot>,
@@ -163,7 +162,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
             return ours.write(dir);
         }
         Some(Ok(_)) => {
-            // Only the line for people changed; a full disk may keep the old one.
+            // Only the description changed; a full disk may keep the old one.
             let _ = ours.write(dir);
             return Ok(());
         }
@@ -181,7 +180,7 @@ fn start_afresh(dir: &Path, why: &str, books: &mut Books) {
     books.event(format!("{} starts afresh: {why}", dir.display()));
 }
 
-/// Marks the namespace as used now, for the choice of which goes first.
+/// Marks the namespace as used now; the least recently used one is deleted first.
 fn touch(dir: &Path) -> io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let times = Timestamps { last_access: now, last_modification: now };
@@ -190,8 +189,8 @@ fn touch(dir: &Path) -> io::Result<()> {
 
 /// Orders the entries, empties the records of the others, and makes the slots' states.
 ///
-/// What is given up but cannot be emptied would be found again by a later open, when it may have
-/// been forgotten: it comes behind the entries, for the caller to free.
+/// A dropped chunk whose record cannot be emptied would be found again by a later open, so it
+/// follows the entries and the caller frees it.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = recover::recover(&all);
@@ -217,7 +216,7 @@ fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec
     entries
 }
 
-/// What opening gave up, for people.
+/// Describes the chunks that opening dropped, for the log.
 fn losses(stats: &DiskStats) -> Option<String> {
     let DiskStats {
         recovered,

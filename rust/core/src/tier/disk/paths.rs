@@ -7,9 +7,9 @@ use std::path::Path;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Whether only this user (and root) may write what `meta` is of. What another user may change is
-/// not believed: the writer of an index chooses which chunk is served under which key. `Io`, for a
-/// person can mend it while the engine runs.
+/// Checks that only this user and root may write the file of `meta`. A file that another user can
+/// change is not trusted: the writer of an index chooses which chunk is served under which key.
+/// `Io`, because the operator can fix it while the engine runs.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let (dir, path, me) =
         (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
@@ -32,8 +32,8 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     Err(Error::new(ErrorKind::Io, message))
 }
 
-/// As `check_owner`, for what is at `path` itself; what is missing, or a link (which is never
-/// followed), passes.
+/// As `check_owner`, for the file at `path`; a missing file passes, and so does a link, which is
+/// never followed.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Ok(()),

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use super::types::{DiskEntry, SlotId};
 use crate::ChunkKey;
 
-/// What a recovery keeps and what it gives up.
+/// Chunks that a recovery keeps, and slots that it drops.
 #[derive(Debug, Default)]
 pub(crate) struct Recovered {
     /// Parents before children, otherwise in order of writing.

@@ -19,11 +19,11 @@ use super::{budget, namespaces, paths};
 use crate::sync::{Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
-/// A namespace's directory and superblock, where it is open beside others.
+/// A namespace's directory and superblock, counted if several namespaces are open.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
-/// The files grow by about this much at a time: few allocations, and no more taken than soon used.
+/// The files grow by about this much at a time: few allocations, and little unused space.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
-/// But by no more than this part of the cap where other namespaces may come.
+/// If other namespaces may be opened, at most this part of the cap.
 const MAX_EXTENTS: u64 = 16;
 /// Times that room is looked for again because a namespace was opened or closed meanwhile.
 const TRIES: usize = 16;
@@ -52,12 +52,12 @@ struct Books {
     leaving: BTreeSet<String>,
     /// Namespaces opened and closed so far.
     changes: u64,
-    /// One had no room since somebody asked.
+    /// A namespace had no room since the last check.
     is_short: bool,
 }
 
-/// The right to the files of one namespace, and with the others' to the directory; given up with
-/// the last part of it.
+/// The right to the files of one namespace, and with the other owners' to the directory;
+/// released with its last part.
 #[derive(Debug)]
 pub(super) struct Owner {
     root: Arc<DiskRoot>,
@@ -148,8 +148,8 @@ impl DiskRoot {
         self.books().open.keys().cloned().collect()
     }
 
-    /// The only one that asks for the directory. `Busy` where another asks for so long that the
-    /// system seems to hang.
+    /// Locks opening and closing of the directory. `Busy` if another thread holds the lock past
+    /// the timeout.
     fn alone(&self, dir: &Path) -> Result<MutexGuard<'_, ()>> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
@@ -237,7 +237,7 @@ impl Owner {
                 });
             }
         }
-        Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces come and go"))
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
     }
 
     /// It takes these bytes now, and has no claim to more.

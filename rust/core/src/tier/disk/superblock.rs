@@ -1,7 +1,7 @@
-//! `superblock.json`: what a namespace directory is, before a byte of it is believed.
+//! `superblock.json`: identifies a namespace directory before any other byte of it is trusted.
 //!
-//! A small JSON object, so that a person can read it; with a checksum, so that a flipped digit is
-//! seen. It must not decide what happens to a directory whose superblock is wrong.
+//! A small JSON object that an operator can read, with a checksum that detects a flipped
+//! digit. It must not decide what happens to a directory whose superblock is wrong.
 
 use std::fmt;
 use std::fs;
@@ -31,7 +31,7 @@ const MAX_DESCRIPTION_CHARS: usize = 1000;
 pub(crate) enum Refusal {
     /// Some other program, or a torn write, left it there.
     NotOurs,
-    /// What is wrong with it.
+    /// Its defect.
     Damaged(&'static str),
     /// Whole, and of another version.
     OtherFormat(u32),
@@ -89,7 +89,7 @@ pub(crate) struct Superblock {
     #[serde(alias = "frame_bytes", deserialize_with = "one_or_more")]
     pub(crate) frame_sizes: Vec<u64>,
     namespace: String,
-    /// The line for people.
+    /// The description that `kvloft inspect` prints.
     pub(crate) description: String,
     pub(crate) checksum: String,
 }

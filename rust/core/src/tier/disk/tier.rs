@@ -14,8 +14,7 @@ use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
-/// After the files could not grow, so many asks are turned away before it is tried again: room may
-/// come back one day.
+/// Reservations rejected after a failed growth before it is retried: space may be freed later.
 const ASKS_BEFORE_RETRY: u32 = 256;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any

@@ -41,7 +41,7 @@ pub struct DiskConfig {
     pub frame_sizes: FrameSizes,
     /// The fingerprint whose chunks are served.
     pub namespace: [u8; 32],
-    /// One line for people (`kvloft inspect`): which model and shape this namespace is.
+    /// One line for `kvloft inspect`: the model and the shape of this namespace.
     pub description: String,
 }
 
@@ -79,8 +79,7 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Slots reserved and not yet written or freed.
     pub slots_reserved: u64,
-    /// Bytes the whole directory is accounted at; of a namespace that is open beside others, its
-    /// own.
+    /// Accounted bytes of the whole directory, or of this namespace if several are open.
     pub bytes: u64,
     /// The cap on `bytes`.
     pub cap_bytes: u64,
@@ -115,7 +114,7 @@ pub struct Damage {
     pub frame_bytes: Option<u64>,
     /// The key in hex, where the record still names one.
     pub key: Option<String>,
-    /// What is wrong, in a few words.
+    /// The damage, in a few words.
     pub problem: String,
     /// True where nothing is known to be damaged: another version made the namespace, so nothing of
     /// it was checked.

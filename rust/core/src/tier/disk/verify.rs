@@ -16,7 +16,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// Frames are read in pieces of this size.
 const PIECE_BYTES: u64 = 1024 * 1024;
-/// Damaged records of one namespace that are told one by one.
+/// Damaged records of one namespace that are listed one by one.
 const MAX_BAD_RECORDS: u64 = 1000;
 
 /// A walk over every chunk; see `step`.
@@ -43,7 +43,7 @@ impl Verifier {
         let (_, mut frames) = HostArena::create(PIECE_BYTES, 1)?;
         let buffer = frames
             .lend(FrameId(0))
-            .ok_or_else(|| Error::new(ErrorKind::Io, "no buffer can be had"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Io, "no memory for a read buffer"))?;
         let (files, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut verifier = Self { files, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {

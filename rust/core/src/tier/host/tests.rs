@@ -1,4 +1,4 @@
-//! Frames that are held back, slabs that change their size class, and slabs that are given up.
+//! Frames that are held back, slabs that change their size class, and slabs that are released.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn taken(tier: &mut HostTier) -> Vec<u32> {
     std::iter::from_fn(|| tier.take(ONE, FrameFor::Save)).map(|frame| frame.0).collect()
 }
 
-/// Frames of a class until there are no more.
+/// Takes frames of a class until the pool has none left.
 fn grown(tier: &mut HostTier, class: SizeClass) -> Vec<FrameId> {
     std::iter::from_fn(|| tier.grow(class, FrameFor::Save)).collect()
 }

@@ -166,8 +166,8 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Runs the operations with one fault, then opens with a sound disk, checks, and goes on with a few
-/// more operations.
+/// Runs the operations with one fault, then opens with a sound disk, checks, and continues with a
+/// few more operations.
 fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> {
     let dir = tempfile::tempdir().expect("a directory");
     let frame_sizes = SIZES[..num_sizes].to_vec().into();
@@ -181,7 +181,7 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
         if matches!(op, Op::Reopen) {
             drop(tier);
             let Ok((again, found)) = DiskTier::open_with_files(&config, &files) else {
-                // A refusal met the opening, which says nothing about what is there.
+                // A refusal met the opening, which says nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };

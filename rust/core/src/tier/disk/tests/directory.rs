@@ -189,11 +189,11 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
             break;
         }
     }
-    assert_eq!(history[0], [true; 3], "one more fits beside them");
+    assert_eq!(history[0], [true; 3], "a third one fits");
     history.dedup();
     assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
-    assert_eq!(tier.take_events().len(), 3, "a person is told of each");
-    assert!(tier.stats().bytes <= config.cap_bytes, "they are not counted any more");
+    assert_eq!(tier.take_events().len(), 3, "each is logged");
+    assert!(tier.stats().bytes <= config.cap_bytes, "they are no longer counted");
 }
 
 #[test]

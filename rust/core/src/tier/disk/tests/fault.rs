@@ -169,7 +169,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
         "what a failed growth took is given back"
     );
     assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
-    assert_eq!(tier.take_events().len(), 1, "a person is told once, not of every step");
+    assert_eq!(tier.take_events().len(), 1, "logged once, not for every step");
     let num_errors = tier.stats().grow_errors;
     assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
     assert!(tier.stats().grow_errors < 100 * num_errors, "it is not tried at every ask");

@@ -1,7 +1,7 @@
 //! A call that hangs inside the system: nothing waits for it that need not, and there are never two
 //! owners.
 //!
-//! What is asserted is the order of events, never a time; a deadlock ends the test by the guard's
+//! The tests assert the order of events, never a time; a deadlock ends the test by the guard's
 //! long wait.
 
 use crate::io::SizeClass;
@@ -122,7 +122,11 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     it.with(move |tier| tier.write(spare, &meta_of(1), &frame_of(1, 0))).unwrap();
     assert_eq!(it.with(|tier| tier.reserve(SizeClass(0))), None, "not now");
     it.with(move |tier| tier.free(slot)).unwrap();
-    assert_eq!(it.with(|tier| tier.reserve(SizeClass(0))), Some(slot), "what is free can be had");
+    assert_eq!(
+        it.with(|tier| tier.reserve(SizeClass(0))),
+        Some(slot),
+        "a free slot can be reserved"
+    );
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
     assert!(it.tier.reserve(SizeClass(0)).is_some(), "growing is possible again");

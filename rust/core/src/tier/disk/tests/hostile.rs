@@ -1,5 +1,5 @@
-//! Directories that somebody else made or changed: nothing is followed, believed, or allowed to
-//! cost time and memory.
+//! Directories that another user made or changed: the tier follows no link, trusts no content, and
+//! spends bounded time and memory.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown, symlink};
@@ -32,7 +32,7 @@ fn places(config: &DiskConfig) -> Vec<PathBuf> {
 
 fn refusal(config: &DiskConfig) -> String {
     let error = DiskTier::open(config.clone()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Io, "a person can mend it: {error}");
+    assert_eq!(error.kind(), ErrorKind::Io, "an operator can fix it: {error}");
     error.to_string()
 }
 
@@ -111,7 +111,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
 }
 
-/// A new line for people is written beside chunks that stay, where a link may wait.
+/// A new description is written while the chunks stay, and a link may be in its place.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();

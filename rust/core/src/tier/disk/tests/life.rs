@@ -1,5 +1,4 @@
-//! One process's life with a tier: what is written comes back, what is freed does not, slots are
-//! never lost.
+//! A tier in one process: written chunks are read back, freed chunks are not, and no slot is lost.
 
 use super::*;
 use crate::ErrorKind;

@@ -1,5 +1,5 @@
 //! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect
-//! see what is wrong.
+//! report the damage.
 
 use crate::io::SizeClass;
 use std::fs::{self, OpenOptions};
@@ -129,7 +129,11 @@ fn problems_of(dir: &Path) -> Vec<String> {
 fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames() {
     let lost = "those without a record are lost";
     for (records, problem) in [
-        (0, "index-8192.dat is empty beside 8 frames: the chunks in them are lost".to_owned()),
+        (
+            0,
+            "index-8192.dat is empty but there are 8 frames: the chunks in them are lost"
+                .to_owned(),
+        ),
         (2, format!("index-8192.dat has records for 2 of 8 frames: {lost}")),
         (7, format!("index-8192.dat has records for 7 of 8 frames: {lost}")),
     ] {
