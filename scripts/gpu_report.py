@@ -186,7 +186,7 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         "| copy by | direction | during | times | copy GB/s | |",
         "|---|---|---|---|---|---|",
     )
-    for row in copy["beside"]:
+    for row in copy["interference"]:
         met = row["slowdown"] <= BESIDE_TARGETS[row["work"]] and row["gbps"] >= BESIDE_GBPS
         verdict = _verdict(met) if row["by"] == "kvloft" else ""
         yield (

@@ -130,7 +130,7 @@ def test_the_report_judges_copies_by_their_own_ceiling(
         "machine": {},
         "ceiling": dict.fromkeys(("save", "load", "both"), 500.0),
         "pages": [copy_row(**shares)],
-        "beside": [],
+        "interference": [],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
     }
     (line,) = (
@@ -157,7 +157,7 @@ def test_the_report_shows_every_figure_of_a_copy_row(
         "machine": {},
         "ceiling": dict.fromkeys(("save", "load", "both"), 50.0),
         "pages": [row, older],
-        "beside": [],
+        "interference": [],
         "frames": [{**row, "order": "in pairs", "load_share": 0.97}],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
     }
@@ -178,7 +178,7 @@ def test_the_report_compares_compressed_copies_with_raw_ones(
     copy = {
         "machine": {},
         "ceiling": dict.fromkeys(("save", "load", "both"), 50.0),
-        "beside": [],
+        "interference": [],
         "pages": [{**raw, "compressed": {"save": 75.0, "load": load, "both": 64.0}}],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
     }
@@ -310,7 +310,7 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
         "machine": {},
         "ceiling": {"save": 50.0, "load": 50.0, "both": 50.0},
         "pages": [],
-        "beside": [],
+        "interference": [],
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
     }
     out = report(tmp_path, capsys, copy=copy, engine={"kvloft": {"ttft": ttft}})

@@ -141,7 +141,7 @@ def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="dropped"):
         rig.seconds("save")
     with pytest.raises(RuntimeError, match="dropped"):
-        copy_bench.beside_rig(rig, lambda: None, "save")
+        copy_bench.rig_interference(rig, lambda: None, "save")
     rig.close()
 
 

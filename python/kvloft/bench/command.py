@@ -176,7 +176,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
         "copy GB/s",
         title="Cost of a running copy to computation",
     )
-    for row in result["beside"]:
+    for row in result["interference"]:
         work.add_row(
             row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}"
         )

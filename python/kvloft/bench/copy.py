@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvloft.bench.link import Ceiling, HostFrames, beside, waits
+from kvloft.bench.link import Ceiling, HostFrames, interference, waits
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.lanes import Tuning
@@ -30,7 +30,7 @@ PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
 DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Consecutive copies that run during computation."""
-NUM_BESIDE = 3
+NUM_INTERFERENCE_RUNS = 3
 """Runs per row with computation, because a matmul's own time varies."""
 
 
@@ -96,7 +96,7 @@ def run(
     progress("frames out of order")
     result["frames"] = list(_by_frame_order(bench))
     progress("copies during computation")
-    result["beside"] = list(_beside(bench))
+    result["interference"] = list(_interference(bench))
     progress("copies of others")
     result["waits"] = list(_waits(bench))
     progress("cost of the tag")
@@ -161,7 +161,7 @@ def workloads() -> dict[str, Callable[[], object]]:
     return {"matmul": lambda: torch.mm(a, b, out=c), "add": lambda: torch.add(x, y, out=z)}
 
 
-def _beside(bench: Bench) -> Iterator[dict[str, Any]]:
+def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
     works, ceiling = workloads(), bench.ceiling
     for name, work in works.items():
         for what in ("save", "load"):
@@ -171,7 +171,8 @@ def _beside(bench: Bench) -> Iterator[dict[str, Any]]:
                     ceiling.start(what)
 
             found = [
-                beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)
+                interference(work, engine, lambda: None, ceiling.streams, 60)
+                for _ in range(NUM_INTERFERENCE_RUNS)
             ]
             yield _row("copy engine", name, what, NUM_ROUNDS * bench.payload_bytes, found)
     for by, encodes in (("kvloft", False), ("kvloft, compressed", True)):
@@ -179,15 +180,15 @@ def _beside(bench: Bench) -> Iterator[dict[str, Any]]:
         rig.verify()
         for name, work in works.items():
             for what in ("save", "load"):
-                found = [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)]
+                found = [rig_interference(rig, work, what) for _ in range(NUM_INTERFERENCE_RUNS)]
                 yield _row(by, name, what, NUM_ROUNDS * rig.num_bytes, found)
         rig.close()
         del rig
 
 
-def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """`beside` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover dropped
-    some.
+def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
+    """`interference` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover
+    dropped a chunk.
     """
     start = rig.start_save if what == "save" else rig.start_load
     mover = rig.mover
@@ -198,7 +199,7 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
         for _ in range(NUM_ROUNDS):
             start()
 
-    found = beside(work, rounds, rig.wait_sent, list(streams), 60)
+    found = interference(work, rounds, rig.wait_sent, list(streams), 60)
     rig.check(rig.mover.drain(), saves=what == "save", loads=what == "load", num_rounds=NUM_ROUNDS)
     return found
 
@@ -245,7 +246,7 @@ def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
 def _row(
     by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]
 ) -> dict[str, Any]:
-    """Medians over the runs of `beside`."""
+    """Medians over the runs of `interference`."""
     slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
         "by": by,

@@ -114,7 +114,7 @@ class Ceiling:
         driver.host_unregister(self._host)
 
 
-def beside(
+def interference(
     work: Callable[[], object],
     start_copy: Callable[[], None],
     wait_sent: Callable[[], None],

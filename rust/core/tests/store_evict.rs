@@ -486,8 +486,8 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     assert_eq!(left, [6, 0, 0, 6, 6]);
     let said = erase(&none, "");
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
-    let beside = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
-    assert_eq!(erase(&shared, ""), beside, "with another namespace open");
+    let expected = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
+    assert_eq!(erase(&shared, ""), expected, "with another namespace open");
     assert_eq!(erase(&shared, "02"), erased(1, 0), "not the open one");
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));

@@ -40,7 +40,7 @@ fn embeds(rows: &[u8], block_tokens: u32) -> KeyChain {
 fn row(
     what: &str,
     num_bytes: usize,
-    [ours, beside]: &[Times; 2],
+    [ours, reference]: &[Times; 2],
     name: &str,
     target: (&str, bool),
 ) {
@@ -54,8 +54,8 @@ fn row(
         speed(ours),
         target.0,
         verdict(target.1),
-        speed(beside),
-        speed(ours) / speed(beside),
+        speed(reference),
+        speed(ours) / speed(reference),
     );
 }
 
