@@ -99,6 +99,7 @@ class Engine:
                 "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
             },
         }
+        extra = options.get("extra", {})
         transfer = {
             "none": None,
             "native": {
@@ -106,46 +107,12 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"cpu_bytes_to_use": options["host_bytes"]},
             },
-            "kvloft": {
-                "kv_connector": "KVLoftConnector",
-                "kv_connector_module_path": "kvloft.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "host_size": options["host_bytes"],
-                    **options.get("extra", {}),
-                },
-            },
-            "raw": {
-                "kv_connector": "KVLoftConnector",
-                "kv_connector_module_path": "kvloft.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "host_size": options["host_bytes"],
-                    "compression": "off",
-                },
-            },
-            "groups": {
-                "kv_connector": "KVLoftGroupsConnector",
-                "kv_connector_module_path": "kvloft.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "host_size": options["host_bytes"],
-                    "kv_groups": "all",
-                },
-            },
-            "served": {
-                "kv_connector": "KVLoftConnector",
-                "kv_connector_module_path": "kvloft.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "server": f"unix:{options.get('socket')}",
-                    **options.get("extra", {}),
-                },
-            },
+            "kvloft": _kvloft(host_size=options["host_bytes"], **extra),
+            "raw": _kvloft(host_size=options["host_bytes"], compression="off", **extra),
+            "groups": _kvloft(
+                "KVLoftGroupsConnector", host_size=options["host_bytes"], kv_groups="all"
+            ),
+            "served": _kvloft(server=f"unix:{options.get('socket')}", **extra),
             **CONNECTORS,
         }["served" if name in SERVED else "kvloft" if name == "before" else name]
         settings.update(options.get("llm", {}))
@@ -241,6 +208,16 @@ class Engine:
         for _ in range(-(-blocks // each) + 1):
             self.ttft(self.prompt(each * size))
         self.settle()
+
+
+def _kvloft(connector: str = "KVLoftConnector", **settings: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": "kvloft.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """`python -m benches.gpu.restart`: an engine is killed and started again; its cache is a `kvloft
-serve`, which stays.
+serve`, which stays, or a disk directory.
 
 Prints how long the next engine takes to the first token of a prompt that the first one computed. It
 must not import vLLM.
@@ -35,9 +35,16 @@ def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dic
     lives: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        kvloft_server(SERVED[:1], options["host_bytes"], log_dir / "server.log") as socket,
+        tempfile.TemporaryDirectory(dir=options.get("disk")) as disk,
+        kvloft_server([options["name"]], options["host_bytes"], log_dir / "server.log") as socket,
     ):
         asked = {**options, "socket": socket, "model_dir": f"{folder}/model"}
+        if options.get("disk"):
+            asked["extra"] = {
+                "disk_path": disk,
+                "disk_size": options["host_bytes"],
+                "disk_threads": options["disk_threads"],
+            }
         for life in range(LIVES):
             log = log_dir / f"restart_{life}.log"
             lives.append(_live({**asked, "life": life, "begin_s": time.monotonic()}, log, deadline))
@@ -91,7 +98,7 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         "cached": "its tokens found",
         "ttft_ms": "its TTFT, ms",
         "hbm_ms": "again, from HBM, ms",
-        "loaded_ms": "again, from the server, ms",
+        "loaded_ms": "again, from host memory, ms",
     }.items():
         shown = (
             f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-"))
@@ -106,8 +113,18 @@ def parser() -> argparse.ArgumentParser:
     restart = argparse.ArgumentParser(
         prog="restart",
         description=(
-            f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}"
+            "Kills an engine and starts it again, with its cache in `kvloft serve` or on disk. "
+            f"{STATUS}"
         ),
+    )
+    restart.add_argument(
+        "--disk", metavar="DIR", help="use the engine's own memory and a disk directory in DIR"
+    )
+    restart.add_argument(
+        "--disk-threads", type=whole(1, 64), default=8, help="threads of the disk (default 8)"
+    )
+    restart.add_argument(
+        "--raw", action="store_true", help="with --disk: without compression, to compare"
     )
     restart.add_argument(
         "--context",
@@ -132,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_blocks": args.blocks,
         "host_bytes": args.host_gib << 30,
         "context": args.context,
+        "name": ("raw" if args.raw else "kvloft") if args.disk else SERVED[0],
+        "disk": args.disk,
+        "disk_threads": args.disk_threads,
         **shape,
         "llm": {**shared_gpu(args.blocks, shape), **shape["llm"]},
     }

@@ -1,7 +1,7 @@
 """One life of an engine with a server's cache: `python -m benches.gpu.restart_child JSON`.
 
 Runs the same prompt as every life, then again from HBM, and once its saves are complete again from
-the server; prints `RESULT {...}` and waits to be killed.
+the cache; prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from benches.gpu.engine_child import wait_registered
 from benches.gpu.llama import Engine, prompt_of
 
 SETTLES = 8
+WRITE_S = 120.0
 
 
 def main(options: dict[str, Any]) -> None:
     """Times are seconds since the parent started this process, by the clock that both share."""
-    engine = Engine("served", options)
+    engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
-        wait_registered(engine, {"name": "served"})  # saves take no frames that are not; loads do
+        wait_registered(engine, options)  # saves take no frames that are not; loads do
         # Both lives then have the same compiled and captured code.
         engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
@@ -34,6 +35,8 @@ def main(options: dict[str, Any]) -> None:
         engine.settle()
     engine.empty_gpu_cache()
     loaded = engine.ttft(prompt)
+    if options.get("extra"):
+        _wait_written(engine)
     result = {
         "started_s": started_s,
         "answered_s": answered_s,
@@ -47,6 +50,13 @@ def main(options: dict[str, Any]) -> None:
     }
     print("RESULT", json.dumps(result), flush=True)
     time.sleep(3600)
+
+
+def _wait_written(engine: Engine) -> None:
+    """Wait until every chunk that goes to disk is there. The engine core runs in this process."""
+    connector = engine.engine.engine_core.engine_core.scheduler.connector
+    if not connector._scheduler._store.flush(WRITE_S):
+        raise RuntimeError(f"the disk did not take the prompt's chunks within {WRITE_S} s")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Session:
     def __new__(
         cls,
         *,
-        frame_bytes: int | Sequence[int],
+        frame_bytes: int | Sequence[int] | Sequence[tuple[int, int]],
         host_bytes: int,
         namespace: bytes,
         num_ranks: int = 1,
@@ -184,7 +184,8 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """``frame_bytes``: the size of frames, or one size for each size class.
+        """``frame_bytes``: the size of frames, or one for each size class, or pairs with the bytes
+        that a chunk of the class takes uncompressed.
 
         ``groups``: of each KV cache group its number in the keys (None: the prefix's own keys),
         kind, tokens per block, blocks per unit, how many of those are kept, reach in tokens, size
@@ -197,7 +198,7 @@ class Session:
     def connect(
         socket: str,
         *,
-        frame_bytes: int | Sequence[int],
+        frame_bytes: int | Sequence[int] | Sequence[tuple[int, int]],
         namespace: bytes,
         timeout_s: float,
         num_ranks: int = 1,

@@ -72,6 +72,11 @@ METRICS: Final = (
     ),
     _counter("save_failed_chunks", _ENGINE, "Saves whose copy failed"),
     _counter(
+        "save_misfit_chunks",
+        _ENGINE,
+        "Chunks that compressed too little for their frames; saved in full frames from then on",
+    ),
+    _counter(
         "load_breaker_trips", _ENGINE, "Times that loads and saves were paused because loads failed"
     ),
     _counter("verify_failures", _ENGINE, "Chunks that failed verification when loaded"),
@@ -142,6 +147,7 @@ METRICS: Final = (
     ),
     _gauge("frames_total", _BOTH, "Frames in host memory"),
     _gauge("host_used_bytes", _BOTH, "Bytes of host memory that hold chunks"),
+    _gauge("host_raw_bytes", _BOTH, "Bytes that these chunks would take uncompressed"),
     _gauge("host_share_bytes", _SPACE, "Bytes of the namespace's share of host memory"),
     _gauge("frames_visible", _BOTH, "Frames with a published chunk"),
     _gauge("frames_reserved", _BOTH, "Frames being written"),
@@ -154,6 +160,7 @@ METRICS: Final = (
     _gauge("salts", _SPACE, "Tenants with chunks"),
     _gauge("disk_used", _BOTH, "Chunks on disk"),
     _gauge("disk_used_bytes", _BOTH, "Bytes of chunks on disk"),
+    _gauge("disk_raw_bytes", _BOTH, "Bytes that these chunks would take uncompressed"),
     _gauge("disk_pending", _SPACE, "Chunks queued for writing to disk"),
     _gauge("disk_slots", _NONE, "Slots in the files on disk"),
     _gauge("disk_bytes", _SPACE, "Bytes of the namespace's files on disk"),

@@ -18,10 +18,11 @@ def open_store(
     Raises ConfigError if a setting is wrong.
     """
     groups = groups_of(shape)
+    sizes = list(zip(shape.frame_sizes, shape.raw_frame_sizes, strict=True))
     if config.socket is not None:
         return _core.Session.connect(
             config.socket,
-            frame_bytes=shape.frame_sizes,
+            frame_bytes=sizes,
             namespace=namespace,
             timeout_s=config.server_timeout,
             num_ranks=shape.num_ranks,
@@ -29,7 +30,7 @@ def open_store(
             description=description,
         )
     return _core.Session(
-        frame_bytes=shape.frame_sizes,
+        frame_bytes=sizes,
         host_bytes=config.host_size,
         namespace=namespace,
         num_ranks=shape.num_ranks,

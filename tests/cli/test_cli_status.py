@@ -99,6 +99,17 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     ]
 
 
+def test_the_size_of_compressed_chunks_is_shown_uncompressed(socket: str) -> None:
+    status = looked_at(socket)
+    (space,) = status["namespaces"]
+    space["stats"] |= {"host_used_bytes": 36 << 30, "host_raw_bytes": 50 << 30}
+    (line,) = [line for line in shown_first(status) if line.startswith("host memory:")]
+    assert line.endswith(" used; 50 GiB uncompressed (1.39x)")
+    space["stats"]["host_raw_bytes"] = 36 << 30
+    (line,) = [line for line in shown_first(status) if line.startswith("host memory:")]
+    assert line.endswith(" used")
+
+
 def test_json_has_the_summary_first_and_all_fields(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,7 @@
 """How many chunks an arena holds with frames for compressed chunks, and without them."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -59,16 +61,51 @@ def test_a_chunk_that_did_not_fit_gets_a_large_frame_the_next_time() -> None:
         found = [size for _, size, batch in chunks.by_size() for _ in batch]
         tickets = [int(ticket) for ticket in chunks.tickets()]
         if reserved:
-            store.settle(tickets)
+            assert store.settle(tickets) == (2, 0)
         else:
-            store.settle([tickets[0], tickets[2]], [tickets[1]], [tickets[1]])
+            saved, misfits = [tickets[0], tickets[2]], [tickets[1]]
+            assert store.settle(saved, misfits, misfits) == (1, 0), "a misfit is no failure"
         reserved.append(len(tickets))
         return found
 
     reserved: list[int] = []
     assert reserve() == [0, 0, 0]
+    assert store.stats()["save_misfit_chunks"] == 1
     assert sorted(reserve()) == [0, 1], "the chunk that did not fit, and the one after it"
     chain = _core.KeyChain(root, block_tokens=1)
     chain.append_tokens([1, 2, 3])
     assert store.lookup(chain) == (3, 3)
+    store.close()
+
+
+def test_a_store_counts_what_its_chunks_would_take_uncompressed(tmp_path: Path) -> None:
+    compact, full = 4096, 8192
+    store = _core.Session(
+        frame_bytes=[(compact, full), (full, full)],
+        host_bytes=64 * full,
+        namespace=bytes(32),
+        groups=[(None, "full", 1, 1, 1, 0, 1, 0)],
+        disk_path=str(tmp_path),
+        disk_bytes=1 << 24,
+    )
+    root = _core.root_key(bytes(32), None, None)
+    for ids in ([1, 2, 3], [1, 2, 3, 4]):  # the last chunk does not fit at first
+        blocks = [list(range(5, 5 + len(ids)))]
+        for _ in range(2):
+            row = (_core.KeyChain(root, block_tokens=1), ids, len(ids), 0, len(ids), blocks)
+            (chunks,), _ = store.reserve([row])
+            if chunks is None:
+                continue
+            tickets = list(chunks.tickets())
+            (_, size, _), *_ = chunks.by_size()
+            if len(ids) == 4 and size == 0:
+                store.settle([], tickets, tickets)
+            else:
+                store.settle(tickets)
+    assert store.flush(10)
+    stats = store.stats()
+    assert (stats["host_used_bytes"], stats["host_raw_bytes"]) == (3 * compact + full, 4 * full)
+    assert (stats["disk_used_bytes"], stats["disk_raw_bytes"]) == (3 * compact + full, 4 * full)
+    store.clear()
+    assert store.stats()["host_raw_bytes"] == store.stats()["disk_raw_bytes"] == 0
     store.close()

@@ -31,6 +31,7 @@ def figures(status: Status) -> dict[str, Any]:
     )
     found = {
         "host_used_bytes": sum(space["stats"]["host_used_bytes"] for space in spaces),
+        "host_raw_bytes": sum(space["stats"]["host_raw_bytes"] for space in spaces),
         "host_size_bytes": stats["server_host_bytes"],
         "disk_path": path if path != NONE else None,
         "disk_files_bytes": on_disk,
@@ -75,7 +76,7 @@ def lines(status: Status, socket: str) -> list[str]:
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
         *problems,
-        f"host memory: {_part(found['host_used_bytes'], found['host_size_bytes'])} used",
+        f"host memory: {_host(found)}",
         f"disk: {_disk(status, found)}",
         *([f"disk path: {found['disk_path']}"] if found["disk_path"] is not None else []),
         f"engines: {num_engines:,} connected{in_spaces}",
@@ -101,6 +102,12 @@ def _problems(status: Status, found: dict[str, Any]) -> list[str]:
 
 def _part(used: int, size: int) -> str:
     return f"{size_text(used)} of {size_text(size)} ({used / max(size, 1):.1%})"
+
+
+def _host(found: dict[str, Any]) -> str:
+    used, raw = found["host_used_bytes"], found["host_raw_bytes"]
+    more = f"; {size_text(raw)} uncompressed ({raw / used:.2f}x)" if raw > used > 0 else ""
+    return f"{_part(used, found['host_size_bytes'])} used{more}"
 
 
 def _disk(status: Status, found: dict[str, Any]) -> str:

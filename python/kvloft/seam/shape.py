@@ -133,6 +133,12 @@ class CacheShape:
         """Return the bytes of frames, by size class. Groups of one size share a class."""
         return tuple(size * self.num_shards for size in part_sizes(self.groups))
 
+    @property
+    def raw_frame_sizes(self) -> tuple[int, ...]:
+        """Return the bytes that chunks take uncompressed, by size class."""
+        raw = {group.compact_bytes: group.part_bytes for group in self.groups}
+        return tuple(raw.get(size, size) * self.num_shards for size in part_sizes(self.groups))
+
     def frame_bytes(self, group: int) -> int:
         """Return the bytes of a frame of a group's chunks."""
         return self.groups[group].part_bytes * self.num_shards

@@ -32,6 +32,10 @@ SLOW_DISK = (
     "kvloft: %s on disk were computed, because reading them was expected to take longer "
     "(namespace %s). disk_slow_tokens counts them"
 )
+MISFITS = (
+    "kvloft: %s compressed too little for their frames and were not saved (namespace %s); they get "
+    "full frames the next time. save_misfit_chunks counts them"
+)
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
     "(namespace %s). Requests are computed instead. See the workers' log for the reason"
@@ -56,6 +60,7 @@ class StoreLog:
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
+        self._warn(counts["save_misfit_chunks"], MISFITS, level=logging.INFO)
         num_unwritten = counts["disk_dropped"] + counts["disk_write_errors"]
         self._warn(0 if counts["disk_bytes_written"] else num_unwritten, NO_ROOM)
         if counts["load_breaker_trips"]:

@@ -4,7 +4,6 @@
 //! The reservations of one prefix have consecutive tickets and are one entry: a prompt of several
 //! KV cache groups has thousands of saves in a few rows. Must not depend on a store; it passes on
 //! the numbers that the store gave.
-//! out the numbers that the store gave.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -33,6 +32,8 @@ struct Save {
     /// Ranks that have not reported the save; 0 once it is settled.
     num_ranks_left: u32,
     failed: bool,
+    /// The chunk did not fit its frame.
+    is_misfit: bool,
 }
 
 /// A settled save.
@@ -42,6 +43,8 @@ pub(crate) struct Settled {
     pub(crate) reservation: Option<u64>,
     /// A rank failed to write it, or its reservation is void.
     pub(crate) failed: bool,
+    /// The chunk's key, if it did not fit its frame.
+    pub(crate) misfit: Option<ChunkKey>,
 }
 
 /// Saves that some rank has not reported.
@@ -90,6 +93,7 @@ impl InFlight {
             reservation: Some(reservation),
             num_ranks_left: num_ranks.max(1),
             failed: false,
+            is_misfit: false,
         };
         let saves: Vec<_> = reservations.into_iter().map(save).collect();
         let num_left = saves.len();
@@ -125,9 +129,11 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// The key of a save in flight.
-    pub(crate) fn key(&mut self, ticket: u64) -> Option<ChunkKey> {
-        find(&mut self.all, ticket).map(|(_, plan, nth)| plan.batch.chunk(nth).key)
+    /// The chunk of a failed save did not fit its frame on a rank.
+    pub(crate) fn mark_misfit(&mut self, ticket: u64) {
+        if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
+            plan.saves[nth].is_misfit = true;
+        }
     }
 
     /// A rank could not write the save.
@@ -151,7 +157,8 @@ impl InFlight {
     /// Ends a save.
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
-        let Save { reservation, failed, .. } = plan.saves[nth];
+        let Save { reservation, failed, is_misfit, .. } = plan.saves[nth];
+        let misfit = is_misfit.then(|| plan.batch.chunk(nth).key);
         plan.saves[nth].num_ranks_left = 0;
         plan.num_left -= 1;
         self.num_saves -= 1;
@@ -166,11 +173,11 @@ impl InFlight {
         if plan.num_left == 0 {
             self.all.remove(first);
         }
-        Some(Settled { reservation, failed })
+        Some(Settled { reservation, failed, misfit })
     }
 }
 
-/// A save that is in flight: the number of what it is one of, that, and its place there.
+/// A save in flight: the first ticket of its plan, the plan, and the index in it.
 fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
     let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;

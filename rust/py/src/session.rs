@@ -34,11 +34,13 @@ pub(crate) struct Session {
     sizes: FrameSizes,
 }
 
-/// Bytes of frames, by size class; a number for one class.
+/// Bytes of frames, by size class; a number for one class. Pairs add the bytes that a chunk of the
+/// class takes uncompressed.
 #[derive(FromPyObject)]
 enum PySizes {
     One(u64),
     Many(Vec<u64>),
+    WithRaw(Vec<(u64, u64)>),
 }
 
 impl From<PySizes> for FrameSizes {
@@ -46,6 +48,7 @@ impl From<PySizes> for FrameSizes {
         match sizes {
             PySizes::One(size) => size.into(),
             PySizes::Many(sizes) => sizes.into(),
+            PySizes::WithRaw(sizes) => sizes.into(),
         }
     }
 }
@@ -333,7 +336,9 @@ impl Session {
 
     /// Counters and gauges; names as in `rust/core/src/store/stats.rs`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.inner.session().stats().into_py_dict(py)
+        let stats = self.inner.session().stats().into_py_dict(py)?;
+        stats.set_item("save_misfit_chunks", self.inner.num_misfits())?;
+        Ok(stats)
     }
 
     /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot

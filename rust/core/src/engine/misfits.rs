@@ -36,6 +36,11 @@ impl Misfits {
         self.num_failed += 1;
     }
 
+    /// Number of chunks that did not fit.
+    pub(super) fn num(&self) -> u64 {
+        self.num_failed
+    }
+
     /// Whether no chunk is expected to fit.
     pub(super) fn are_all(&self) -> bool {
         self.num_failed >= MANY && self.num_saved <= FEW_FITS * self.num_failed

@@ -229,20 +229,16 @@ impl EngineSession {
     // -- saves
     // --------------------------------------------------------------------------------------------------
 
-    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank
-    /// could not write. Tickets that are not in flight mean nothing. Those of `misfits`, which are
-    /// among `failed`, did not fit their frames.
+    /// Records one rank's report. Returns the number of chunks that became visible, and of those
+    /// that some rank could not write for another reason than their size. Ignores tickets that are
+    /// not in flight. `misfits` are those of `failed` whose chunks did not fit their frames.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
-        if !misfits.is_empty() {
-            let keys: Vec<_> = misfits.iter().filter_map(|ticket| in_flight.key(*ticket)).collect();
-            let mut known = self.misfits();
-            for key in keys {
-                known.add(key);
-            }
-        }
         for ticket in failed {
             in_flight.fail(*ticket);
+        }
+        for ticket in misfits {
+            in_flight.mark_misfit(*ticket);
         }
         let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
         for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
@@ -252,12 +248,21 @@ impl EngineSession {
         drop(in_flight);
         self.give_back(aborted.iter().filter_map(|save| save.reservation));
         let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
+        let keys = aborted.iter().filter_map(|save| save.misfit);
+        let num_misfits = keys.clone().count();
         if self.groups.iter().any(|group| group.compact.is_some()) {
-            self.misfits().add_saved(reservations.len());
+            let mut known = self.misfits();
+            known.add_saved(reservations.len());
+            keys.for_each(|key| known.add(key));
         }
         let num_visible =
             if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
-        (num_visible, aborted.len())
+        (num_visible, aborted.len() - num_misfits)
+    }
+
+    /// Number of chunks that did not fit their frames.
+    pub fn num_misfits(&self) -> u64 {
+        self.misfits().num()
     }
 
     /// Aborts reservations that no rank will report.

@@ -12,6 +12,7 @@ use crate::key::ChunkKey;
 use crate::store::Reservation;
 
 const RANKS: u32 = 2;
+const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -20,6 +21,7 @@ enum Step {
     /// A rank's report: the first ticket and the number of tickets.
     Report(u64, u64),
     Fail(u64),
+    Misfit(u64),
     FailAll,
     /// No rank will report it.
     Remove(u64),
@@ -30,6 +32,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (0..40_u32, prop::bool::weighted(0.1)).prop_map(|(num, anew)| Step::Plan(num, anew)),
         8 => (0..200_u64, 0..60_u64).prop_map(|(from, num)| Step::Report(from, num)),
         2 => (0..200_u64).prop_map(Step::Fail),
+        1 => (0..200_u64).prop_map(Step::Misfit),
         1 => Just(Step::FailAll),
         2 => (0..200_u64).prop_map(Step::Remove),
     ]
@@ -46,7 +49,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
     let reservation = |nth: u32| Reservation {
         ticket: first + u64::from(nth),
         frame: FrameId(nth),
-        key: ChunkKey([7; 32]),
+        key: KEY,
         unit: nth,
     };
     let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time: several saves may read one
@@ -85,7 +88,7 @@ proptest! {
                     for (ticket, nth) in tickets.into_iter().zip(0_u32..) {
                         let reservation = Some(number + u64::from(nth));
                         let block = i32::try_from(nth).expect("few") + 1;
-                        let what = Settled { reservation, failed: false };
+                        let what = Settled { reservation, failed: false, misfit: None };
                         model.insert(ticket, Row { what, num_left: RANKS, block });
                     }
                     next += u64::from(num);
@@ -98,6 +101,12 @@ proptest! {
                     flights.fail(ticket);
                     if let Some(row) = model.get_mut(&ticket) {
                         row.what.failed = true;
+                    }
+                }
+                Step::Misfit(ticket) => {
+                    flights.mark_misfit(ticket);
+                    if let Some(row) = model.get_mut(&ticket) {
+                        row.what.misfit = Some(KEY);
                     }
                 }
                 Step::FailAll => {

@@ -47,66 +47,82 @@ impl FrameId {
     }
 }
 
-/// The sizes of frames that a namespace uses, in bytes; a [`SizeClass`] is a place in them.
+/// The sizes of frames that a namespace uses, in bytes; a [`SizeClass`] is an index into them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FrameSizes(Vec<u64>);
+pub struct FrameSizes {
+    bytes: Vec<u64>,
+    raw_bytes: Vec<u64>,
+}
 
 impl From<u64> for FrameSizes {
     fn from(frame_bytes: u64) -> Self {
-        Self(vec![frame_bytes])
+        vec![frame_bytes].into()
     }
 }
 
 impl From<Vec<u64>> for FrameSizes {
-    fn from(sizes: Vec<u64>) -> Self {
-        Self(sizes)
+    fn from(bytes: Vec<u64>) -> Self {
+        Self { raw_bytes: bytes.clone(), bytes }
+    }
+}
+
+/// Bytes of a frame, and bytes that its chunk would take uncompressed, by class.
+impl From<Vec<(u64, u64)>> for FrameSizes {
+    fn from(sizes: Vec<(u64, u64)>) -> Self {
+        let (bytes, raw_bytes) = sizes.into_iter().unzip();
+        Self { bytes, raw_bytes }
     }
 }
 
 impl FrameSizes {
     /// `InvalidConfig` unless these are 1 to [`MAX_SIZES`] different positive multiples of 4096.
     pub fn check(&self) -> Result<()> {
-        let are_pages = self.0.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
+        let are_pages = self.bytes.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
         let are_different =
-            self.0.iter().enumerate().all(|(nth, size)| !self.0[..nth].contains(size));
-        if are_pages && are_different && (1..=MAX_SIZES).contains(&self.0.len()) {
+            self.bytes.iter().enumerate().all(|(nth, size)| !self.bytes[..nth].contains(size));
+        if are_pages && are_different && (1..=MAX_SIZES).contains(&self.bytes.len()) {
             return Ok(());
         }
         let message = format!(
             "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
-            self.0
+            self.bytes
         );
         Err(Error::new(ErrorKind::InvalidConfig, message))
     }
 
     /// All sizes, by class.
     pub fn all(&self) -> &[u64] {
-        &self.0
+        &self.bytes
+    }
+
+    /// Bytes that a chunk of each class would take uncompressed.
+    pub fn raw(&self) -> &[u64] {
+        &self.raw_bytes
     }
 
     /// Bytes of a frame of `class`; 0 if there is no such class.
     pub fn bytes(&self, class: SizeClass) -> u64 {
-        self.0.get(class.index()).copied().unwrap_or(0)
+        self.bytes.get(class.index()).copied().unwrap_or(0)
     }
 
     /// The largest size.
     pub fn largest(&self) -> u64 {
-        self.0.iter().copied().max().unwrap_or(0)
+        self.bytes.iter().copied().max().unwrap_or(0)
     }
 
     /// The smallest size.
     pub fn smallest(&self) -> u64 {
-        self.0.iter().copied().min().unwrap_or(0)
+        self.bytes.iter().copied().min().unwrap_or(0)
     }
 
     /// The average size.
     pub fn average(&self) -> u64 {
-        (self.0.iter().sum::<u64>() / (self.0.len() as u64).max(1)).max(1)
+        (self.bytes.iter().sum::<u64>() / (self.bytes.len() as u64).max(1)).max(1)
     }
 
     /// All classes.
     pub fn classes(&self) -> impl Iterator<Item = SizeClass> + use<> {
-        (0..u8::try_from(self.0.len()).unwrap_or(u8::MAX)).map(SizeClass)
+        (0..u8::try_from(self.bytes.len()).unwrap_or(u8::MAX)).map(SizeClass)
     }
 
     /// The class whose frames have `frame_bytes` bytes.

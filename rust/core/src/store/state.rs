@@ -145,6 +145,7 @@ impl State {
             frames_total,
             host_share_bytes: host.share_bytes(),
             host_used_bytes: host.used_bytes(),
+            host_raw_bytes: host.raw_bytes(),
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,

@@ -86,6 +86,8 @@ struct Stats {
     host_share_bytes,
     /// Bytes of frames that are not free.
     host_used_bytes,
+    /// Bytes that the chunks in these frames would take uncompressed.
+    host_raw_bytes,
     /// Frames in its part of host memory.
     frames_total,
     /// Frames being filled, or filled and waiting for their parent.
@@ -106,6 +108,8 @@ struct Stats {
     disk_used,
     /// Bytes of their slots.
     disk_used_bytes,
+    /// Bytes that they would take uncompressed.
+    disk_raw_bytes,
     /// Visible chunks that are queued for writing or being written.
     disk_pending,
     /// Slots in the disk's files, as last read by a disk thread.

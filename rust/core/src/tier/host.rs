@@ -86,8 +86,8 @@ impl HostTier {
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
         let frames = pool.arena().frames(pool.slab_bytes(), sizes)?;
-        let grids =
-            sizes.classes().zip(frames.grids()).map(|(class, grid)| Grid::new(class, *grid));
+        let grids = sizes.classes().zip(frames.grids()).zip(sizes.raw());
+        let grids = grids.map(|((class, grid), raw)| Grid::new(class, *grid, *raw));
         Ok(Self {
             member: Member::join(pool, percent),
             grids: grids.collect(),
@@ -136,6 +136,16 @@ impl HostTier {
     /// Bytes of the frames that are taken.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken() * grid.frame_bytes()).sum()
+    }
+
+    /// Bytes that the chunks in those frames would take uncompressed.
+    pub(crate) fn raw_bytes(&self) -> u64 {
+        self.grids.iter().map(|grid| grid.num_taken() * grid.raw_bytes()).sum()
+    }
+
+    /// Bytes that a chunk of a class takes uncompressed.
+    pub(crate) fn raw_frame_bytes(&self, class: SizeClass) -> u64 {
+        self.grid(class).raw_bytes()
     }
 
     /// Bytes that it may keep while other stores need memory.

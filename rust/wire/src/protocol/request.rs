@@ -10,7 +10,7 @@ use crate::protocol::prefixes::{
 };
 
 /// Version of the protocol. A server refuses clients of any other version.
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 14;
 
 /// First request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,7 +81,8 @@ fn read_hello(from: &mut Reader<'_>) -> Option<Hello> {
             description: String::new(),
         });
     }
-    let (namespace, frame_sizes) = (from.key()?, from.list(8, Reader::u64)?.into());
+    let namespace = from.key()?;
+    let frame_sizes = from.list(16, |from| Some((from.u64()?, from.u64()?)))?.into();
     Some(Hello { version, namespace, frame_sizes, description: from.text()? })
 }
 
@@ -92,8 +93,12 @@ impl<'a> Request<'a> {
             Self::Hello(hello) => {
                 to.u32(hello.version);
                 to.key(&hello.namespace);
-                to.count(hello.frame_sizes.all().len());
-                hello.frame_sizes.all().iter().for_each(|size| to.u64(*size));
+                let sizes = &hello.frame_sizes;
+                to.count(sizes.all().len());
+                for (bytes, raw_bytes) in sizes.all().iter().zip(sizes.raw()) {
+                    to.u64(*bytes);
+                    to.u64(*raw_bytes);
+                }
                 to.text(&hello.description);
             }
             Self::Lookup(prefixes) | Self::LookupForSave(prefixes) => prefixes.write(to),

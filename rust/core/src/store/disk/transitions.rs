@@ -42,15 +42,18 @@ impl State {
         }
         let slot = before.slot().or(after.slot());
         let slot_bytes = slot.map_or(0, |slot| self.host.frame_bytes(slot.class()));
+        let raw_bytes = slot.map_or(0, |slot| self.host.raw_frame_bytes(slot.class()));
         match (before.slot(), after.slot()) {
             (None, Some(_)) => {
                 self.stats.disk_used += 1;
                 self.stats.disk_used_bytes += slot_bytes;
+                self.stats.disk_raw_bytes += raw_bytes;
                 self.enter_disk_policy(id);
             }
             (Some(_), None) => {
                 self.stats.disk_used -= 1;
                 self.stats.disk_used_bytes -= slot_bytes;
+                self.stats.disk_raw_bytes -= raw_bytes;
                 self.disk.num_detached_slots -= u64::from(is_detached);
             }
             _ => {}

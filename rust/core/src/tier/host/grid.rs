@@ -18,6 +18,8 @@ const FIRST_CHUNK: u32 = 2;
 pub(super) struct Grid {
     class: SizeClass,
     frames: FrameGrid,
+    /// Bytes that a chunk of this class takes uncompressed.
+    raw_bytes: u64,
     /// The lowest are handed out first.
     free: BTreeSet<u32>,
     num_taken: u64,
@@ -28,9 +30,9 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    pub(super) fn new(class: SizeClass, frames: FrameGrid) -> Self {
+    pub(super) fn new(class: SizeClass, frames: FrameGrid, raw_bytes: u64) -> Self {
         let holders = vec![FREE; frames.num_frames() as usize];
-        Self { class, frames, free: BTreeSet::new(), num_taken: 0, holders, hand: 0 }
+        Self { class, frames, raw_bytes, free: BTreeSet::new(), num_taken: 0, holders, hand: 0 }
     }
 
     pub(super) fn class(&self) -> SizeClass {
@@ -39,6 +41,10 @@ impl Grid {
 
     pub(super) fn frame_bytes(&self) -> u64 {
         self.frames.frame_bytes
+    }
+
+    pub(super) fn raw_bytes(&self) -> u64 {
+        self.raw_bytes
     }
 
     pub(super) fn num_taken(&self) -> u64 {
