@@ -32,12 +32,13 @@ model, run `kvloft check MODEL -- FLAGS`.
 COLUMNS_HELP = """
 | column | meaning |
 | --- | --- |
-| model | (one): with `kv_groups: one`, which vLLM does not support for states |
 | groups | KV cache groups: full attention, sliding window or local chunk of n tokens, state |
-| supported | every answer equals plain vLLM's: cold, from host memory, from disk after a restart, \
-with other endings, after a reset; as many draft tokens are accepted |
 | tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
+
+A model is supported if every answer equals plain vLLM's (cold, from host memory, from disk after a
+restart, with other endings, after a reset) and as many draft tokens are accepted. With `kv_groups:
+one`, vLLM does not start models with states; the others of several groups are supported, too.
 
 """
 MEMORY = "A request takes as much KV memory as in plain vLLM, except with `kv_groups: one`. "
@@ -92,7 +93,7 @@ REFUSED = (
     ),
 )
 """Settings that `vllm/support.py` refuses; no report contains them."""
-COLUMNS = ("model", "groups", "supported", "tokens", "blocks")
+COLUMNS = ("model", "groups", "tokens", "blocks")
 
 
 def main() -> int:
@@ -127,25 +128,26 @@ def _table(lines: Iterable[Sequence[str]]) -> str:
 
 
 def is_shown(report: dict[str, Any]) -> bool:
-    """Return True if the report has a row: the page states once that models with states need
-    several groups.
+    """Return True if the report has a row. The page states once that models with states need
+    several groups, and that other models are supported in one group, too.
     """
-    return not any(NEEDS_GROUPS in reason for reason in report["missing"])
+    needs_groups = any(NEEDS_GROUPS in reason for reason in report["missing"])
+    return not needs_groups and not (_is_one_group(report) and report["served"])
 
 
 def row(report: dict[str, Any]) -> list[str]:
     """The table cells of one report."""
     passes = {one["name"]: one for one in report["passes"]}
-    alone = report["engines"]["alone"]
-    served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
-    found = blocks = ""
-    if "disk" in passes:
-        found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
-        blocks = "/".join(map(str, passes["disk"]["blocks"]))
-    name = (
-        f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
-    )
-    return [name, _groups(alone["groups"]), served, found, blocks]
+    name = f"{report['model']} (one)" if _is_one_group(report) else report["model"]
+    groups = _groups(report["engines"]["alone"]["groups"])
+    if not report["served"]:
+        return [name, groups, f"not supported: {_short(report['missing'][0])}", ""]
+    found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
+    return [name, groups, found, "/".join(map(str, passes["disk"]["blocks"]))]
+
+
+def _is_one_group(report: dict[str, Any]) -> bool:
+    return bool(report["extra"].get("kv_groups") == "one")
 
 
 def _is_memory_equal(report: dict[str, Any]) -> bool:
@@ -153,10 +155,7 @@ def _is_memory_equal(report: dict[str, Any]) -> bool:
     are in one group.
     """
     engines = report["engines"]
-    return (
-        report["extra"].get("kv_groups") == "one"
-        or len({facts["request_bytes"] for facts in engines.values()}) == 1
-    )
+    return _is_one_group(report) or len({facts["request_bytes"] for facts in engines.values()}) == 1
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:
