@@ -28,7 +28,7 @@ check "ruff format" ruff format --check .
 check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
-check "unsafe, environment, imports, file sizes, circles" python scripts/house_rules.py
+check "unsafe, environment, imports, sizes of files and documents, circles" python scripts/house_rules.py
 check "prose" python scripts/prose.py
 check "docs site" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir build/site
 check "wheel: metadata" twine check --strict build/wheel/*.whl
