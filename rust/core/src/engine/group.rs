@@ -24,7 +24,7 @@ pub enum GroupKind {
 /// One KV cache group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// Number in the keys of its chunks; None: the prefix's own keys.
+    /// Group number in the keys of its chunks; None for the keys of the prefix itself.
     pub number: Option<u32>,
     /// The part that a prefix needs.
     pub kind: GroupKind,
@@ -39,7 +39,7 @@ pub struct Group {
     pub reach: u32,
     /// The size class of its frames.
     pub class: SizeClass,
-    /// That of smaller frames for chunks that workers compress; a chunk may not fit.
+    /// Size class of the smaller frames for compressed chunks; a chunk may not fit.
     pub compact: Option<SizeClass>,
 }
 

@@ -33,7 +33,7 @@ pub(crate) enum DiskState {
     Evicting(SlotId),
 }
 
-/// What happens to a chunk in the disk tier.
+/// Events of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
     /// It became visible in host memory, or a chunk that hangs on it is to be written.
@@ -54,7 +54,7 @@ pub(crate) enum DiskEvent {
     Evict,
     /// Its slot could not be freed.
     Keep,
-    /// It was not written, or leaves the disk; the policy learns why.
+    /// It was not written or leaves the disk; the policy receives the reason.
     Leave(Removal),
 }
 
@@ -90,7 +90,7 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true while it takes a slot: it is stored, being written or being evicted.
+    /// Returns true while it occupies a slot: it is stored, being written or being evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }

@@ -1,5 +1,5 @@
-//! Ends of a fill: a filled chunk becomes visible after its parent; a chunk that fails takes its
-//! waiting children along; a read without a holder is cancelled.
+//! Ends of a fill: a filled chunk becomes visible after its parent, a failed chunk also fails its
+//! waiting children, and a read without a holder is canceled.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
@@ -83,7 +83,7 @@ impl State {
         for &next in all.iter().rev() {
             let entry = &self.index[next];
             if entry.host.is_absent() || entry.detached {
-                continue; // it left with its last child, or is listed twice
+                continue; // it was removed with its last child, or is listed twice
             }
             let (parent, is_filling) = (entry.parent, next != id && entry.host.is_filling());
             if !is_filling {
