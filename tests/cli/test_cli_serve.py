@@ -272,7 +272,7 @@ def test_a_reason_is_logged_once_for_both_logs(is_one_place: bool, folder: Path)
             out = process.communicate(timeout=120)[0]
         err.seek(0)
         texts = [out] if is_one_place else [out, err.read()]
-    assert [text.count("may be written by other users") for text in texts] == [1] * len(texts), (
+    assert [text.count("is writable by other users") for text in texts] == [1] * len(texts), (
         texts
     )
 
@@ -529,7 +529,7 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
         (
             ["--socket", "/tmp/kv.sock"],
             (
-                "the socket's directory /tmp (belongs to user|may be written by other users) "
+                "the socket's directory /tmp (belongs to user|is writable by other users) "
                 "[^;]*; give --socket a path"
             ),
         ),

@@ -238,7 +238,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Keys of a walk: few, so that they return, and no more per set of ghosts than it can hold.
+/// Keys of a walk: few, so that they return, and at most as many per set of ghosts as it can hold.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(

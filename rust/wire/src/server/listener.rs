@@ -186,7 +186,7 @@ fn create_directory(path: &Path) -> Result<()> {
     let problem = if found.uid() != me {
         format!("belongs to user {}, and this process is user {me}", found.uid())
     } else if rights & 0o022 != 0 {
-        format!("may be written by other users (mode {rights:o})")
+        format!("is writable by other users (mode {rights:o})")
     } else {
         return Ok(());
     };

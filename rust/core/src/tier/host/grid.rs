@@ -1,5 +1,5 @@
-//! The frames of one size: which are free, and which chunk has each of the others. It must not know
-//! whose a slab is.
+//! The frames of one size: free frames, and the chunk of each used frame. Must not depend on the
+//! owner of a slab.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// In `holders`: no chunk. Zero, so that `vec!` asks for zeroed memory, which is not touched for
+/// In `holders`: no chunk. Zero, so that `vec!` requests zeroed memory, which takes no pages for
 /// frames that are never used.
 const FREE: u32 = 0;
 const TAKEN: u32 = 1;
@@ -53,7 +53,7 @@ impl Grid {
         self.free.first().copied()
     }
 
-    /// Whether a frame lies within the first `bytes` of the arena.
+    /// Returns whether a frame is within the first `bytes` of the arena.
     pub(super) fn is_within(&self, number: u32, bytes: u64) -> bool {
         self.frames.is_within(number, bytes)
     }
@@ -80,7 +80,7 @@ impl Grid {
 
     /// Takes a frame back, which is free then if its slab `is_own`.
     pub(super) fn give(&mut self, number: u32, is_own: bool) {
-        debug_assert!(self.is_taken(number), "invariant I8: frame {number} given twice");
+        debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
         self.num_taken -= 1;
         if is_own {
