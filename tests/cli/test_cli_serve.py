@@ -272,9 +272,7 @@ def test_a_reason_is_logged_once_for_both_logs(is_one_place: bool, folder: Path)
             out = process.communicate(timeout=120)[0]
         err.seek(0)
         texts = [out] if is_one_place else [out, err.read()]
-    assert [text.count("is writable by other users") for text in texts] == [1] * len(texts), (
-        texts
-    )
+    assert [text.count("is writable by other users") for text in texts] == [1] * len(texts), texts
 
 
 @pytest.mark.parametrize(("make", "status"), [("file", 2), ("open", 0), ("denied", 0)])

@@ -1,7 +1,6 @@
 """The circuit breaker: pauses loads and saves after many failed loads in a row, and retries later.
 
-Until then, each load that fails makes its request wait for nothing, and each save that fails
-evicts a chunk for nothing.
+Each failed load makes its request wait in vain, and each failed save evicts a chunk in vain.
 """
 
 from __future__ import annotations

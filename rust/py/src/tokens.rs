@@ -1,7 +1,7 @@
 //! Token ids, block ids and row bytes out of Python objects, without a Python-level copy.
 //!
-//! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of
-//! exact ints are read through borrowed references; everything else goes the slow, owned way. A bad
+//! Reading a list of 100,000 ids is the slowest part of a scheduler hook here, so exact lists of
+//! exact ints are read through borrowed references; everything else uses slower, owned ones. A bad
 //! element always raises: no value is cut to fit. This is the one file of the extension with unsafe
 //! code.
 #![expect(
@@ -22,8 +22,7 @@ use crate::error::ConfigError;
 /// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in
 /// 0..2^32.
 ///
-/// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another
-/// prefix.
+/// Unlike a slice, bounds outside the sequence raise: fewer ids would be another prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -152,7 +151,7 @@ fn append_list<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Any object with `__index__`, held by an own reference.
+/// Any object with `__index__`, held by an owned reference.
 #[cold]
 fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
@@ -165,8 +164,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     })
 }
 
-/// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one
-/// length.
+/// `(key, value[0])` for each value that is neither None nor empty; the lists have the same length.
 ///
 /// For a scheduler's columns of hundreds of requests; few of them have a value.
 #[pyfunction]
