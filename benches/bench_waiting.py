@@ -48,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store that has the prefixes on disk, from which nothing comes."""
+    """A store with the prefixes on disk, whose reads never end."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -325,7 +325,7 @@ def until_it_listens(socket: str) -> None:
 
 
 def without_nohup() -> None:
-    """The tests themselves may run under it."""
+    """The tests themselves can run under it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -585,8 +585,8 @@ def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many are left, each the engines and how many came, once a server ends that does not
-    linger.
+    """The number of servers left, each with its engines and joins, once a server without a linger
+    time ends.
     """
 
     class Watched:
