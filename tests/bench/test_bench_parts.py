@@ -303,7 +303,10 @@ def test_a_connector_is_restored_after_any_error(
         raise KeyError
     assert seen() == ("connector", True, "agent", [False])
     is_busy = True
-    with pytest.raises(RuntimeError, match="cannot be attached or detached"), attached.detached(engine):
+    with (
+        pytest.raises(RuntimeError, match="cannot be attached or detached"),
+        attached.detached(engine),
+    ):
         pass
     assert seen() == ("connector", True, "agent", [False])
     assert disabled == [True, False]

@@ -205,7 +205,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
         )
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is logged once if both streams are one log"
+        assert "chmod" not in rest, "it is logged once if both streams go to the same log"
 
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])

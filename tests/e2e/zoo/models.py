@@ -41,7 +41,7 @@ class ZooModel:
     weights: Make
     kinds: tuple[str, ...]
     hit_tokens: int = 32
-    """A hit of vLLM's own cache is a multiple of it."""
+    """Hits of vLLM's own cache are multiples of it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
     """Function of kernels.py that the engine's process calls first."""
@@ -333,5 +333,5 @@ IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 
 def chosen() -> list[str]:
-    """Names of the models that tests go through: the usual ones, or with KV_ZOO=all every one."""
+    """Names of the models that tests use: the usual ones, or all with KV_ZOO=all."""
     return sorted(ZOO if IS_WHOLE else USUAL)

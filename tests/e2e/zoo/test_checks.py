@@ -14,7 +14,7 @@ from .models import IS_WHOLE, ZOO
 WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
-"""Are checked with kv_groups=one, too: where there are several groups, it decides."""
+"""Models that are also checked with kv_groups=one: those with several groups."""
 TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
 
 
