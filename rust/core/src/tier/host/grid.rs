@@ -112,7 +112,7 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// The chunk that has the next frame within the first `bytes`, round after round.
+    /// Returns the chunk of the next frame within the first `bytes`, in rounds.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.is_within(self.hand, bytes) {
