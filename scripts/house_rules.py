@@ -85,7 +85,7 @@ def extension_elsewhere() -> Iterator[str]:
 
 
 def hidden_imports() -> Iterator[str]:
-    """No import goes around the contracts in pyproject.toml, which see import statements only.
+    """No import bypasses the contracts in pyproject.toml, which check import statements only.
 
     Exception: the table of wrapped vLLM calls names vLLM's modules, which its folder may import.
     """

@@ -33,8 +33,8 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 
 
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's paged KV, [num_blocks, ...]: where a kernel's blocks are smaller than the
-    scheduler's, a block is several rows.
+    """A layer's paged KV, [num_blocks, ...]; if a kernel's blocks are smaller than the scheduler's,
+    a block is several rows.
     """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
     return [

@@ -33,7 +33,7 @@ MAX_FORWARDS = 256
 
 
 class ForwardParts:
-    """Goes around the forwards of ``model`` from its construction until `close`."""
+    """Wraps the forward passes of ``model`` from its construction until `close`."""
 
     def __init__(self, model: Any, stream: Any) -> None:
         """``stream()`` is the `driver.Stream` that forwards are launched on."""

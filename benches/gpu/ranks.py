@@ -59,7 +59,7 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :])
         if not found
     ]:
-        yield f"of the crowd's new prompts nothing was found when they came again: {missing}"
+        yield f"no token of the crowd's new prompts was found when they were repeated: {missing}"
     for name in ("crowd", "crowd_warm"):
         if any(
             ours < before

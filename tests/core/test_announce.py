@@ -218,7 +218,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
         chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths
     }
     assert len(announcer._recent) == len(kept.split()), (
-        "or a step may look at many before it finds one that can go"
+        "or a step may examine many before it finds one to drop"
     )
     world.close()
 

@@ -93,7 +93,7 @@ class CacheServer:
         )
 
     def end(self, number: int = signal.SIGKILL) -> int:
-        """Send the signal and wait; the exit status."""
+        """Send the signal and wait; returns the exit status."""
         if self._process is None:
             return 0
         self.send(number)

@@ -108,7 +108,7 @@ def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
         hold = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-hold-")))
         stack.callback(
             lambda: (hold / "hold").unlink(missing_ok=True)
-        )  # a worker that waits would live on
+        )  # otherwise a waiting worker would not exit
         yield Scene(start, server, truth, hold, ranks, asked)
 
 

@@ -154,7 +154,7 @@ def main() -> int:
         "median ms",
         "p99 ms",
         "longest ms",
-        title="What a step waits in kvloft (server_timeout: 5 ms)",
+        title="The time that a step waits in kvloft (server_timeout: 5 ms)",
     )
     for kind, seconds in sorted(result["hooks_s"].items()):
         table.add_row(*row(kind, seconds))

@@ -1,9 +1,9 @@
 """Pipeline stages: each rank has its own layers and its own part of every frame, and stages need
 not be of the same size.
 
-vLLM's CPU build can do it where it warms the model up, which it does not with enforce_eager:
-"assert self.intermediate_tensors is not None". Models here are therefore compiled by a compiler
-that does nothing.
+vLLM's CPU build supports it only with a warm-up, which enforce_eager omits: "assert
+self.intermediate_tensors is not None". Models here are therefore compiled by a compiler that does
+nothing.
 """
 
 from collections.abc import Callable, Iterator

@@ -140,7 +140,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
 
 
 def test_saves_are_sent_in_the_order_of_frames(rig: Rig) -> None:
-    """`Rig.noted` looks at each piece."""
+    """`Rig.noted` records each piece."""
     rig.mover.begin_step(())
     backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
     rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(backwards))])

@@ -416,8 +416,8 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Whether a block is where the state after ``num_tokens`` belongs: vLLM may have freed it
-        in the same pass, and may have allocated it again, even to the same request.
+        """Return True if a block is at the place of the state after ``num_tokens``: vLLM may have
+        freed it in the same pass, and allocated it again, even to the same request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -513,7 +513,7 @@ class Engine:
             spec = self.specs[req_id]
             truth = spec.truth()
             if outcome.reason == "length":
-                assert outcome.tokens == truth, f"{req_id} said something else"
+                assert outcome.tokens == truth, f"{req_id} gave another answer"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.

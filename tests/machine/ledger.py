@@ -101,7 +101,7 @@ class Ledger:
 
     @cached_property
     def _main(self) -> int:
-        """The first group of full attention, or of windows where there is none."""
+        """The first full-attention group, or without one the first sliding-window group."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 

@@ -55,7 +55,7 @@ class Memory:
         self.num_checked = self.num_of_others = 0
 
     def kv_caches(self) -> dict[str, Any]:
-        """As a runner registers them: a tensor a layer, a list of tensors where it has states."""
+        """Tensors as a runner registers them: one per layer, or a list for a layer with states."""
         found: dict[str, Any] = {}
         for number, group in enumerate(self._shape.groups):
             size = group.block_tokens

@@ -115,7 +115,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> None:
-    """vLLM admits loads beyond its seats, and cannot preempt them."""
+    """vLLM admits more loads than running slots, and cannot preempt them."""
     shape = Shape(
         async_scheduling=is_async,
         num_blocks=220,

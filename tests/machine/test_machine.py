@@ -53,7 +53,7 @@ def test_every_block_that_is_read_holds_its_content(kind: str) -> None:
     check(KINDS[kind], examples=EXAMPLES // 4 if kind == "asked again" else EXAMPLES)
     seen = KINDS[kind].seen
     assert WANTED[kind] <= {name for name, count in seen.items() if count > 20}, (
-        f"the machine has grown tame: {seen}"
+        f"the machine produces too few events: {seen}"
     )
 
 

@@ -1,5 +1,5 @@
-"""Real batches out of single chunks, and single chunks out of a real session, for tests that look
-at each.
+"""Makes real batches of single chunks, and single chunks of a real session, for tests that examine
+each.
 """
 
 from collections.abc import Iterable

@@ -30,9 +30,7 @@ class KeyBook:
 
 
 class ModelChain:
-    """Keys of one prefix, a block at a time, by hashing everything before the block's end
-    afresh.
-    """
+    """Keys of one prefix, block by block, each by hashing the whole prefix again."""
 
     def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
         self._book = book

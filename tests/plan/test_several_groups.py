@@ -166,7 +166,7 @@ def test_a_step_without_tables_saves_later_and_keeps_resets(
     request.token_ids += [1, 2, 3, 4]
     assert (1, 11) in saved(bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False))
     assert not bench.step(request, 2, tables, new=False).saves, (
-        "the fifth block is complete, and not told"
+        "the fifth block is complete but not reported"
     )
     bench.core.reset()
     assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves

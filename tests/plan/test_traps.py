@@ -262,7 +262,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
     assert engine.match(asked, 0) == 16
-    for _ in range(100):  # steps of an engine that has no seat for it
+    for _ in range(100):  # steps of an engine without a slot for it
         engine.now += LEASE_S / 100
         engine.schedule()
         engine.drain()

@@ -1,5 +1,5 @@
-"""Identities of LoRA adapters: shared by requests, runs and restarts only where it is known which
-weights the workers have.
+"""Identities of LoRA adapters: shared by requests, runs and restarts only if the workers' weights
+are known.
 """
 
 import os

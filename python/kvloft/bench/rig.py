@@ -124,8 +124,7 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # as vLLM does with what it has when it starts: the collector looks at what a step makes,
-        # not at all of it
+        # as vLLM does at start, so that the collector examines only the objects of a step
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:

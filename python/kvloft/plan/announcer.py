@@ -99,7 +99,7 @@ class Announcer:
         """Known keys of recent requests, each once, in their order."""
         self._round: list[bytes] = []
         """Keys to look up in a full comparison, before the recent ones; the next one is last. Some
-        may be forgotten by now.
+        may have been removed by now.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -108,7 +108,7 @@ class Announcer:
     # -----------------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """``live`` has the chunks of ``units``: they are in the store, or may come to it."""
+        """``live`` has the chunks of ``units``: they are in the store, or may be saved to it."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:

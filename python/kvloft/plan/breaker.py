@@ -15,8 +15,8 @@ RETRY_S = 60.0
 class CircuitBreaker:
     """Counts failed loads in a row.
 
-    ``retry_s`` is infinite where a failed attempt would cost a request its answer: once tripped,
-    the breaker then stays open.
+    ``retry_s`` is infinite if a failed attempt would end a request with an error: once tripped, the
+    breaker stays open.
     """
 
     def __init__(self, retry_s: float) -> None:

@@ -252,7 +252,7 @@ class WorkerCore:
         if self._mover is None and self._could_be_made:
             try:
                 if self._make is None or self._plan.arena is None:
-                    raise RuntimeError("a plan came before the KV caches were registered")
+                    raise RuntimeError("a plan arrived before the KV caches were registered")
                 self._mover = self._make(
                     map_frames(
                         self._plan.arena,

@@ -139,7 +139,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def restore_kv_caches(self) -> None:
-        """The pages are where they were."""
+        """The pages are at their old addresses."""
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -287,7 +287,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and
     uses one group.
 
-    `kvloft.vllm.plugin` takes this class or that one, as `class_of` says.
+    `kvloft.vllm.plugin` registers the class that `class_of` returns.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -143,15 +143,15 @@ fn spawn(dir: &Path, life: u64) -> Child {
         .unwrap()
 }
 
-/// Lets a child live for a while and kills it: chunk number -> whether it must be there (false: its
-/// free had begun).
+/// Kills a child after a while; returns chunk number -> whether the chunk must be present (false:
+/// its free had begun).
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let mut first = String::new();
     while !first.ends_with("ready\n") {
         first.clear();
-        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child died by itself");
+        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited by itself");
     }
     // Instants are spread over many writes; the pipe holds thousands of lines, so the child never
     // waits.

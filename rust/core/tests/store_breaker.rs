@@ -270,7 +270,7 @@ fn a_discard_is_pending_until_the_tier_opens() {
     let store = disk.open(&settings(16, &disk), &found);
     assert!(store.flush(LONG), "there is nothing to do");
     store.discard(&cold[1].keys()[..1]);
-    assert!(!store.flush(Duration::from_millis(10)), "the disk was not told");
+    assert!(!store.flush(Duration::from_millis(10)), "the removal did not reach the disk");
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
     until("it is attached", || stat(&store, "disk_broken") == 0);

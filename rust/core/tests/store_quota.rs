@@ -221,7 +221,7 @@ fn a_chunk_expires_with_its_older_parent() {
         [stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")],
         [6, 0, 0]
     );
-    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved anew");
+    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved again");
     store.check().unwrap();
 }
 

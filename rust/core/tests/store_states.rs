@@ -22,7 +22,7 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
 }
 
 /// Saves a prompt of `num_blocks` and the state after it, with or without the prefix it belongs to.
-/// Calls `after` after each.
+/// Calls `after` after each chat.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();

@@ -19,7 +19,7 @@ pub(crate) struct Arena {
     id: u64,
 }
 
-/// A part of a frame as Python describes it, a dict: where it is, and what its trailer says.
+/// A part of a frame as a Python dict: its position and the fields of its trailer.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {

@@ -100,7 +100,7 @@ fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// A chunk's key, and where it is.
+/// A chunk's key and its tiers.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]

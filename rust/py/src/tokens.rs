@@ -93,7 +93,7 @@ fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
     T::try_from(id).map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
 }
 
-/// An int in 0..2^32. Faster than to extract it where it is an exact int.
+/// An int in 0..2^32. Faster than extraction for an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
     let value = unsafe {
@@ -129,8 +129,8 @@ fn append_list<T: TryFrom<u32>>(
     ids.reserve(range.len());
     for index in range {
         // SAFETY: `list` is a live list and this thread is attached. The index fits isize because
-        // it is below a list's length; should the list have shrunk meanwhile (only slow_id runs
-        // Python code), null comes back.
+        // it is below a list's length; if the list has shrunk meanwhile (only slow_id runs Python
+        // code), the call returns null.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(list.py()));
@@ -179,8 +179,8 @@ pub(crate) fn first_of_each<'py>(
     let mut found = Vec::new();
     for index in 0..len {
         // SAFETY: `values` is a live list and this thread is attached. The index fits isize because
-        // it is below the length that the list had; should it have shrunk meanwhile, null comes
-        // back. Only the pointer is looked at.
+        // it is below the length that the list had; if it has shrunk meanwhile, the call returns
+        // null. Only the pointer is compared.
         let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(py));
@@ -196,7 +196,7 @@ pub(crate) fn first_of_each<'py>(
     Ok(found)
 }
 
-/// The memory of a C-contiguous buffer, kept exported while this lives.
+/// The memory of a C-contiguous buffer, exported while this value lives.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {

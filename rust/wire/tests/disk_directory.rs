@@ -70,7 +70,7 @@ fn status_has_the_free_space_of_a_claimed_disk() {
     )
     .expect("room");
     let first = Server::open(of_first).expect("a server");
-    let free = room(&first, "server_disk_free_bytes").expect("it was looked at as it started");
+    let free = room(&first, "server_disk_free_bytes").expect("it was measured at the start");
     let found = rustix::fs::statvfs(dir.path()).expect("a file system");
     let (now, all) = (found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize);
     assert!(
@@ -105,7 +105,7 @@ fn reopened_namespace_is_not_counted_twice() {
     assert_eq!(
         room(&server, "server_disk_closed_bytes"),
         Some(0),
-        "it is not looked at again for seconds"
+        "it is not measured again for seconds"
     );
 }
 

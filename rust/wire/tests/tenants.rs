@@ -129,7 +129,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     };
     after(&other, 3, [2, 9, 7]); // a request's
     after(&long, 4, [2, 9, 7]);
-    after(&long, 4, [3, 15, 11]); // a request's, for the save has looked
+    after(&long, 4, [3, 15, 11]); // a request's lookup, because the save has looked up its prefix
     assert_eq!(engine.lookup_many(&[(&long).into(), (&other).into()]).len(), 2);
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());

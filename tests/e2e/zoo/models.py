@@ -120,7 +120,7 @@ NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
-"""Where a drafter's layer is numbered after the target's."""
+"""Name part of a draft layer numbered after the target's."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The layer of DFlash that reads the prompt."""
 BEHIND, FAR_BEHIND = len(draft_states.LAYERS), len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES

@@ -29,9 +29,7 @@ def test_a_model_is_supported_or_the_reason_is_reported(
     name: str, kv_groups: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     if name == "deepseek-v2" and "amx_tile" in Path("/proc/cpuinfo").read_text():
-        pytest.skip(
-            "vLLM computes MLA models in another way on CPUs with AMX, where this was never tried"
-        )
+        pytest.skip("vLLM computes MLA models differently on CPUs with AMX, which is untested")
     status, report, progress = check(name, tmp_path, kv_groups, zygote)
     assert not any(one["wrong"] for one in report["passes"])
     if (name, kv_groups) in NOT_SERVED:

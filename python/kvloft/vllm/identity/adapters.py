@@ -41,7 +41,7 @@ class AdapterNames:
         return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
 
     def close(self) -> None:
-        """Ends the thread that looks at files. Nothing is identified afterwards."""
+        """Ends the thread that checks files. Nothing is identified afterwards."""
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:

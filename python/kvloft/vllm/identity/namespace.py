@@ -200,9 +200,7 @@ def _unquoted(value: str) -> str:
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:
-    """Whether vLLM names media by a count that starts afresh with its process, not by their
-    content.
-    """
+    """Return True if vLLM numbers media items per process instead of hashing their content."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     caches_off = (
         getattr(media, "mm_processor_cache_gb", None) == 0

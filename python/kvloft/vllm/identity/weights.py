@@ -33,7 +33,7 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""With more files and folders, changes are not looked for."""
+"""With more files and folders, changes are not checked."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {

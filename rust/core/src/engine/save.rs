@@ -152,7 +152,7 @@ impl EngineSession {
         Ok(added)
     }
 
-    /// Appends `asked`, which is one group's, cut where chunks need frames of another size.
+    /// Appends `asked`, the runs of one group, split if chunks need frames of another size.
     fn runs<'a>(&self, part: &Part, asked: SaveRequest<'a>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let misfits = self.misfits();

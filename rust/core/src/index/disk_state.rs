@@ -15,7 +15,7 @@
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
 
-/// Where a chunk is on disk.
+/// State of a chunk on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskState {
     /// It is not on disk and will not be written.
@@ -36,7 +36,7 @@ pub(crate) enum DiskState {
 /// Events of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
-    /// It became visible in host memory, or a chunk that hangs on it is to be written.
+    /// It became visible in host memory, or a descendant must be written.
     Want,
     /// Its parent is not on disk.
     Block,

@@ -17,7 +17,7 @@
 use crate::evict::Removal;
 use crate::io::FrameId;
 
-/// Where a chunk is in host memory.
+/// State of a chunk in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
     /// It is not in host memory and no load waits for it.

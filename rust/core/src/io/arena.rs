@@ -252,7 +252,7 @@ impl HostArena {
         let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
         let size_bytes =
             usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
-        // SAFETY: no address is asked for, and nothing reads or writes this mapping.
+        // SAFETY: no address is given, and nothing reads or writes this mapping.
         let start = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -281,7 +281,7 @@ impl HostArena {
     /// As [`Arena::id`].
     pub fn id(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.fd);
-        Ok(stat.map_err(|error| Error::io("the arena cannot be looked at", error.into()))?.st_ino)
+        Ok(stat.map_err(|error| Error::io("the arena cannot be inspected", error.into()))?.st_ino)
     }
 
     /// Path at which other processes of the same user can open it while this value lives.

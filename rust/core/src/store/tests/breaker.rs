@@ -64,7 +64,7 @@ fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
     let now = breaker.retry_at;
     breaker.begin(3);
     breaker.end(1, None, now);
-    assert!(!breaker.may_begin(now), "3 is still finding out");
+    assert!(!breaker.may_begin(now), "operation 3 is the probe");
     breaker.end(3, Some(false), now);
     let now = breaker.retry_at;
     assert!(breaker.may_begin(now));

@@ -18,7 +18,7 @@ pub(super) struct Books {
     pub(super) slots: Vec<Slots>,
     /// The counters; gauges are left at zero.
     pub(super) stats: DiskStats,
-    /// Bytes of other namespaces when last looked.
+    /// Bytes of other namespaces at the last measurement.
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,

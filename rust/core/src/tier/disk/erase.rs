@@ -1,4 +1,4 @@
-//! Erasing chunks of namespaces that are not open, by the first chunks that they hang on.
+//! Erases chunks of closed namespaces, selected by their first chunks.
 //!
 //! A namespace is opened only if one of its records must be erased, because opening counts as use.
 

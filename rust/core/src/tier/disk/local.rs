@@ -96,8 +96,7 @@ impl LocalTier for DiskTier {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
-            let message =
-                format!("the chunk in {} is not the one asked for: {error}", dir.display());
+            let message = format!("{} holds another chunk than requested: {error}", dir.display());
             Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.number())
         })
     }

@@ -69,7 +69,7 @@ pub(crate) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(namespace)[..16].to_owned()
 }
 
-/// Where the files of the namespace that is to be served are.
+/// The directory of the namespace to serve.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(dir_name(&config.namespace))
 }

@@ -60,7 +60,7 @@ pub struct DiskMeta {
 /// A chunk found at opening.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskEntry {
-    /// Where its frame is.
+    /// The slot of its frame.
     pub slot: SlotId,
     /// What it is.
     pub meta: DiskMeta,
@@ -94,8 +94,7 @@ pub struct DiskStats {
     pub dropped_records: u64,
     /// Chunks dropped at open because the cap became smaller.
     pub dropped_over_cap: u64,
-    /// 1 where the namespace was started afresh because its superblock was wrong, foreign or
-    /// corrupt.
+    /// 1 if the namespace was recreated because its superblock was wrong, foreign or corrupt.
     pub fresh_starts: u64,
     /// Failures to grow or punch the files, and writes without space in the file system; reaching
     /// the limit does not count.

@@ -23,7 +23,7 @@ pub(super) struct Grid {
     num_taken: u64,
     /// The chunk that has each frame.
     holders: Vec<u32>,
-    /// The frame that was looked at last for its chunk.
+    /// The last frame examined for its chunk.
     hand: u32,
 }
 
