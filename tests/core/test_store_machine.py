@@ -175,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         if flush:
             assert stats["disk_recovered"] == stats["disk_used"] == before
         self.roomy = False
-        # Reserved chunks are gone; the new store counts tickets afresh, so old ones must not be
+        # Reserved chunks are gone; the new store counts tickets from 0, so old ones must not be
         # used again.
         self.model.state = {
             prefix: state for prefix, state in self.model.state.items() if state != "reserved"

@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """One tensor a layer; pages ``gap`` bytes apart, the first at ``offset``."""
+    """One tensor per layer; pages ``gap`` bytes apart, the first at ``offset``."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)

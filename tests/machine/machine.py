@@ -273,8 +273,8 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """At most ``budget`` tokens a step, so some requests get none; copies are at most ``delay``
-        steps late.
+        """At most ``budget`` tokens per step, so some requests get none; copies are at most
+        ``delay`` steps late.
         """
         engine = self.engine
         engine.trouble.max_delay = delay

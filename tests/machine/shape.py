@@ -39,7 +39,7 @@ METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
-    """vLLM's; a page has 8 bytes a token, which is one symbol."""
+    """vLLM's; a page has 8 bytes per token, which is one symbol."""
     if group.kind == "state":
         return MambaSpec(
             block_size=group.block_tokens,

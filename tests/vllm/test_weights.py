@@ -164,7 +164,7 @@ def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
     assert not is_shared(name, commit="abc", hf_config_path="hub/other"), (
-        "the commit is of the configuration"
+        "the commit belongs to the configuration"
     )
     assert is_shared(name, load_format="dummy")
 

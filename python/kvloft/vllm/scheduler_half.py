@@ -131,7 +131,7 @@ class SchedulerHalf:
         self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
-        """vLLM frees blocks of running requests, so that block tables are read afresh."""
+        """vLLM frees blocks of running requests, so that block tables are read again."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)

@@ -100,7 +100,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Aborts reservations and stops the store; leases end by themselves.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out: its chunks can be tried again immediately.
+    /// Returns true if the last reservation timed out: its chunks can be retried immediately.
     fn is_save_late(&self) -> bool {
         false
     }

@@ -147,7 +147,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     assert_eq!(
         lookup(&other, &chain(1, 100)),
         100,
-        "a lease's anchors are not the next question's"
+        "a lease's anchors do not apply to the next lookup"
     );
     let asked = [
         "lookups",

@@ -220,7 +220,7 @@ def drafted_scans() -> None:
 
 
 BOOK = "ZOO_BOOK"
-"""Environment variable: a file of texts, one a line as JSON. Nothing is looked up without it."""
+"""Environment variable: a file of texts, one per line as JSON. Nothing is looked up without it."""
 
 
 def well_read_ngram() -> None:

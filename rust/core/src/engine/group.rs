@@ -32,7 +32,7 @@ pub struct Group {
     pub block_tokens: u32,
     /// Blocks per unit.
     pub blocks_per_unit: u32,
-    /// How many of the unit's last blocks a chunk keeps: no prefix needs the others, and vLLM may
+    /// How many of the unit's last blocks per chunk keeps: no prefix needs the others, and vLLM may
     /// have freed them.
     pub kept_blocks: u32,
     /// In tokens; only for windows and local chunks.
@@ -43,7 +43,7 @@ pub struct Group {
     pub compact: Option<SizeClass>,
 }
 
-/// Blocks of a group per unit, and how many of the unit's last blocks a chunk keeps.
+/// Blocks of a group per unit, and how many of the unit's last blocks per chunk keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// At least one.

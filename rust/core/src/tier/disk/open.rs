@@ -30,7 +30,7 @@ impl DiskTier {
     /// children, oldest first.
     ///
     /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
-    /// unreadable records; a namespace with a wrong superblock is started afresh. Errors:
+    /// unreadable records; a namespace with a wrong superblock is recreated. Errors:
     /// `InvalidConfig` if these settings can never work; `Busy` if another owner is alive, and `Io`
     /// if the system refused or another user can write here. The last two can pass, so the caller
     /// retries later. A failed open leaves nothing that prevents the next one.
@@ -176,7 +176,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
 
 fn start_afresh(dir: &Path, why: &str, books: &mut Books) {
     books.stats.fresh_starts += 1;
-    books.event(format!("{} starts afresh: {why}", dir.display()));
+    books.event(format!("{} is recreated: {why}", dir.display()));
 }
 
 /// Marks the namespace as used now; the least recently used one is deleted first.

@@ -175,7 +175,7 @@ impl Superblock {
     }
 }
 
-/// No link is followed, and no FIFO waited for.
+/// Follows no link and does not block on a FIFO.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

@@ -75,7 +75,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(LARGE).is_some()
     });
-    assert!(is_there, "it is tried again");
+    assert!(is_there, "it is retried");
 }
 
 #[test]

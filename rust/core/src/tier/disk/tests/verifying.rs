@@ -231,7 +231,7 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
     assert!(
-        event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"),
+        event.ends_with("is recreated: its superblock.json is not one that kvloft wrote"),
         "{event}"
     );
 }
