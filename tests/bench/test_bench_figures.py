@@ -433,7 +433,7 @@ def test_the_report_compares_chats_with_the_fastest_of_the_others(
         },
     )
     assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most the fastest other's 33.5: met |" in found
-    assert "| native | - | - | - | - | 5 turns" in found, "a run that was cut off is no makespan"
+    assert "| native | - | - | - | - | 5 turns" in found, "an interrupted run has no makespan"
     assert "**missed**" in report(
         tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)}
     )

@@ -1,4 +1,4 @@
-"""`kvloft check`: arguments, the end of engines, the judgment of answers, and the output. Without
+"""`kvloft check`: arguments, the end of engines, the comparison of answers, and the output. Without
 vLLM.
 """
 

@@ -22,7 +22,7 @@ class KeyBook:
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
-        """Root first, then one entry a position, to the block's end."""
+        """Root first, then one entry per position, to the block's end."""
 
     def new_chain(self, view: Any, lookahead: int | None = None) -> "ModelChain":
         root = ("root", view.adapter, view.cache_salt)

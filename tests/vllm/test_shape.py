@@ -95,7 +95,7 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
     alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]
-    assert len(set(alike)) == 1, "all choose chunks alike, whatever their layers"
+    assert len(set(alike)) == 1, "all ranks choose the same chunks, whatever their layers"
     assert max(parts_of(each) for each in own) == parts_of(shape)
 
 

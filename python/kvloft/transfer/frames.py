@@ -156,8 +156,8 @@ def map_frames(
     for group, num_bytes in zip(spec.groups, payload_bytes, strict=True):
         if group.part_bytes % PART_ALIGN or group.part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
-                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes "
-                "per chunk: the scheduler and the worker disagree about the KV cache; please report "
+                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes per "
+                "chunk: the scheduler and the worker disagree about the KV cache; please report "
                 "this model"
             )
     arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)

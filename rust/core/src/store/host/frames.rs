@@ -1,4 +1,4 @@
-//! Finds a frame for a chunk: a free one, or one that is free after chunks were evicted for it.
+//! Finds a frame for a chunk: a free one, or one freed by evicting chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};

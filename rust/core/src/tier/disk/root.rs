@@ -83,7 +83,7 @@ impl DiskRoot {
     }
 
     /// Locks the directory for this process until [`Self::let_go`], even without an open namespace;
-    /// creates it if it is missing. Errors as of [`super::DiskTier::open`].
+    /// creates it if it is missing. Same errors as [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
@@ -168,8 +168,8 @@ impl DiskRoot {
     }
 
     /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
-    /// if another process has the directory, or this process has the namespace open or is deleting
-    /// it, or waits for the directory for long.
+    /// if another process has the directory, or if this process has the namespace open, is deleting
+    /// it, or cannot lock the directory in time.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
