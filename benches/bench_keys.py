@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--turns", type=int, default=100, help="how often each thing is timed (default 100)"
+        "--turns", type=int, default=100, help="number of repetitions (default 100)"
     )
     options = parser.parse_args(argv)
     results = token_results(options.turns) + embed_results(options.turns * 4)

@@ -41,7 +41,7 @@ GROUPS = (
     GroupShape(BLOCK_TOKENS),
     *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)),
 )
-"""As vLLM keeps Gemma 3."""
+"""The groups that vLLM forms for Gemma 3."""
 GROUPS_TOKENS = 32_768
 TARGET_US = 100.0
 NUM_WAITING = 10_000
@@ -62,9 +62,7 @@ class Result:
 
 
 class Engine:
-    """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token
-    a step.
-    """
+    """A minimal scheduler that makes SchedulerOutputs: every request decodes one token per step."""
 
     def __init__(
         self,
@@ -116,7 +114,7 @@ class Engine:
         return list(range(self.next_block - count, self.next_block))
 
     def admit(self, request: Any) -> SchedulerOutput:
-        """Take a whole prompt in one step, found or not; returns that step."""
+        """Schedule a whole prompt in one step, whether or not it is cached; returns that step."""
         live = VllmRequest(request, ADAPTERS)
         num_tokens = len(request._all_token_ids)
         request.block_ids = self.blocks(num_tokens // BLOCK_TOKENS + 1)
@@ -177,8 +175,8 @@ class Engine:
         return (fresh,)
 
     def decode(self) -> SchedulerOutput:
-        """The next step of all requests; the token of the step before is known by now, or one later
-        if it runs ahead.
+        """Return the next step of all requests; the token of the previous step is known by now, or
+        one step later if it runs ahead.
         """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
@@ -423,7 +421,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
         for request in crowd:
             if not still_waits(request.request_id, 0):
                 assert isinstance(engine.core.match(VllmRequest(request, ADAPTERS), 0), Wait), (
-                    "its chunks are not there"
+                    "its chunks are missing"
                 )
 
     gc.collect()
@@ -444,7 +442,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
 
 
 class DiskThatHangs:
-    """A store that has every prompt on disk, from which nothing comes."""
+    """A store with every prompt on disk, whose reads never end."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

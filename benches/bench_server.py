@@ -29,7 +29,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @contextmanager
 def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
-    """The socket and the process of a server, which is killed in the end."""
+    """The socket and the process of a server, which is killed at the end."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         argv = [
@@ -197,7 +197,9 @@ def memory() -> None:
 
 
 def crowd() -> None:
-    """Of one user, as no other gets in; most are refused, for the server takes 64 at a time."""
+    """From one user, because others are rejected; most are refused, because the server accepts 64
+    at a time.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with serving(host_size="64MiB") as (path, pid):
         until_it_listens(path)
@@ -228,7 +230,9 @@ def crowd() -> None:
         )
         told("slowest of 100 lookups of an engine meanwhile", 1000 * slowest, "ms")
         told(
-            "memory beyond the arena that they left", (anonymous_bytes(pid) - before) / 2**20, "MiB"
+            "memory beyond the arena after they closed",
+            (anonymous_bytes(pid) - before) / 2**20,
+            "MiB",
         )
         stats = _core.server_status(path)["stats"]
         told("of them refused", stats["server_refused"], "")

@@ -48,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store that has the prefixes on disk, from which nothing comes."""
+    """A store with the prefixes on disk, whose reads never end."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -172,9 +172,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     rows = {
-        "vLLM alone, all seats taken": {"has_cache": False, "max_seqs": NUM_RUNNING},
-        "kvloft, all seats taken": {"has_cache": True, "max_seqs": NUM_RUNNING},
-        "vLLM alone, free seats": {"has_cache": False, "max_seqs": 256},
+        "vLLM alone, no free slot": {"has_cache": False, "max_seqs": NUM_RUNNING},
+        "kvloft, no free slot": {"has_cache": True, "max_seqs": NUM_RUNNING},
+        "vLLM alone, free slots": {"has_cache": False, "max_seqs": 256},
         "kvloft, free seats": {"has_cache": True, "max_seqs": 256},
     }
     print(

@@ -16,7 +16,7 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // what one thread moves at a time: 16 bytes if the alignment allows it, else a word
+struct Item {  // bytes that one thread moves at a time: 16 if the alignment allows it, else a word
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];

@@ -30,8 +30,7 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
-// Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile
-// begins.
+// Tiles [chunk_tile, chunk_tile + n) of one chunk; the next segment's first_tile determines n.
 struct Segment {
   // Offset of the chunk's payload from PieceParams' base, even if the segment starts later.
   u64 base;

@@ -123,7 +123,7 @@ class EngineProcess:
         )
 
     def wait(self) -> "EngineProcess":
-        """Until it can serve."""
+        """Wait until it can serve."""
         self._answer()
         return self
 
@@ -147,7 +147,7 @@ class EngineProcess:
         self._ask(reset=True)
 
     def kill(self) -> None:
-        """End it without a word, as a crash does."""
+        """Kill it, like a crash."""
         self._process.kill()
         self._process.wait()
 
@@ -330,7 +330,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
-    """(did all go well, one sentence for the user)."""
+    """Return whether everything is right, and one sentence for the user."""
     truth, disk = passes["none"], passes["disk"]
     wrong = [
         (n, i)

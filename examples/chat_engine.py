@@ -1,9 +1,7 @@
-"""One real vLLM engine in a process of its own: serves the turns it is sent, one JSON line each,
-and times them.
+"""One real vLLM engine in a separate process: serves turns, one JSON line each, and times them.
 
 Run by chat_demo.py as ``python chat_engine.py ARGUMENTS_JSON`` with requests on file descriptor 3
-and answers on 4. Knows vLLM; knows kvloft only as a name in the arguments and by its metrics'
-names.
+and answers on 4. Uses kvloft only by its name in the arguments and by its metrics' names.
 """
 
 import json
@@ -28,8 +26,8 @@ def counters() -> dict[str, float]:
 
 
 def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Serve one prompt greedily; tokens, seconds to the first of them, and where the prompt's KV
-    came from.
+    """Serve one prompt greedily; returns its tokens, the time to the first one, and the source of
+    the prompt's KV.
     """
     from vllm import SamplingParams
 
@@ -77,7 +75,7 @@ def main() -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     serve_turn(
         engine, "warm-up", [3, 4, 5], 2
-    )  # the first step pays for lazy set-up that belongs to no user's TTFT
+    )  # the first step includes setup that is not part of a user's TTFT
     print(json.dumps({"ready": True}), file=answers)
     for line in requests:
         message = json.loads(line)

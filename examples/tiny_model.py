@@ -1,9 +1,8 @@
-"""A small random Llama, made on the spot, so that a real engine has something to run without a
-download.
+"""A small random Llama, generated without a download, for a real engine.
 
 Random weights at the usual scales copy their last token permanently and would hide a wrong page of
-KV; these are scaled so that greedy output depends on the whole prompt through attention. Must know
-neither vLLM nor kvloft.
+KV; these are scaled so that greedy output depends on the whole prompt through attention. Must not
+depend on vLLM or kvloft.
 """
 
 import json
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model; the defaults cost about 0.1 GFLOP a token, enough to feel a prefill on a
-    CPU.
+    """Sizes of the model; the defaults take about 0.1 GFLOP per token, so that a prefill on a CPU
+    takes a noticeable time.
     """
 
     hidden: int = 512

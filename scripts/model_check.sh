@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The long form of the correctness machine: scripts/model_check.sh VLLM_VERSION HOURS. MODEL_SEED says where it begins.
-# All mutants first (a machine that misses one proves nothing), then the product as it is.
-# It prints steps, hits and hits with several groups so far, and ends with the first failure, shrunk; a test of the same seed in tests/machine repeats it.
+# The long form of the correctness machine: scripts/model_check.sh VLLM_VERSION HOURS. MODEL_SEED is
+# the first seed. All mutants first (a machine that misses one proves nothing), then the product as
+# it is. It prints steps, hits and hits with several groups so far, and ends with the first failure,
+# shrunk; a test of the same seed in tests/machine repeats it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/env.sh "$1"

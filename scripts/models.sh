@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The hand-made concurrency of the core under a scheduler that tries KV_ORDERS orders of each model (2,000 unless given).
+# Runs the core's concurrent code under a scheduler that tries KV_ORDERS orders of each model
+# (default 2,000).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/models

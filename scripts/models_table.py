@@ -7,6 +7,7 @@ build/models, then `python scripts/models_table.py`. A model without a report is
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,26 @@ REASONS = {
 """Part of a reason, and the reason in the table."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error if the layers of a model do not fit into one group."""
-HEAD = """\
-# Supported models
-
+ABOUT = """\
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM
-{vllm} on {machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
-The tests replace vLLM's inexact or incomplete CPU kernels for states (`tests/e2e/zoo/kernels.py`;
-not for lfm2). vLLM does not start models with states with `kv_groups: one`. {memory}Run
-`kvloft check MODEL -- FLAGS` for your model.
-
+{vllm} on {machine} CPUs, float32, [tiny models with random weights](\
+https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
+For models with states, the tests replace incomplete CPU kernels of vLLM. {memory}To test your
+model, run `kvloft check MODEL -- FLAGS`.
+"""
+COLUMNS_HELP = """
 | column | meaning |
 | --- | --- |
-| model | see `tests/e2e/zoo/README.md`; (one): with `kv_groups: one` |
 | groups | KV cache groups: full attention, sliding window or local chunk of n tokens, state |
-| supported | every answer equals plain vLLM's: cold, from host memory, from disk after a restart, \
-with other endings, after a reset |
 | tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
-| accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one if equal |
+
+A model is supported if every answer equals plain vLLM's (cold, from host memory, from disk after a
+restart, with other endings, after a reset) and as many draft tokens are accepted. With `kv_groups:
+one`, vLLM does not start models with states; the others of several groups are supported, too.
 
 """
-MEMORY = "Without it, a request takes as much KV\nmemory as in plain vLLM. "
+MEMORY = "A request takes as much KV memory as in plain vLLM, except with `kv_groups: one`. "
 FOOT = """
 ## Unsupported settings
 
@@ -93,7 +93,7 @@ REFUSED = (
     ),
 )
 """Settings that `vllm/support.py` refuses; no report contains them."""
-COLUMNS = ("model", "groups", "supported", "tokens", "blocks", "accepted")
+COLUMNS = ("model", "groups", "tokens", "blocks")
 
 
 def main() -> int:
@@ -109,7 +109,11 @@ def main() -> int:
     }
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     memory = MEMORY if all(map(_is_memory_equal, reports)) else ""
-    head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], memory=memory, **versions)
+    about = ABOUT.format(date=" to ".join(dates), memory=memory, **versions)
+    head = (
+        f"# Supported models\n\n{textwrap.fill(about, 100, break_long_words=False)}\n"
+        f"{COLUMNS_HELP.format(prompts=whole['answers'])}"
+    )
     lines: list[Sequence[str]] = [
         COLUMNS,
         ["---"] * len(COLUMNS),
@@ -124,31 +128,26 @@ def _table(lines: Iterable[Sequence[str]]) -> str:
 
 
 def is_shown(report: dict[str, Any]) -> bool:
-    """Return True if the report has a row: the page states once that models with states need
-    several groups.
+    """Return True if the report has a row. The page states once that models with states need
+    several groups, and that other models are supported in one group, too.
     """
-    return not any(NEEDS_GROUPS in reason for reason in report["missing"])
+    needs_groups = any(NEEDS_GROUPS in reason for reason in report["missing"])
+    return not needs_groups and not (_is_one_group(report) and report["served"])
 
 
 def row(report: dict[str, Any]) -> list[str]:
     """The table cells of one report."""
     passes = {one["name"]: one for one in report["passes"]}
-    alone = report["engines"]["alone"]
-    served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
-    found = blocks = accepted = ""
-    if "disk" in passes:
-        found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
-        blocks = "/".join(map(str, passes["disk"]["blocks"]))
-        if passes["own"]["drafted"]:
-            shares = (
-                f"{passes[name]['accepted']}/{passes[name]['drafted']}"
-                for name in ("cold", "host", "disk")
-            )
-            accepted = ", ".join(dict.fromkeys(shares))
-    name = (
-        f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
-    )
-    return [name, _groups(alone["groups"]), served, found, blocks, accepted]
+    name = f"{report['model']} (one)" if _is_one_group(report) else report["model"]
+    groups = _groups(report["engines"]["alone"]["groups"])
+    if not report["served"]:
+        return [name, groups, f"not supported: {_short(report['missing'][0])}", ""]
+    found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
+    return [name, groups, found, "/".join(map(str, passes["disk"]["blocks"]))]
+
+
+def _is_one_group(report: dict[str, Any]) -> bool:
+    return bool(report["extra"].get("kv_groups") == "one")
 
 
 def _is_memory_equal(report: dict[str, Any]) -> bool:
@@ -156,10 +155,7 @@ def _is_memory_equal(report: dict[str, Any]) -> bool:
     are in one group.
     """
     engines = report["engines"]
-    return (
-        report["extra"].get("kv_groups") == "one"
-        or len({facts["request_bytes"] for facts in engines.values()}) == 1
-    )
+    return _is_one_group(report) or len({facts["request_bytes"] for facts in engines.values()}) == 1
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:

@@ -40,6 +40,15 @@ PHRASES = {
     r"for ever|forever|as ever|nobody|somebody": "the noun, or nothing",
     r"the same of": "the noun",
     r"(?:, |; )for (?:it|they|there|no|nothing|vLLM(?!'))": "because",
+    r"where (?:there|it|that|this) (?:is|are|was|were) (?:none|no|one|not)": "if",
+    r"(?:has|have|had) not got": "lacks, does not have",
+    r"anew|afresh": "again",
+    r"come(?:s)? to rest": "becomes idle",
+    r"hang(?:s|ing)? on (?:it|them|those|this|that)": "descendants, depends on",
+    r"(?:tr(?:y|ies)|tried) again": "retries",
+    r"all else": "everything else",
+    r"(?:one|bytes|tokens|blocks|case|tensor) an? "
+    r"(?:block|chunk|layer|line|rank|request|second|step|token|unit)": "per",
 }
 """Pattern and its replacement in house style."""
 _REGEX = "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Engines, store and faults together: make soak MINUTES=n (default 30). Two real engines on failing disks, and at the same time the
-# store on faulty files. Results go to build/soak/.
+# Runs engines, store and faults together: make soak MINUTES=n (default 30). Two real engines on
+# failing disks, and at the same time the store on faulty files. Results go to build/soak/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME

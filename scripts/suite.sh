@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
-# "all" is `make test`: the Rust tests, everything on the newest vLLM for CPUs, one scenario of each defect on others (0.33.0's
-# Python over 0.32.0's CPU libraries is one: see env.sh).
-# Tests with engines mostly wait, so the rest runs at the same time; its output follows when it is done.
-# A phase that fails does not stop the others; see the table at the end and the exit status. After MINUTES (65; a usual machine needs 12
-# to 20) only tests of the short form start, and after a fifth more none: a busy machine runs the most important tests, and the table
-# says how many were skipped.
+# "all" is `make test`: the Rust tests, all tests on the newest vLLM for CPUs, and one scenario of
+# each defect on other releases (for 0.33.0 see env.sh). Tests with engines mostly wait, so the rest
+# runs at the same time; its output follows at the end. A failed phase does not stop the others; the
+# table at the end and the exit status report it. After MINUTES (65; most machines need 12 to 20)
+# only short tests start, and after a fifth more none: a busy machine runs the most important tests,
+# and the table counts the skipped ones.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES: expected a number of minutes, such as make test MINUTES=65" >&2 && exit 2; }
-unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # vLLM is imported by several processes and need be compiled by one only
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # several processes import vLLM, and only one needs to compile it
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
 export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
 NEWEST=0.32.0
 OTHERS="0.30.0 0.31.0 0.33.0"
-REPORT=$PWD/build/suite # of all phases: what became of each, and how many tests it left out
+REPORT=$PWD/build/suite # the result of each phase, and its number of skipped tests
 rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
 touch "$REPORT/table" "$REPORT/left-out"
@@ -36,7 +36,8 @@ phase() {
 }
 tell() { printf '%s\n' "$1" >>"$REPORT/table"; }
 
-# in_time NAME COMMAND...: a phase, or, when two thirds of the time are over, a line that says that there was no time for it.
+# in_time NAME COMMAND...: runs a phase or, after two thirds of the time, reports that it was
+# skipped.
 in_time() {
   if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ]; then
     phase "$@"
@@ -47,7 +48,8 @@ in_time() {
   fi
 }
 
-# The installed wheel and the named vLLM, or nothing: neither the source tree nor a skip may pass for a test.
+# Requires the installed wheel and the named vLLM: the source tree or a skip must not count as a
+# test.
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__
@@ -70,7 +72,7 @@ short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short
 
 all() {
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
-  set -m # process groups of their own, which end with this script
+  set -m # separate process groups, which end with this script
   beside_engines >build/logs/beside.log 2>&1 </dev/null &
   BESIDE=$!
   phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e & # bash runs no trap before a foreground command ends

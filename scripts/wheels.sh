@@ -2,8 +2,9 @@
 # Builds the published files in dist/: an sdist and manylinux wheels: scripts/wheels.sh [x86_64] [aarch64] (default both). Then checks
 # their metadata, and installs and imports those for this machine.
 #
-# Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a target that is not installed is named and
-# left out, and the exit status is 1 unless ALLOW_MISSING=1. maturin and zig (the linker of both) come from PyPI. glibc 2.28 and newer.
+# Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a
+# missing target is reported and skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin
+# and zig (the linker) are installed from PyPI. The wheels need glibc 2.28.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -21,7 +22,7 @@ has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gn
 }
 PATH="$PWD/$TOOLS/bin:$PATH"
 rm -rf dist
-REVISION=rust/py/REVISION # what an sdist has of git; see rust/py/build.rs
+REVISION=rust/py/REVISION # the git revision in an sdist; see rust/py/build.rs
 trap 'rm -f "$REVISION"' EXIT
 git rev-parse --short=12 HEAD >"$REVISION" 2>/dev/null || echo unknown >"$REVISION"
 
@@ -37,7 +38,8 @@ for arch in $ARCHES; do
   maturin build --release --locked --strip --zig --compatibility manylinux_2_28 --target "$arch-unknown-linux-gnu" --out dist
 done
 
-# installed FILE: a fresh environment can install it and import all that needs neither vLLM nor torch.
+# installed FILE: checks that a fresh environment can install it and import every module without
+# vLLM and torch.
 installed() {
   local venv
   venv=$(mktemp -d)

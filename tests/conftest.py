@@ -88,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     deadline = "TEST_DEADLINE" if item.get_closest_marker("short") is None else "TEST_LAST_DEADLINE"
     if time.time() > float(os.environ.get(deadline, "inf")):
         item.config.stash[LEFT_OUT] += 1
-        pytest.skip("left out: the time given to the tests is over (make test MINUTES=...)")
+        pytest.skip("skipped: the time limit of the tests is over (make test MINUTES=...)")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -145,7 +145,7 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 
 def children(since_s: float) -> dict[object, str]:
     """Child processes that have not ended and started later than ``since_s`` after boot. Linux may
-    leave some out while others end.
+    omit some while others end.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -174,7 +174,7 @@ def read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
-        return ""  # it has just ended
+        return ""  # it has ended meanwhile
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
@@ -185,7 +185,7 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
         if waited_s > END_S * PACE:
             break
         if waited_s > collect_s:
-            # again and again: a thread may have kept a cycle until it ended a moment ago
+            # repeatedly: a thread may have kept a cycle alive until it ended a moment ago
             gc.collect()
             collect_s = 2 * waited_s
         time.sleep(0.002)

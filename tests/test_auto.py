@@ -1,5 +1,5 @@
-"""`server: auto` with processes as engines are: who starts the server, what it inherits, what ends
-it and what does not.
+"""`server: auto` with processes like engines: the start of the server, what it inherits, and what
+ends it.
 """
 
 import errno
@@ -118,7 +118,7 @@ class Host:
 
 
 def watchers() -> list[threading.Thread]:
-    """What looks after servers in this process."""
+    """Threads that watch servers in this process."""
     return [thread for thread in threading.enumerate() if thread.name == "kvloft-server"]
 
 
@@ -156,7 +156,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
     for engine in engines[:2]:
         engine.kill()
         engine.wait()
-    until(lambda: host.num_engines() == 1, "they are not seen to be gone")
+    until(lambda: host.num_engines() == 1, "their exit is not detected")
     time.sleep(2)  # longer than it lingers
     assert host.servers() == [server], "one engine is left"
     os.killpg(engines[2].pid, signal.SIGINT)
@@ -183,7 +183,7 @@ def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(
     assert str(marker) not in targets
     assert engine.stdout is not None
     assert os.readlink(f"/proc/self/fd/{engine.stdout.fileno()}") not in targets, (
-        "it holds a pipe of its engine's open"
+        "it keeps a pipe of its engine open"
     )
     shared = {target for target in targets & own if target.startswith("pipe:")}
     assert len(shared) <= 1, "but for the engine's lifeline"
@@ -206,10 +206,10 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
     os.kill(server, signal.SIGKILL)
     until(
         lambda: host.servers() not in ([], [server]) and host.num_engines() == 2,
-        "no other takes its place",
+        "no other replaces it",
     )
     until(lambda: len(host.servers()) == 1, "the second server continues")
-    until(lambda: not any(map(has_zombies, engines)), "what has ended is not waited for")
+    until(lambda: not any(map(has_zombies, engines)), "ended processes are not waited for")
 
 
 def has_zombies(engine: subprocess.Popen[str]) -> bool:
@@ -237,7 +237,7 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         "= lru here and adaptive there, "
         "server_linger = 120s here and 1s there"
     )
-    assert lines_until_ready(host.start()) == [], "the same settings are no news"
+    assert lines_until_ready(host.start()) == [], "equal settings are not logged"
 
 
 def test_a_size_without_a_unit_does_not_warn_in_the_server(host: Host) -> None:
@@ -250,7 +250,7 @@ def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
     assert said.endswith("was started with others: disk_size = 64GiB here and 8MiB there")
-    assert lines_until_ready(host.start()) == [], "it asks for no disk"
+    assert lines_until_ready(host.start()) == [], "it uses no disk"
 
 
 def of_others(folder: Path) -> None:
@@ -306,7 +306,7 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     monkeypatch.setattr(auto, "_comes", tried.append)
     caplog.set_level(logging.INFO)
     leave = host.look_after(config)
-    until(lambda: len(tried) > 2, "it is not tried again")
+    until(lambda: len(tried) > 2, "it is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
         "kvloft: the server of server = auto could not be started, so requests are computed until "

@@ -1,5 +1,5 @@
-"""What scripts/circles.py takes for a circle of modules, on crates made up here; and that the list
-of crates is true.
+"""Circles of modules that scripts/circles.py finds in invented crates; and the list of crates
+without circles is right.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ CASES = {
         {"lib": MODULES + "pub use a::A;", "a": "use crate::b::B;", "b": "use crate::A;"},
         ["a", "b"],
     ),
-    "nor does one with another name": (
+    "nor does a re-export with another name": (
         {"lib": MODULES + "pub use a::A as Z;", "a": "use crate::b::B;", "b": "use crate::{c, Z};"},
         ["a", "b"],
     ),

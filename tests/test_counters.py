@@ -22,7 +22,7 @@ BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
 
 @pytest.fixture
 def status() -> Any:
-    """Of a server with a disk and one namespace with a fixed share."""
+    """Counters of a server with a disk and one namespace with a fixed share."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         options: dict[str, Any] = {
             "disk_path": f"{folder}/disk",

@@ -1,4 +1,6 @@
-"""What importing kvloft and running its command must not load, and what the wheel must bring."""
+"""Modules that importing kvloft and running its command must not load, and the required contents of
+the wheel.
+"""
 
 import importlib.metadata
 import subprocess

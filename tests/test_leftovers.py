@@ -1,5 +1,5 @@
-"""The guard of `conftest.py` against what tests leave behind: it waits for what ends late, however
-that is kept.
+"""The guard of `conftest.py` against leftovers of tests: it waits for threads and processes that
+end late.
 """
 
 import gc
@@ -11,7 +11,7 @@ import pytest
 
 
 class Owner:
-    """In a cycle, as a test's objects may be; what it owns ends when it is collected."""
+    """An object in a cycle, as a test's objects can be; its threads end when it is collected."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.itself, self.end = self, end

@@ -1,6 +1,4 @@
-"""What this machine says about settings before a model is known; nothing is made or changed by
-asking.
-"""
+"""Warnings about settings before a model is known; checking creates and changes nothing."""
 
 import os
 import shutil
@@ -126,7 +124,7 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     file.write_text("- {salt: a, quota: 100%}\n")
     sizes["disk_path"] = tmp_path / "new"
     assert said(**sizes, salt_quota="10%", salt_limits=file) == [], (
-        "it lifts the limit of all for one"
+        "it removes the common limit for one salt"
     )
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
     source = "(kv_connector_extra_config)"
@@ -273,7 +271,7 @@ def test_an_unwritable_directory_does_not_block_the_start(
     refuse_here(config)
     (text,) = warnings(config)
     assert "is not writable" in text
-    assert warnings(config, opens_disk=True) == [], "the open logs it once"
+    assert warnings(config, opens_disk=True) == [], "opening logs it once"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +292,7 @@ def test_a_disk_directory_inside_another_is_reported(
             for text in found
         ] == ([True] if is_told else [])
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, (
-        "it is its own"
+        "it is its own directory"
     )
 
 

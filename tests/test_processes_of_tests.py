@@ -22,7 +22,7 @@ def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: 
         zygote = os.pidfd_open(int(tests.stdout.readline()))
         tests.send_signal(number)
     try:
-        assert select.select([zygote], [], [], 60.0)[0], "it waits for tests that are gone"
+        assert select.select([zygote], [], [], 60.0)[0], "it waits for tests that have ended"
     finally:
         signal.pidfd_send_signal(zygote, signal.SIGKILL)
         os.close(zygote)

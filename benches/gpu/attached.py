@@ -21,11 +21,11 @@ REST_S = 60.0
 
 @contextmanager
 def detached(engine: Any) -> Iterator[None]:
-    """As if ``engine``, vLLM's LLMEngine in this process, had been started without a connector; it
-    is back at the end.
+    """Detaches the connector of ``engine``, vLLM's LLMEngine in this process, and attaches it again
+    at the end.
 
-    Raises RuntimeError while there are requests, before or after: their blocks, or reports of them,
-    are the connector's, or not.
+    Raises RuntimeError if there are requests, before or after, because their blocks and reports
+    involve the connector.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -55,8 +55,8 @@ def detached(engine: Any) -> Iterator[None]:
 
 
 def _bring_to_rest(engine: Any, core: Any) -> None:
-    """Wait until no step is in flight: with async scheduling one is when the last request has its
-    tokens.
+    """Wait until no step is in flight: with async scheduling, one still is when the last request
+    has its tokens.
 
     If the connector is added or removed before, the step's report is lost and its accounting is
     wrong. Raises RuntimeError while there are requests.
@@ -66,11 +66,11 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
         core.batch_queue or core.scheduler.has_requests()
     ):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the engine did not come to rest within {REST_S:.0f} s")
+            raise RuntimeError(f"the engine did not become idle within {REST_S:.0f} s")
         engine.step()
     if engine.has_unfinished_requests():
         raise RuntimeError(
-            "a connector cannot be taken away from requests that run, nor be given to them"
+            "the connector cannot be attached or detached while requests are running"
         )
 
 

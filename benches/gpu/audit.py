@@ -33,8 +33,8 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 
 
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's paged KV, [num_blocks, ...]: where a kernel's blocks are smaller than the
-    scheduler's, a block is several rows.
+    """A layer's paged KV, [num_blocks, ...]; if a kernel's blocks are smaller than the scheduler's,
+    a block is several rows.
     """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
     return [
@@ -43,7 +43,7 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """Tensors of a layer: one, or several for a state; none for a layer without KV."""
+    """Tensors of a layer: one, several for a state, or none for a layer without KV."""
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
@@ -63,12 +63,12 @@ def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
 
 
 class PageAudit:
-    """Goes around ``mover`` from its construction on; ``skip_loads`` makes loads report success and
-    move nothing.
+    """Wraps ``mover`` from its construction on; ``skip_loads`` makes loads report success without
+    moving bytes.
     """
 
     def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
-        """``groups``: the paged KV of each KV cache group; of one that has none here, nothing is
+        """``groups``: the paged KV of each KV cache group; a group without KV on this rank is not
         compared or counted.
         """
         self._mover, self._groups = mover, groups
@@ -91,7 +91,7 @@ class PageAudit:
         self.skip_loads = False
 
     def forget(self) -> None:
-        """Drop the clones; loads without a clone count as unknown."""
+        """Drop the clones; later loads of these chunks count as unknown."""
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
@@ -108,8 +108,8 @@ class PageAudit:
         return counts
 
     def take_loaded(self) -> list[tuple[int, int]]:
-        """(KV cache group, block) of every chunk loaded since the last call, loads that were
-        skipped too.
+        """Return (KV cache group, block) of every chunk loaded since the last call, including
+        skipped loads.
         """
         loaded, self._loaded = self._loaded, []
         return loaded
@@ -165,7 +165,7 @@ class PageAudit:
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
-        """Of all groups, and of one where there are several."""
+        """For all groups, and for each group if there are several."""
         for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 

@@ -28,9 +28,9 @@ from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
-"""A child stops by itself when its time is over; that much later it is killed."""
+"""A child stops by itself when its time is over; after this delay it is killed."""
 LEAST_S = 45.0
-"""With less time than that left, no engine starts."""
+"""With less time left, no engine starts."""
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run one process; errors of it or its daemon are in "error"."""
+    """Run one process; "error" has the errors of it or its daemon."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30
@@ -97,7 +97,7 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Head, and a row for each engine: medians over its runs that ended."""
+    """The header, and a row per engine with medians over its complete runs."""
     rows: list[tuple[str, ...]] = [
         (
             "",
@@ -176,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; 1 where an engine failed, 2 where none can run."""
+    """Run the bench; returns 1 if an engine failed, 2 if none can run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("chats"):
         return 2

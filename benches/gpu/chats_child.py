@@ -53,7 +53,7 @@ class Seen:
 def run_chats(
     engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Makespan and hits of every chat's every turn. Stops at ``deadline_s`` of the clock, with a
+    """Makespan and hits of all turns of all chats. Stops at ``deadline_s`` of the clock, with a
     note in "unfinished".
     """
     chats: dict[str, Chat] = {}
@@ -108,7 +108,7 @@ def _take(seen: Seen, chat: Chat, output: Any, load: Load, now_s: float) -> None
 
 
 def count_preemptions(engine: Any) -> list[int]:
-    """[how many so far], of the scheduler in this process."""
+    """[number so far], counted in the scheduler of this process."""
     scheduler = engine.engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, [0]
 
@@ -160,4 +160,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed
+    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed

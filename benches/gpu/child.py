@@ -1,7 +1,6 @@
-"""Shared by the benches of whole engines, except for their figures: processes of one engine each,
-and the end of a bench.
+"""Code that the benches of whole engines share: one process per engine, and the end of a bench.
 
-It must not import torch or vLLM, so that an engine that cannot start costs only its own row.
+Must not import torch or vLLM, so that an engine that cannot start loses only its own row.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """A child's last whole line ``RESULT {...}``; with an "error" if it failed."""
+    """Return a child's last complete line ``RESULT {...}``, with an "error" if it failed."""
     text = log.read_text(errors="replace")
     found = [
         line[7:]

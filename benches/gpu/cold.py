@@ -1,4 +1,4 @@
-"""Prompts not seen before, one at a time or eight together: their times, and the parts of them.
+"""Times of new prompts, one at a time or eight together, and the parts of these times.
 
 Python's garbage is collected before each, so that only its own is collected during it. Must not
 depend on connectors.
@@ -27,7 +27,7 @@ def forward_parts(engine: Engine) -> ForwardParts:
 def cold_prompt(
     engine: Engine, prompt: list[int], around: ForwardParts
 ) -> tuple[float, Parts | None]:
-    """Its TTFT in seconds, and the parts of it."""
+    """Return its TTFT in seconds and the parts of it."""
     gc.collect()
     around.start()
     seconds = engine.ttft(prompt)[0]
@@ -37,7 +37,7 @@ def cold_prompt(
 def cold_wave(
     engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 ) -> tuple[dict[str, Any], Parts | None]:
-    """As `wave`, with its parts; they are in the row as "parts_ms" too."""
+    """As `wave`, with its parts, which the row contains as "parts_ms", too."""
     gc.collect()
     around.start()
     row = wave(engine, prompts)
@@ -98,6 +98,6 @@ def milliseconds(parts: Parts | None) -> dict[str, float]:
 
 
 def medians(every: Sequence[Parts | None]) -> dict[str, float]:
-    """Of each part, in milliseconds; nothing where there was nothing to take."""
+    """Medians of each part in milliseconds; empty without parts."""
     taken = [parts for parts in every if parts is not None]
     return milliseconds(Parts(*map(statistics.median, zip(*taken, strict=True)))) if taken else {}

@@ -3,7 +3,7 @@ alternating.
 
 Each runs in a separate process (`engine_child`). Decoding is measured with one engine on the GPU at
 a time, and so is everything if not all fit. Must not import vLLM, so that an engine that cannot
-start costs only its own row.
+start loses only its own row.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
     "between_ms": "of that, between forwards",
-    "after_ms": "until the token is there",
-    "collected_ms": "of all of it, Python's garbage collections",
+    "after_ms": "until the token is available",
+    "collected_ms": "Python's garbage collections during all of it",
 }
 
 
@@ -113,7 +113,7 @@ def _run_groups(
 ) -> None:
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
-            # All in the same way, if any of them needs it.
+            # All engines in the same way, if one of them needs it.
             floods = not set(PEERS).isdisjoint(names)
             asked = {
                 "turns": folder,
@@ -218,8 +218,8 @@ def _wait(
     left: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Results in the order of ``children``; a child that ended is removed from the turns by
-    ``left``.
+    """Return results in the order of ``children``; ``left`` removes an ended child from the
+    turns.
     """
     status: dict[str, int | str] = {}
     deadline = time.monotonic() + timeout_s
@@ -259,7 +259,7 @@ def _left(folder: Path, phases: Sequence[str], name: str) -> None:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows (name, then one column per connector) of all measurements."""
+    """Return the rows (name, then one column per connector) of all measurements."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
 
@@ -370,7 +370,7 @@ def parser() -> argparse.ArgumentParser:
         "--rounds",
         type=whole(1, 1000),
         default=4,
-        help="times that known prompts are asked for (default 4)",
+        help="number of requests for known prompts (default 4)",
     )
     engine.add_argument(
         "--trace",
@@ -387,14 +387,14 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--one-by-one",
         action="store_true",
-        help="one engine after the other, which takes less GPU memory",
+        help="run engines one after the other, which takes less GPU memory",
     )
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure engines; 1 where one of them failed, 2 where none can run."""
+    """Run the bench; returns 1 if an engine failed, 2 if none can run."""
     args, screen = parser().parse_args(argv), console()
     shape = options_of(args.model, args.layers)
     if args.model == "llama":

@@ -36,7 +36,7 @@ LINK_BYTES = 256 << 20
 
 @contextmanager
 def turn(turns: Turns) -> Iterator[None]:
-    """This engine's next turn, with nothing of it left on the link at its end."""
+    """This engine's next turn; at its end, no copy of it is left on the link."""
     with turns.mine():
         yield
         time.sleep(LANDED_S)
@@ -44,7 +44,7 @@ def turn(turns: Turns) -> Iterator[None]:
 
 def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
     """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector
-    pins before it starts.
+    pins its memory before it starts.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -144,9 +144,7 @@ def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) 
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """First tokens of prompts that this engine computed, and of those that the server's other
-    engine did.
-    """
+    """First tokens of prompts computed by this engine, and by the server's other engine."""
     name, context = options["name"], options["context"]
     of = {
         who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)]
@@ -246,8 +244,8 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """The first seconds of an engine, while its host memory is being pinned: saves that fail, and
-    how far pinning is.
+    """The first seconds of an engine, while its host memory is being registered: failed saves, and
+    registered bytes.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -284,8 +282,8 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
     num_runs, num_arriving = options.get("rounds", 4), 8
 
     def run(arriving: Sequence[list[int]]) -> list[tuple[float, str]]:
-        """Seconds of each step from the twentieth on: "alone", or "mixed" if an arrived prompt was
-        in it; "before" any came.
+        """Seconds of each step from the twentieth on: "alone", "mixed" if the step had an arrived
+        prompt, or "before" the first one.
         """
         for prompt in running:
             engine.add([*prompt[:-8], *engine.prompt(8)], 400)
@@ -407,4 +405,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed
+    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed

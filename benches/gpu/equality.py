@@ -4,8 +4,8 @@ side by side on one GPU.
 Exact equality requires exact vLLM: its batch-invariant mode (with a fix of the norm that breaks it,
 see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention
 3 picks its kernel by the longest query of a batch, so the same row may round differently. The
-reference has no connector and no prefix cache. The last engines show how far vLLM is from itself
-otherwise. Timings mean nothing here.
+reference has no connector and no prefix cache. The last engines show how much vLLM differs from
+itself without it. Timings are meaningless here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. ``exact``: its tokens must equal the reference's; otherwise differences from its
-    own first run are counted.
+    """One engine. ``exact``: its tokens must equal the reference's; otherwise the differences from
+    its first run are counted.
     """
 
     what: str
@@ -154,15 +154,13 @@ class Row:
     setup: str
     run: str
     equal: int | None
-    """Requests whose tokens equal the reference's, of ``total``; for an engine that is not exact
-    those of `_alike`.
+    """Requests whose tokens equal the reference's, out of ``total``; for an engine that is not
+    exact, see `_alike`.
     """
     total: int
     preemptions: int
     loaded: int
-    """Chunks loaded and compared with the pages that a forward computed; ``differing`` of them were
-    not the same.
-    """
+    """Chunks loaded and compared with the computed pages; ``differing`` of them were different."""
     differing: int
     resaved: str
     problem: str
@@ -184,7 +182,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Runs of an engine without a connector whose batches are the same: prompts one at a time."""
+    """Runs with equal batches on an engine without a connector: prompts one at a time."""
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
@@ -201,11 +199,11 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     if run.endswith("skipped_load"):
         most = (
             len(tokens) - 1 if "cached" in found else len(tokens) // 2
-        )  # of the prompts in `kept` some find nothing
+        )  # some prompts of `kept` find nothing
         if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
-            problems.append("the audit saw nothing")
+            problems.append("the audit compared nothing")
     else:
         if SETUPS[name].exact and equal != len(tokens):
             problems.append("tokens differ")
@@ -242,8 +240,8 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
 def _kept_problems(
     found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
 ) -> Iterator[str]:
-    """Compare prompts from host memory with the same from vLLM's own cache; ``found`` has the
-    tokens that each found.
+    """Compare prompts loaded from host memory with hits of vLLM's own cache; ``found`` has the
+    tokens found by each.
     """
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
@@ -361,9 +359,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be
-    compared.
-    """
+    """Compare tokens and pages; returns 1 if any is wrong, 2 if nothing can be compared."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2

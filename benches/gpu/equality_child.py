@@ -27,8 +27,8 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual.
 
-    It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a
-    step has 256 tokens: the row of a decoding request then rounds differently with a prefill (vLLM
+    It calls a CUDA kernel whose block size, and therefore order of summation, depends on whether a
+    step has 256 tokens: with a prefill, the row of a decoding request rounds differently (vLLM
     0.26.0).
     """
     from vllm.model_executor.layers import layernorm
@@ -91,7 +91,7 @@ class Subject:
         return prompt_of(rng, max(2, int(num_tokens * self.scale)))
 
     def empty_hbm(self) -> None:
-        """Nothing in HBM can be hit, and every page of it is wrong."""
+        """No block in HBM can be hit, and all its pages are wrong."""
         for _ in range(50):
             self.engine.settle()
             if not self.has_prefix_cache or self.engine.llm.reset_prefix_cache():
@@ -212,7 +212,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """One at a time, with lengths around the ends of blocks; loaded blocks are compared with those
+    """Prompts one at a time, with lengths around block ends; loaded blocks are compared with those
     of vLLM's own cache.
     """
     size, longest = subject.block_tokens, subject.longest
@@ -309,4 +309,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed
+    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed

@@ -2,9 +2,9 @@
 neither kvloft's keys nor its plans.
 
 vLLM names each cached block by a hash of its prefix and the number of its KV cache group. Pages are
-cloned by that name while they have a forward pass's bytes, and compared after other bytes were
-loaded under the same name: a window or a state of the wrong boundary, group or prompt differs, even
-if it was copied correctly. Clones stay on the device: only for checks.
+cloned by that name while they have computed bytes, and compared after a load under the same name: a
+window or state of the wrong boundary, group or prompt differs, even if it was copied correctly.
+Clones stay on the device: only for checks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class KeptBlocks:
         return len(self._clones)
 
     def compare(self, loaded: Sequence[tuple[int, int]]) -> Counter[str]:
-        """Of ``loaded`` (group, block), by group: "same_0", "differing_0", ..., and "unnamed" where
-        vLLM gives no noted name.
+        """Of ``loaded`` (group, block), by group: "same_0", "differing_0", ..., and "unnamed" if
+        vLLM gives no recorded name.
         """
         counts: Counter[str] = Counter()
         for group, block in loaded:

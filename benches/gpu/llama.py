@@ -23,8 +23,8 @@ from benches.gpu.shapes import DRAFT, config_of
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
 FLOOD_PROMPTS = 3
-"""Number of flood prompts; each fills an equal share of paged KV, at most: while a connector still
-holds the blocks of one, there is room for the next.
+"""Number of flood prompts. Each fills at most an equal share of paged KV, so that there is room for
+the next while a connector still holds blocks.
 """
 SLOW_DECAY = -6.0
 """Logarithm of a gated delta net's decay: its state covers some hundred tokens."""
@@ -63,13 +63,13 @@ def sharpen(model: Any) -> int:
         if "lm_head" in name:
             parameter.data *= 4.0
     for module in model.modules():
-        if hasattr(module, "W_UK_T"):  # made from weights when they were loaded
+        if hasattr(module, "W_UK_T"):  # computed from weights at loading
             module.process_weights_after_loading(parameters[0][1].dtype)
     return count
 
 
 class Engine:
-    """vLLM in this process, and the few things the phases do with it."""
+    """vLLM in this process, with the operations that the phases need."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
@@ -130,7 +130,7 @@ class Engine:
         self.block_tokens = 16
         self._random = random.Random(
             8 if name in SERVED[1:] else 7
-        )  # one engine's computed prompts are not new for the other
+        )  # prompts computed by one engine are not new for the other
         self._next = 0
         self._floods = options.get("floods", False)
         self.bytes_a_token = (
@@ -181,7 +181,7 @@ class Engine:
         return name
 
     def settle(self) -> None:
-        """Let saves land: small requests keep the engine stepping."""
+        """Let saves finish: small requests keep the engine stepping."""
         for _ in range(4):
             self.ttft(self.prompt(40))
             time.sleep(0.1)
@@ -199,8 +199,8 @@ class Engine:
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
 
     def _flood(self) -> None:
-        """New prompts in every block: some connectors keep a few blocks until the next request, and
-        vLLM then resets nothing.
+        """Fill every block with new prompts: some connectors keep a few blocks until the next
+        request, and then vLLM resets nothing.
         """
         config = self.engine.vllm_config
         blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
@@ -231,10 +231,10 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def apply_model(llm: Any, function: Any) -> list[Any]:
-    """As ``llm.apply_model`` of an engine in this process, unseen by kvloft, which would cache
-    nothing after it.
+    """As ``llm.apply_model``, for an engine in this process and unnoticed by kvloft, which would
+    stop caching.
 
-    All engines that share anything here have the same done to them before their first request.
+    All engines that share a cache get the same change before their first request.
     """
     found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(
         "apply_model", args=(function,)
@@ -268,7 +268,7 @@ def worker_totals() -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    core = getattr(worker, "core", None)  # PegaFlow has a `_worker` too, of another kind
+    core = getattr(worker, "core", None)  # PegaFlow also has a `_worker`, of another kind
     if core is None:
         return {}
     if core not in _TOTALS:

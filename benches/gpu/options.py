@@ -1,6 +1,4 @@
-"""Arguments and tables that the benches of whole engines share. It must not import torch or
-vLLM.
-"""
+"""Arguments and tables that the benches of whole engines share. Must not import torch or vLLM."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -10,19 +8,19 @@ from rich.table import Table
 from benches.gpu.shapes import SHAPES
 from kvloft.bench.command import add_json, whole
 
-STATUS = "Exit status: 0 all right, 1 something failed or was not equal, 2 it cannot run here."
+STATUS = "Exit status: 0 success, 1 a failure or difference, 2 it cannot run here."
 
 
 def some_of(*allowed: str) -> Callable[[str], list[str]]:
-    """An argparse type: some of ``allowed``, separated by commas, none twice."""
+    """An argparse type: names in ``allowed``, separated by commas, without repetition."""
 
     def parse(text: str) -> list[str]:
         given = text.split(",")
         for name in given:
             if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(allowed)}")
         if len(set(given)) < len(given):
-            raise argparse.ArgumentTypeError(f"{text!r} has one name twice")
+            raise argparse.ArgumentTypeError(f"{text!r} contains a name twice")
         return given
 
     return parse

@@ -18,9 +18,7 @@ class Parts(NamedTuple):
     """The parts of one request, or several together, in seconds."""
 
     before_s: float
-    """From `ForwardParts.start` until the first forward was launched on a GPU that had nothing to
-    do.
-    """
+    """From `ForwardParts.start` until the launch of the first forward pass on an idle GPU."""
     gpu_s: float
     """From there to the end of the last forward."""
     between_s: float
@@ -35,7 +33,7 @@ MAX_FORWARDS = 256
 
 
 class ForwardParts:
-    """Goes around the forwards of ``model`` from its construction until `close`."""
+    """Wraps the forward passes of ``model`` from its construction until `close`."""
 
     def __init__(self, model: Any, stream: Any) -> None:
         """``stream()`` is the `driver.Stream` that forwards are launched on."""
@@ -59,7 +57,7 @@ class ForwardParts:
 
     def take(self, seconds: float) -> Parts | None:
         """Return the parts of a request that was sent at `start` and took ``seconds``; None without
-        a forward pass (a replay has none) or with too many.
+        a forward pass (as in a replay) or with too many.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

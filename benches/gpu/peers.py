@@ -1,7 +1,7 @@
 """Other external caches to compare kvloft with: their connector settings, environment, and servers:
 theirs and kvloft's.
 
-It must not import vLLM or a peer: one that cannot start costs only its own row.
+Must not import vLLM or a peer, so that one that cannot start loses only its own row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
-"""Where another kvloft lies, such as the commit before: the folder that PYTHONPATH would name."""
+"""Folder of another kvloft, such as the previous commit, as PYTHONPATH would name it."""
 SERVED = ("served", "served2")
 """Engines with one `kvloft serve` as their cache."""
 
@@ -70,8 +70,8 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 def daemons(
     names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]
 ) -> Iterator[dict[str, str]]:
-    """PegaFlow's and LMCache's servers while it lasts, started together: {name: why} of those that
-    did not get ready.
+    """Runs PegaFlow's and LMCache's servers; yields {name: reason} for each that did not become
+    ready.
 
     ``log_of``: where the output of a server goes.
     """
@@ -144,7 +144,7 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its multi-process server, which allocates all its memory at start, like ours."""
+    """Its multi-process server, which allocates all its memory at start, like kvloft's."""
     command = [
         sys.executable,
         "-m",
@@ -177,7 +177,7 @@ SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {
 @contextmanager
 def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
     """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it
-    does not get ready.
+    does not become ready.
     """
     if not set(SERVED) & set(names):
         yield None
@@ -235,7 +235,9 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the peer's package can be imported, or the other kvloft exists; others need none."""
+    """Return True if the peer's package can be imported or the other kvloft exists; other
+    connectors need nothing.
+    """
     if name == "before":
         return BEFORE in os.environ
     return name not in CONNECTORS or find_spec(PACKAGES[name]) is not None

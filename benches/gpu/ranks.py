@@ -1,5 +1,5 @@
-"""`python -m benches.gpu.ranks`: does an engine of several ranks, tensor or pipeline parallel,
-answer equally from host memory?
+"""`python -m benches.gpu.ranks`: checks that an engine of several ranks, tensor or pipeline
+parallel, gives the same answers from host memory.
 
 vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares its loads with the
 bytes that its forward passes wrote. Must not import vLLM.
@@ -43,7 +43,7 @@ def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, An
 
 
 def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Why the check fails; nothing if it does not."""
+    """Yield the reasons why the check fails."""
     if "error" in result:
         yield str(result["error"])
         return
@@ -59,7 +59,7 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :])
         if not found
     ]:
-        yield f"of the crowd's new prompts nothing was found when they came again: {missing}"
+        yield f"no token of the crowd's new prompts was found when they were repeated: {missing}"
     for name in ("crowd", "crowd_warm"):
         if any(
             ours < before
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check; 1 where anything was not as it must be, 2 where it cannot run."""
+    """Run the check; returns 1 if anything is wrong, 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("ranks"):
         return 2

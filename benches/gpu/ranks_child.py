@@ -2,8 +2,8 @@
 loads.
 
 Prompts one at a time: cold, from HBM, and, after paged KV was overwritten in each rank, from host
-memory. Then these and new ones together, so that several steps are in flight in the stages: twice,
-the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
+memory. Then these and new prompts together, so that several steps are in flight in the stages;
+twice, the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 NUM_NEW = 4
-"""Of the crowd, as many prompts that are not known, of the first lengths."""
+"""New prompts for the crowd, as many, with the first lengths."""
 NUM_TOKENS = 24
 Answer = tuple[tuple[int, ...], int]
-"""Its tokens, and how many of the prompt's were cached."""
+"""Return its tokens and the number of cached prompt tokens."""
 
 
 def main(options: dict[str, Any]) -> None:
@@ -77,4 +77,4 @@ def main(options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed
+    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed

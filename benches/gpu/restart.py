@@ -1,8 +1,8 @@
-"""`python -m benches.gpu.restart`: an engine is killed and started again; its cache is a `kvloft
-serve`, which stays, or a disk directory.
+"""`python -m benches.gpu.restart`: kills an engine and starts it again, while its cache stays in
+`kvloft serve` or in a disk directory.
 
-Prints how long the next engine takes to the first token of a prompt that the first one computed. It
-must not import vLLM.
+Prints how long the next engine takes to the first token of a prompt that the first one computed.
+Must not import vLLM.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; 1 where the next engine did not find the prompt or answers otherwise, 2 where none
-    can run.
+    """Run the bench; returns 1 if the next engine does not find the prompt or gives another answer,
+    2 if none can run.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

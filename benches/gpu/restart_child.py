@@ -1,7 +1,7 @@
 """One life of an engine with a server's cache: `python -m benches.gpu.restart_child JSON`.
 
-Runs the same prompt as every life, then again from HBM, and once its saves are complete again from
-the cache; prints `RESULT {...}` and waits to be killed.
+Runs the same prompt in every process, again from HBM, and, once its saves are complete, from the
+cache; prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations

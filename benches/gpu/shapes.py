@@ -1,7 +1,6 @@
-"""Architectures that the engine benches serve, in the widths that published models have; the
-weights are random ones.
+"""Architectures of the engine benches, with the widths of published models and random weights.
 
-It must not import torch or vLLM.
+Must not import torch or vLLM.
 """
 
 from __future__ import annotations
@@ -108,9 +107,7 @@ def gemma4(num_layers: int) -> dict[str, Any]:
 
 
 def tiny_gdn(num_layers: int) -> dict[str, Any]:
-    """Qwen 3.5 made small: blocks of about a hundred tokens, and an engine that starts in
-    seconds.
-    """
+    """A small Qwen 3.5: blocks of about a hundred tokens, and an engine that starts in seconds."""
     small = {
         "hidden_size": 512,
         "intermediate_size": 1024,
@@ -126,7 +123,7 @@ def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
 
 
 def tiny_mla(num_layers: int) -> dict[str, Any]:
-    """DeepSeek V3 made small: one latent of 576 numbers a token and layer, and few experts."""
+    """A small DeepSeek V3: one latent of 576 numbers per token and layer, and few experts."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",

@@ -14,7 +14,7 @@ from kvloft.transfer.cuda import driver
 
 
 class LoadTrace:
-    """Goes around ``mover`` from its construction on. Times are seconds since `start`."""
+    """Wraps ``mover`` from its construction on. Times are seconds since `start`."""
 
     def __init__(self, mover: Any) -> None:
         self._lane, self._mover = mover.loads, mover

@@ -1,6 +1,6 @@
-"""Turns of engines that share a GPU: each measures one thing while the others are idle, so that
-changes in the course of a run (a warming GPU, other load on the host) affect all alike. Must not
-depend on the measurements.
+"""Turns of engines that share a GPU: each measures once while the others are idle, so that changes
+during a run (a warming GPU, other load on the host) affect all equally. Must not depend on the
+measurements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POLL_S = 0.002
 
 class Turns:
     """Processes that take turns in the order of ``names``, through files in ``folder``; turns do
-    not wait for one that left.
+    not wait for a process that left.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Turns:
         (folder / f"ready-{name}").touch()
         self._wait(
             lambda: all((folder / f"ready-{other}").exists() for other in self._present()),
-            "another engine never got ready",
+            "another engine never became ready",
         )
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Waits for this process's next turn, and passes it on at the end, also where the turn
+        """Waits for this process's next turn and passes it on at the end, even if the turn
         failed.
         """
         self._wait(self._is_mine, "another engine kept its turn")
@@ -50,8 +50,8 @@ class Turns:
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
-        """Whether no other present process had fewer turns, or as many and is named earlier: true
-        for one process at a time.
+        """Return True if no other process had fewer turns, or as many and an earlier name: true for
+        one process at a time.
         """
         order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
         mine = self._names[self._mine]
@@ -61,7 +61,7 @@ class Turns:
         return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
 
     def _num_done(self, name: str) -> int:
-        """Turns taken so far: one byte each."""
+        """Number of turns so far: one byte each."""
         path = self._folder / f"done-{name}"
         return path.stat().st_size if path.exists() else 0
 

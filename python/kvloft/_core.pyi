@@ -1,5 +1,5 @@
-"""Types of the Rust extension. Conversions only: behavior is documented in rust/core. Errors are
-those of `kvloft.errors`.
+"""Types of the Rust extension. Conversions only: behavior is documented in rust/core. Raises the
+exceptions of `kvloft.errors`.
 
 Sizes are bytes, counts are tokens or blocks as named. Every key is 32 bytes.
 """
@@ -25,8 +25,8 @@ def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str 
     """The 32-byte key of the empty prefix. ``adapter`` is (name, path-or-id) of a LoRA."""
 
 def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
-    """(key, value[0]) of those whose value is neither None nor empty, in their order;
-    ``ConfigError`` for lists of two lengths.
+    """Return (key, value[0]) for each value that is neither None nor empty, in order; ConfigError
+    if the lists differ in length.
     """
 
 @final
@@ -34,8 +34,8 @@ class KeyChain:
     """Keys of one request's prefix, one per block, extended as tokens arrive.
 
     Content is appended position by position; a block's key is computed when its last position
-    arrives. A chunk's key is the key of its last block. With a ``lookahead`` of n (at most a block)
-    each key stands for the n positions behind its block, too.
+    arrives. A chunk's key is the key of its last block. With a ``lookahead`` of n (at most a
+    block), each key also covers the n positions after its block.
     """
 
     def __new__(cls, root: bytes, *, block_tokens: int, lookahead: int = 0) -> KeyChain: ...
@@ -44,10 +44,12 @@ class KeyChain:
         """Positions appended so far."""
     @property
     def num_blocks(self) -> int:
-        """Full blocks so far, each with a key: all positions that it stands for were appended."""
+        """Number of full blocks so far, each with a key: all positions that it covers were
+        appended.
+        """
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
-        """Declare a multimodal item on positions [start, start + num_tokens), before they are
-        appended (again: no effect).
+        """Declare a multimodal item on positions [start, start + num_tokens) before they are
+        appended; a repetition has no effect.
         """
     def append_tokens(
         self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /
@@ -60,8 +62,9 @@ class KeyChain:
         bytes.
         """
     def key(self, block: int, group: int | None = None) -> bytes:
-        """Of the prefix that ends with full block ``block``, or of what KV cache group number
-        ``group`` keeps of it. ConfigError if there is no such block."""
+        """Return the key of the prefix that ends with full block ``block``, or of the chunk that KV
+        cache group ``group`` keeps of it. ConfigError if there is no such block.
+        """
 
 @final
 class Arena:
@@ -78,7 +81,7 @@ class Arena:
     def size_bytes(self) -> int: ...
     @property
     def id(self) -> int:
-        """Which memory it is: paths are used again, this is not while the memory is there."""
+        """Identifies the memory: paths are reused, this number is not while the memory exists."""
     def seal(self, part: dict[str, Any]) -> int:
         """Tag the payload of ``part`` and write the trailer at the part's end; returns the tag.
 
@@ -87,8 +90,8 @@ class Arena:
         ConfigError for a place outside the arena.
         """
     def check(self, part: dict[str, Any]) -> str | None:
-        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
-        ``part`` as in `seal`.
+        """Return None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape',
+        'tag'. ``part`` as in `seal`.
         """
 
 def prefer_numa_node(address: int, num_bytes: int, node: int) -> bool:
@@ -103,8 +106,8 @@ class ChunkBatch:
     """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled
     as its columns.
 
-    A long prompt has thousands, and a forward or the first byte of a load waits for them: to read
-    all of them, take the columns.
+    A long prompt has thousands, and a forward pass or the first byte of a load waits for them: to
+    read all of them, use the columns.
     """
 
     def __new__(
@@ -113,26 +116,24 @@ class ChunkBatch:
         """Out of `columns`. Raises ConfigError where they do not fit together."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """All chunks of ``batches`` as those of one group. They have as many blocks a chunk, and
-        all tickets or none.
+        """Join all chunks of ``batches`` as chunks of one group. They must have the same number of
+        blocks per chunk, and all tickets or none.
         """
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """A batch for each KV cache group."""
     def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
         """A batch for each KV cache group and size class of frames."""
     def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
-        """Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets
-        (u64, or none), little endian.
+        """Return, in little endian, (number, frames (u32), keys (32 bytes), blocks (i32)) per
+        group, and the tickets (u64, or none).
 
-        A group's chunks have the same number of blocks; -1 stands for one that is not copied.
+        A group's chunks have the same number of blocks; -1 marks a block that is not copied.
         """
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
         """Blocks that are copied, of all chunks."""
     def by_frame(self) -> ChunkBatch:
-        """In the order of frames, so that neighbours, in whichever order a store gave them out, are
-        one copy.
-        """
+        """Sort chunks by frame, so that neighbors in the arena become one copy."""
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ConfigError if a copy would reach outside the arena, its frame or the paged KV."""
     def __len__(self) -> int: ...
@@ -144,15 +145,15 @@ class ChunkBatch:
 
 @final
 class ReadLease:
-    """Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it
+    """Pins the host part of prefixes; chunks after it are being read from disk. Dropping it
     unpins.
     """
 
     def poll(self) -> tuple[int, int]:
         """Return (units ready to load, units still being read from disk). Never blocks on I/O.
 
-        With several KV cache groups, or one that keeps a part of a prefix, a hit is whole or
-        nothing: (0, 0) if a chunk will not come.
+        With several KV cache groups, or one that keeps a part of a prefix, a hit is all or nothing:
+        (0, 0) if a chunk cannot be read.
         """
     def batch(
         self, tables: Sequence[Sequence[int]], begin: int, end: int
@@ -160,14 +161,16 @@ class ReadLease:
         """Pair the chunks of units [begin, end) with blocks of ``tables``, one per KV cache group.
 
         Returns the chunks, and units by tier ('host' or 'disk': where a chunk was when the lease
-        was taken). Nothing unless all is there; with one group of full attention, as much as is
-        there.
+        was taken). Returns nothing unless all chunks are ready; with a single full-attention group,
+        the ready ones.
         """
     def release(self) -> None: ...
 
 @final
 class Session:
-    """A store (host arena, optional disk tier, index), and what one engine has in flight in it."""
+    """A store (host arena, optional disk tier, index) with one engine's loads and saves in
+    flight.
+    """
 
     def __new__(
         cls,
@@ -184,16 +187,17 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """``frame_bytes``: the size of frames, or one for each size class, or pairs with the bytes
-        that a chunk of the class takes uncompressed.
+        """``frame_bytes``: the frame size, or one per size class, or pairs that add the bytes that a
+        chunk of the class takes uncompressed.
 
-        ``groups``: of each KV cache group its number in the keys (None: the prefix's own keys),
-        kind, tokens per block, blocks per unit, how many of those are kept, reach in tokens, size
-        class, and that of frames for compressed chunks (see `kvloft.seam.shape`). None: one group
-        of full attention with one block per unit.
+        ``groups``: for each KV cache group, its number in the keys (None: the keys of the prefix),
+        kind, tokens per block, blocks per unit, blocks kept of a unit, reach in tokens, size class,
+        and size class of compressed chunks (see `kvloft.seam.shape`). None: one group of full
+        attention with one block per unit.
 
-        ``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`.
-        Salts are hashed at once."""
+        ``limits``: for each salt, for requests without a salt, and for single salts; see
+        `kvloft.limits`. Salts are hashed at once.
+        """
     @staticmethod
     def connect(
         socket: str,
@@ -205,11 +209,12 @@ class Session:
         groups: Sequence[tuple[int | None, str, int, int, int, int, int, int | None]] | None = None,
         description: str = "",
     ) -> Session:
-        """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at
-        most, and is a miss then.
+        """The store of the server that listens at ``socket``. Each call waits at most
+        ``timeout_s``; then it is a miss.
 
-        While no server answers, or it refuses this engine, everything is a miss, and it is tried
-        again in the background. Raises ConfigError for a socket of another user's process.
+        While no server answers, or the server refuses this engine, everything is a miss, and the
+        connection is retried in the background. Raises ConfigError for a socket of another user's
+        process.
         """
     @property
     def arena_path(self) -> str:
@@ -222,27 +227,27 @@ class Session:
     @property
     def lifeline(self) -> tuple[str, int] | None:
         """Path and inode of a pipe that each worker opens for writing before it maps the arena, and
-        holds as long.
+        keeps open as long.
 
         A server keeps an engine's frames reserved until every process has closed it. None for an
-        engine's own store, or while there is none.
+        embedded store, or while there is no store.
         """
     @property
     def frame_sizes(self) -> list[int]:
         """Bytes of frames, by size class."""
     @property
     def arena_sizes(self) -> tuple[int, int]:
-        """Bytes of the arena, and of its slabs; 0 while there is no store."""
+        """Bytes of the arena and of its slabs; 0 while there is no store."""
     @property
     def is_save_late(self) -> bool:
-        """Whether the last reservation got no answer of the server in time: what it dropped can be
-        tried again at once.
+        """True if the server did not answer the last reservation in time: dropped chunks can be
+        retried at once.
         """
     def renew(self) -> bool:
-        """Use the store that took the place of one that is gone: whether there is one. Nothing of
-        the old one is there then.
+        """Switch to a new store if the old one is gone; returns True if there is a new one. The new
+        store has no chunks of the old one.
 
-        Only here does the arena change, so that no plan has frames of two.
+        The arena changes only here, so that no plan has frames of two arenas.
         """
     @property
     def num_in_flight(self) -> int:
@@ -251,62 +256,64 @@ class Session:
         """Return the leading units that every full-attention group has, in host memory and in any
         tier. No side effect.
 
-        No hit is deeper. Without such a group, these are all that have keys.
+        No hit is deeper. Without such a group, these are all units with keys.
         """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
-        """Return the deepest hits of at most that many units, which `lookup` found, in host memory
-        and in any tier: boundaries at which every group has the chunks that it needs. No side
-        effect."""
+        """Return the deepest hits of at most the number of units that `lookup` found, in host
+        memory and in any tier: boundaries at which every group has the chunks that it needs. No
+        side effect.
+        """
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
-        """Pin the chunks that a prefix of ``num_units`` needs, and start reading those that are on
-        disk into host memory.
+        """Pin the chunks that a prefix of ``num_units`` needs, and start reading chunks from disk
+        into host memory.
         """
     def reserve(
         self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Sequence[Sequence[int]]]]
     ) -> tuple[list[ChunkBatch | None], list[int]]:
         """Reserve frames for rows of (chain, token_ids, num_tokens, start, stop, tables): the
         chunks of units [start, stop) in every group but Mamba ones; all or nothing. Returns each
-        row's chunks (None: none), and how many units got no frame.
+        row's chunks (None if there are none) and the number of units without a frame.
 
-        Each chain is first extended by what it lacks of ``token_ids[:num_tokens]``. Chunks that are
-        stored or being saved are skipped, and chunks with a null block. A full-attention group
-        stops at the first chunk without a frame or a parent. The reservations are in flight until
-        they are settled or aborted. Raises ConfigError if a chain has fewer units than its row.
+        Each chain is first extended to ``token_ids[:num_tokens]``. Chunks that are stored or being
+        saved are skipped, and chunks with a null block. A full-attention group stops at the first
+        chunk without a frame or a parent. The reservations are in flight until they are settled or
+        aborted. Raises ConfigError if a chain has fewer units than its row.
         """
     def reserve_states(
         self, rows: Sequence[tuple[KeyChain, int, int, int]]
     ) -> list[ChunkBatch | None]:
         """Reserve a frame for each (chain, group, unit, block): the group's state at the end of the
-        unit, which the block will hold. All or nothing on an error. None stands for no chunk.
+        unit, which the block will hold. All or nothing on an error. None means no chunk.
 
-        If the prefix continues, it and the state are kept longer.
+        If the prefix was reused, it and the state are kept longer.
         """
     def settle(
         self, saved: Sequence[int], failed: Sequence[int] = ..., misfits: Sequence[int] = ...
     ) -> tuple[int, int]:
-        """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank
-        failed it (and its parent is there), or its frame is given back. Returns (chunks that became
-        visible, chunks that some rank failed).
+        """Process one rank's report. With the last rank's report, a chunk becomes visible if it
+        failed on no rank and its parent is visible; otherwise its frame is released. Returns
+        (chunks that became visible, chunks that some rank failed).
 
-        ``misfits``: those of ``failed`` that did not fit a frame for compressed chunks. They get a
-        larger frame the next time.
+        ``misfits``: tickets in ``failed`` whose chunk did not fit a frame for compressed chunks.
+        They get a larger frame the next time.
         """
     def abort(self, tickets: Sequence[int] | None = None) -> None:
-        """Give reserved frames back that no rank will report; None: all of them."""
+        """Release reserved frames that no rank will report; None for all."""
     def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:
-        """Those of ``blocks`` that a save in flight may still read; None: every such block."""
+        """Return the ``blocks`` that a save in flight may still read; None for every such block."""
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Forget chunks (and what hangs on them) in every tier: failed verification. Pinned ones
-        vanish from lookup at once and are freed with their last pin. Returns how many were
-        dropped."""
+        """Remove chunks that failed verification, and their descendants, from every tier. Lookups
+        no longer find pinned chunks; their frames are freed with the last pin. Returns the number
+        of removed chunks.
+        """
     def clear(self) -> None:
-        """Remove all chunks from every tier, also saves in flight; pinned or reserved frames are
+        """Remove all chunks and saves in flight from every tier; pinned or reserved frames are
         freed when their owner ends.
         """
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
     def limit_memory(self, limit_bytes: int) -> None:
-        """Saves take frames in the first ``limit_bytes`` of the arena only from now on: workers
+        """From now on, saves use only frames in the first ``limit_bytes`` of the arena: workers
         cannot copy to the others yet.
         """
     def take_events(self) -> list[str]:
@@ -316,33 +323,32 @@ class Session:
         `changes`.
         """
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
-        """([(key, where it is now)], lost): the chunks ``asked`` for, then up to ``limit`` that
-        came or went, oldest first.
+        """Return ([(key, tiers)], lost): the chunks in ``asked``, then up to ``limit`` changed
+        chunks, oldest first.
 
-        Where: 1 in host + 2 on disk + 4 coming to host; a save or read without a result is
-        reported, too, unless the chunk is on disk. ``lost``: keys were dropped before, so whatever
-        is not among the rows may have changed. A server that does not answer says nothing; after a
-        second, or when it is gone, nothing is anywhere, and ``lost`` is said once: then, and with
-        its next answer.
+        Tiers: 1 host + 2 disk + 4 being filled in host memory; a failed save or read is reported,
+        too, unless the chunk is on disk. ``lost``: keys were dropped, so any chunk that is not in
+        the rows may have changed. Without an answer of the server there are no rows. After a
+        second, or if the server is gone, all chunks count as removed, and ``lost`` is set then and
+        with the next answer.
         """
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every visible host chunk that will go to disk is there; False at the
+        """Wait until every visible chunk in host memory is on disk or dropped; False at the
         deadline.
         """
     def close(self, timeout_s: float = 30.0) -> None: ...
 
 @final
 class Server:
-    """A store that engines of this user share; it listens at ``socket`` from its making on, and
-    only they are let in.
+    """A store that engines of this user share; it listens at ``socket`` and accepts no other user.
 
-    Memory is taken for the first engine, and the disk directory at once, or later if it is not
-    available: see ``disk_trouble``. Each namespace has chunks, slabs of the memory and a folder of
-    its own on disk; those with engines share the memory equally, but for ``shares``: percent by how
-    a namespace's name in hex begins. ``numa``: the NUMA node of each shard's part of a chunk, or
-    one for all. ``settings``: text for operators, returned by `server_status`. Raises BusyError
-    where another server has the socket, ConfigError where its directory is not private, the shares
-    are wrong or ``disk_path`` can never be used.
+    Memory is allocated for the first engine. The disk directory is opened at once, or later if it
+    is unavailable: see ``disk_trouble``. Each namespace has its own chunks, slabs and folder on
+    disk. Namespaces with engines share the memory equally, except for ``shares``: percent by prefix
+    of the namespace's name in hex. ``numa``: the NUMA node of each shard of a chunk, or one node
+    for all. ``settings``: text for operators, returned by `server_status`. Raises BusyError if
+    another server has the socket, and ConfigError if its directory is not private, the shares are
+    wrong or ``disk_path`` can never be used.
     """
 
     def __new__(
@@ -363,14 +369,14 @@ class Server:
     def status(self) -> dict[str, Any]:
         """As `server_status`."""
     def disk_trouble(self) -> str | None:
-        """Why the disk directory is not this server's for now, such as another owner; None where it
-        is, or there is none.
+        """Return why the server cannot use its disk directory now, such as another owner; None if
+        it can, or has none.
         """
     def take_events(self) -> list[str]:
         """Return new log lines."""
     def close(self, timeout_s: float = 30.0) -> None:
-        """End every connection, write to disk what should be there until the timeout, give the disk
-        directory up.
+        """Close every connection, write remaining chunks to disk until the timeout, and release the
+        disk directory.
         """
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -387,12 +393,12 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """
 
 def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
-    """Have the server at ``socket`` forget a namespace in every tier, for all its engines; returns
-    how many chunks.
+    """Clear a namespace of the server at ``socket`` in every tier, for all its engines; returns the
+    number of chunks.
 
-    It is the one whose name in hex begins with ``namespace``, open or on disk only; that may be
-    empty where there is one. Raises as `server_status`, and ConfigError, with the names that there
-    are, if not exactly one begins so, or if the disk does not say.
+    ``namespace`` is a prefix of its name in hex; it can be empty if there is only one. The
+    namespace can be open or on disk only. Raises as `server_status`, and ConfigError, with the
+    existing names, if not exactly one matches or the disk does not answer.
     """
 
 def server_evict(
@@ -406,11 +412,11 @@ def server_evict(
     """Evict the chunks of this cache salt, or all chunks, from the server at ``socket``: from every
     tier, or in host memory only.
 
-    In the namespaces whose names in hex begin with ``namespace``; those that are on disk without an
-    engine are among them, where a salt is given. Returns how many namespaces were looked at,
-    chunks, host_bytes and disk_bytes that went, chunks in_use, and whether that is complete: if
-    not, something may be found yet, or after a restart. The salt itself does not reach the server.
-    Raises as `server_status`, and ConfigError if no namespace is meant.
+    Applies to the namespaces whose names in hex begin with ``namespace``; with a salt, also to
+    those on disk without an engine. Returns the number of namespaces, the removed chunks,
+    host_bytes and disk_bytes, the chunks in_use, and whether the removal is complete: if not, some
+    chunks may still be found, also after a restart. The salt itself does not reach the server.
+    Raises as `server_status`, and ConfigError if no namespace matches.
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
@@ -435,10 +441,10 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, frame_bytes,
-        key in hex, problem, is_other_format}; slot, frame_bytes and key are None where the damage
-        is of none). A slot is numbered among those of its size. A namespace of another format is
-        not damaged: it was not checked.
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, frame_bytes, key
+        in hex, problem, is_other_format}; slot, frame_bytes and key are None if the damage concerns
+        none). Slots of each size are numbered separately. A namespace of another format is not
+        damaged: it was not checked.
 
         The first call also returns what opening found (superblocks, records), so call it at least
         once.

@@ -62,7 +62,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked_of(log: Path) -> dict[str, Any]:
-    """The options that the child of `CHILD` was given."""
+    """The options passed to the child of `CHILD`."""
     asked: dict[str, Any] = json.loads(log.read_text().split("ASKED ")[1].splitlines()[0])
     return asked
 
@@ -119,7 +119,7 @@ def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(
         found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
     )
     assert asked_of(tmp_path / "logs/engine_lmcache-server.log")["floods"], (
-        "a peer keeps blocks: prompts are to empty the cache"
+        "a peer keeps blocks, so prompts empty the cache"
     )
 
 
@@ -183,7 +183,7 @@ def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         engine.main(["--phases", "zzz"])
     said = capsys.readouterr().err.replace("'", "").splitlines()[-1]
-    assert said.split("is none of ")[1].split(", ") == list(PHASES)
+    assert said.split("is not one of ")[1].split(", ") == list(PHASES)
 
 
 def test_missing_measurements_are_reported(
@@ -213,14 +213,14 @@ def test_engines_share_a_gpu_only_if_all_fit() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("engine --connectors foo", "'foo' is none of none, native, kvloft"),
-        ("engine --connectors kvloft,kvloft", "one name twice"),
-        ("engine --phases cold,foo", "'foo' is none of"),
+        ("engine --connectors foo", "'foo' is not one of none, native, kvloft"),
+        ("engine --connectors kvloft,kvloft", "a name twice"),
+        ("engine --phases cold,foo", "'foo' is not one of"),
         ("engine --context 0", "not an integer"),
         ("engine --blocks x", "not an integer"),
         ("engine --kv-heads 7", "invalid choice"),
         ("engine --json /nowhere/x.json", "cannot be written"),
-        ("equality --phases zzz", "'zzz' is none of"),
+        ("equality --phases zzz", "'zzz' is not one of"),
         ("copy --mib 0", "not an integer"),
         ("copy --plot /nowhere/x.png", "cannot be written"),
     ],
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_refused_in_one_sentence(
 def test_a_wrong_setup_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         equality.main(["--setups", "zzz"])
-    assert "'zzz' is none of reference, hnd" in capsys.readouterr().err
+    assert "'zzz' is not one of reference, hnd" in capsys.readouterr().err
 
 
 def test_a_wrong_copy_is_no_missing_gpu(

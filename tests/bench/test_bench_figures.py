@@ -294,7 +294,7 @@ def test_the_report_shows_the_parts_of_a_cold_prompt(
             "| - until the first forward starts | 11.00 | - |  |  |",
             f"| - from there to the end of the last forward | {gpu} | - |  |  |",
             "| - of that, between forwards | 2.00 | - |  |  |",
-            "| - until the token is there | 3.00 | - |  |  |",
+            "| - until the token is available | 3.00 | - |  |  |",
         ]
 
 
@@ -327,8 +327,8 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
 def test_the_report_takes_the_median_of_runs_with_new_processes(
     last: float, verdicts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kvloft takes 0.9, 1.02 and ``last`` times as long; the second run had no plain engine, and
-    counts for nothing.
+    """kvloft takes 0.9, 1.02 and ``last`` times as long; the second run has no plain engine and is
+    ignored.
     """
 
     def engine(times: float) -> dict[str, Any]:
@@ -433,7 +433,7 @@ def test_the_report_compares_chats_with_the_fastest_of_the_others(
         },
     )
     assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most the fastest other's 33.5: met |" in found
-    assert "| native | - | - | - | - | 5 turns" in found, "a run that was cut off is no makespan"
+    assert "| native | - | - | - | - | 5 turns" in found, "an interrupted run has no makespan"
     assert "**missed**" in report(
         tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)}
     )
@@ -542,7 +542,7 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Then its time is not that of a server: prompts between rounds were to empty the cache."""
+    """Then its time is not from a server: prompts between rounds should have emptied the cache."""
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}
         for name in ("served", "pegaflow")

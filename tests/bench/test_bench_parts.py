@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Except those that a test adds; no watcher of them stays."""
+    """Except those that a test adds; no watcher of them remains."""
     gc.disable()
     before = list(gc.callbacks)
     yield
@@ -91,7 +91,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
         around.start()
         around.close()
         model()
-        assert around.take(100.0) is None, "a hook is still there"
+        assert around.take(100.0) is None, "a hook was not removed"
 
 
 class Wave:
@@ -133,7 +133,7 @@ class Wave:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The hooks that the benches find in any engine."""
+    """The hooks that every engine has."""
     with emulated(1) as gpu:
         found = Model(gpu)
         monkeypatch.setattr(parts, "driver", lanes.driver)
@@ -218,8 +218,8 @@ def test_a_trace_starts_with_its_wave(model: Model) -> None:
 def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward of the engine with its connector has a command more; each must find its way to its
-    own column.
+    """With its connector, a forward pass of the engine has one more command; each time must be in
+    its own column.
     """
     away: list[str] = []
     order: list[str] = []
@@ -303,12 +303,15 @@ def test_a_connector_is_restored_after_any_error(
         raise KeyError
     assert seen() == ("connector", True, "agent", [False])
     is_busy = True
-    with pytest.raises(RuntimeError, match="cannot be taken away"), attached.detached(engine):
+    with (
+        pytest.raises(RuntimeError, match="cannot be attached or detached"),
+        attached.detached(engine),
+    ):
         pass
     assert seen() == ("connector", True, "agent", [False])
     assert disabled == [True, False]
     is_busy, core.batch_queue, engine.step = False, ["a step"], lambda: None
     monkeypatch.setattr(attached, "REST_S", 0.1)
-    with pytest.raises(RuntimeError, match="did not come to rest"), attached.detached(engine):
+    with pytest.raises(RuntimeError, match="did not become idle"), attached.detached(engine):
         pass
     assert disabled == [True, False]

@@ -31,7 +31,7 @@ GATE_COMMANDS = 40
 
 
 class Link:
-    """Makes copies, and notes those between host frames and the device."""
+    """Executes copies and records those between host frames and the device."""
 
     def __init__(self, gpu: Gpu, host: HostFrames) -> None:
         self.gpu, self.begin = gpu, host.bytes.ctypes.data
@@ -108,10 +108,10 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(
             "a block is loaded and saved at once"
         )
         assert begin <= min(when for when, _ in link.copies), (
-            "a copy began before the time that it counts from"
+            "a copy began before the measured time"
         )
         assert max(when for when, _ in link.copies) <= begin + seconds, (
-            "a copy ended after the time that counts"
+            "a copy ended after the measured time"
         )
         assert (begin - gates >= GATE_COMMANDS) == (what in ("save", "both"))
     rig.close()

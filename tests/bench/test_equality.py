@@ -70,7 +70,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tokens do not depend on the loaded KV": lambda runs: runs["skipped_load"].update(
         tokens=[[1, 2], [3, 4]]
     ),
-    "the audit saw nothing": lambda runs: runs["skipped_load"]["audit"].update(loaded_differing=0),
+    "the audit compared nothing": lambda runs: runs["skipped_load"]["audit"].update(
+        loaded_differing=0
+    ),
     "tags failed": lambda runs: runs["warm"]["moved"].update(bad_chunks=1),
 }
 

@@ -71,7 +71,7 @@ def test_errors_of_one_rank_are_named(run: str, key: str, value: Any, word: str)
     said = list(ranks.problems(found, 2))
     assert word in said[0]
     assert len(said) == 1 or (run, key) == ("crowd", "tokens"), (
-        "what came after is compared with the crowd"
+        "later results are compared with the crowd"
     )
 
 

@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent / "model"), str(HERE)]
 @pytest.fixture
 def socket() -> Iterator[str]:
     """Of a server with an engine that has saved three chunks."""
-    from watched import save  # only now is it found
+    from watched import save  # only now can it be found
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"

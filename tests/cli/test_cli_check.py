@@ -1,5 +1,5 @@
-"""`kvloft check`: arguments, engines that always end, the meaning of answers, and the output.
-Without vLLM.
+"""`kvloft check`: arguments, the end of engines, the comparison of answers, and the output. Without
+vLLM.
 """
 
 import json
@@ -129,8 +129,8 @@ def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
 
 
 class Hours:
-    """In place of `time`: they pass in the first sleep after an engine hangs, however slowly it
-    began.
+    """Replaces `time`: the limits pass in the first sleep after an engine hangs, however slowly it
+    started.
     """
 
     def __init__(self, pids: Path) -> None:

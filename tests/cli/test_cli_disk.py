@@ -297,7 +297,7 @@ def test_verify_of_a_directory_in_use_is_one_helpful_sentence(
         "again, "
         "or use `kvloft inspect`, which needs no stop\n"
     )
-    assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
+    assert main(["verify", str(tmp_path)]) == 0, "an empty directory is not damaged"
 
 
 @pytest.mark.parametrize(

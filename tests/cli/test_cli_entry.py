@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 
 def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]":
-    """Of a command for which these files are closed."""
+    """Return the result of a command that starts with these files closed."""
 
     def close() -> None:
         for number in numbers:

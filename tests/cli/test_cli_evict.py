@@ -1,6 +1,4 @@
-"""`kvloft evict` over a real server: a tenant is removed for good, and its salt is shown
-nowhere.
-"""
+"""`kvloft evict` on a real server: a tenant is removed permanently, and its salt is never shown."""
 
 import json
 import subprocess

@@ -94,7 +94,7 @@ def test_status_shows_usage_of_tenants_without_salts(
         (25 * FRAME, None, 86400): (25 * FRAME, 25 * FRAME),
         (None, None, 30 * 86400): (30 * FRAME, 30 * FRAME),
     }
-    assert space["stats"]["quota_dropped"] == 30, "25 of one and 5 of the other"
+    assert space["stats"]["quota_dropped"] == 30, "25 frames of one and 5 of the other"
     shown = []
     for command in (
         ["status"],

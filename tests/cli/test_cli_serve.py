@@ -205,7 +205,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
         )
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is logged once if both streams are one log"
+        assert "chmod" not in rest, "it is logged once if both streams go to the same log"
 
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])
@@ -272,9 +272,7 @@ def test_a_reason_is_logged_once_for_both_logs(is_one_place: bool, folder: Path)
             out = process.communicate(timeout=120)[0]
         err.seek(0)
         texts = [out] if is_one_place else [out, err.read()]
-    assert [text.count("may be written by other users") for text in texts] == [1] * len(texts), (
-        texts
-    )
+    assert [text.count("is writable by other users") for text in texts] == [1] * len(texts), texts
 
 
 @pytest.mark.parametrize(("make", "status"), [("file", 2), ("open", 0), ("denied", 0)])
@@ -327,7 +325,7 @@ def until_it_listens(socket: str) -> None:
 
 
 def without_nohup() -> None:
-    """The tests themselves may run under it."""
+    """The tests themselves can run under it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -529,7 +527,7 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
         (
             ["--socket", "/tmp/kv.sock"],
             (
-                "the socket's directory /tmp (belongs to user|may be written by other users) "
+                "the socket's directory /tmp (belongs to user|is writable by other users) "
                 "[^;]*; give --socket a path"
             ),
         ),
@@ -587,8 +585,8 @@ def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many are left, each the engines and how many came, once a server ends that does not
-    linger.
+    """The number of servers left, each with its engines and joins, once a server without a linger
+    time ends.
     """
 
     class Watched:

@@ -46,7 +46,7 @@ def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str)
         "also of namespaces that are not open"
     )
     del status["stats"]["server_disk_free_bytes"]
-    assert shown_first(status)[2].endswith("(50.0%) in files"), "before the first look"
+    assert shown_first(status)[2].endswith("(50.0%) in files"), "before the first measurement"
     assert (
         shown_first(status | {"stats": status["stats"] | {"server_disk_bytes": 0}})[2]
         == "disk: none"
@@ -155,7 +155,9 @@ def test_commands_accept_the_name_in_status(
 def test_percentages_are_of_the_whole_tier(socket: str) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]
-    assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], "else both were the same"
+    assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], (
+        "otherwise both would be equal"
+    )
     drawn = Console(width=150, record=True, file=io.StringIO())
     drawn.print(watch.picture(status, {}))
     text = drawn.export_text()

@@ -185,7 +185,7 @@ def test_watch_shows_tiers_engines_and_rates(
 ) -> None:
     assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("tier") == 2, "each look: not on a terminal, none is drawn over another"
+    assert out.count("tier") == 2, "every refresh: without a terminal, none overwrites another"
     assert "saved" in out
     assert (
         main(
@@ -317,7 +317,7 @@ def test_hit_rates_are_shown_per_engine_and_in_total(
     assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
     assert capsys.readouterr().out.count("75.0%") == 3, (
-        "of the one that asked and of all, first and below; not of the other"
+        "for the engine with late answers and for all engines, but not for the other engine"
     )
     before = _core.server_status(socket)
     known = _core.KeyChain(bytes(32), block_tokens=1)
@@ -577,7 +577,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        )  # a shell's background job, as this may be one of, ignores it
+        )  # it is ignored in a shell's background job, which this can be
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(

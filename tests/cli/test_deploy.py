@@ -1,5 +1,5 @@
-"""examples/deploy: the files use options and settings that kvloft has, and server and engines share
-one socket.
+"""examples/deploy: the files use existing options and settings, and server and engines share one
+socket.
 
 The files follow the specifications of compose and Kubernetes, as checked by other projects' tools.
 The systemd unit's command is started with the directories that systemd would make.
@@ -129,7 +129,7 @@ def test_every_probe_has_a_timeout_and_asks_the_server_at_its_socket() -> None:
     probes = [one[name] for one in (server, engine) for name in one if name.endswith("Probe")]
     assert len(probes) == 4
     assert all(probe["timeoutSeconds"] >= 5 for probe in probes), (
-        "kubernetes' own is 1 s, and kvloft status takes most of that"
+        "the default of Kubernetes is 1 s, and kvloft status takes most of that"
     )
     program, *argv = server["readinessProbe"]["exec"]["command"]
     assert program == "kvloft"
@@ -168,7 +168,7 @@ def test_the_production_stacks_engines_use_the_daemon_sets_socket() -> None:
     (volume,), (mount,) = model["extraVolumes"], model["extraVolumeMounts"]
     assert server.mounts[mount["mountPath"]] == volume["hostPath"]["path"]
     assert volume["name"] == mount["name"]
-    assert model["vllmConfig"]["enablePrefixCaching"], "the chart's default turns it off"
+    assert model["vllmConfig"]["enablePrefixCaching"], "the chart turns it off by default"
 
 
 def of_compose_spec(path: Path) -> int:

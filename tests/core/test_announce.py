@@ -193,7 +193,11 @@ def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path
         ("a0-4 a0-1 a4-5 a5-6 b0-4", "a0-3 b0-4"),
         ("a0-6 b0-1 a0-2 c0-1 d0-4", "a0-2 c0-1 d0-4"),
     ],
-    ids=["in pieces", "with its beginning once more meanwhile", "its beginning later than its end"],
+    ids=[
+        "in pieces",
+        "with its beginning requested again meanwhile",
+        "its beginning was requested later than its end",
+    ],
 )
 def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_path: Path) -> None:
     """Chunked prefill notes a prompt step by step, and others start with its beginning."""
@@ -214,14 +218,14 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
         chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths
     }
     assert len(announcer._recent) == len(kept.split()), (
-        "or a step may look at many before it finds one that can go"
+        "or a step may examine many before it finds one to drop"
     )
     world.close()
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """The error may come from new fields of a newer vLLM's requests. The next note finds an intact
-    book.
+    """The error may come from new fields of a newer vLLM's requests. The next note finds the
+    records intact.
     """
     world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))

@@ -47,9 +47,7 @@ Place = tuple[int, bytes]
 
 
 class World:
-    """A store with few frames and slots, and a subscriber that fails on an event which contradicts
-    an earlier one.
-    """
+    """A store with few frames and slots, and a subscriber that fails on contradictory events."""
 
     def __init__(self, seed: int, groups: tuple[GroupShape, ...], disk: str) -> None:
         self.rng, self.shape = random.Random(seed), CacheShape(groups)
@@ -83,7 +81,9 @@ class World:
         return chain
 
     def save(self) -> None:
-        """As the scheduler side does: all groups' blocks, and the state at the prompt's end."""
+        """Saves as the scheduler side does: all groups' blocks, and the state at the prompt's
+        end.
+        """
         prompt = self.rng.choice(self.prompts)
         num_chunks, live, chain = (
             len(prompt) // self.size,

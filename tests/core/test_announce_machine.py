@@ -58,7 +58,7 @@ class Chain:
 
 
 class Store:
-    """Where keys are, and the last few that came or went."""
+    """Tiers of keys, and the last few changes."""
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
@@ -90,7 +90,7 @@ class Store:
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """The most that can be announced if nothing leaves the store for good: the least recent leaf is
+    """The maximum that can be announced if the store keeps everything: the least recent leaf is
     dropped first, by row and position.
 
     The chunks before a leaf are as recent as the leaf.
@@ -134,7 +134,7 @@ class Subscriber:
             known = self.known[event.tier]
             if not isinstance(event, Stored):
                 gone = {(event.group, each) for each in event.hashes}
-                assert not self.is_first or gone <= known, "removed, and was not there"
+                assert not self.is_first or gone <= known, "removed, but was not present"
                 assert len(gone) == len(event.hashes)
                 known -= gone
                 continue
@@ -162,7 +162,9 @@ class Machine(RuleBasedStateMachine):
         self.noted = OrderedDict[Key, None]()
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
-        """As the scheduler side does. Chunks that are neither stored nor being saved are saved."""
+        """Calls it as the scheduler side does. Chunks that are neither stored nor being saved are
+        saved.
+        """
         chain: Any = Chain(prompt)
         live: Any = SimpleNamespace(prompt=prompt)
         self.announcer.note(live, chain, range(start, stop))
@@ -184,7 +186,7 @@ class Machine(RuleBasedStateMachine):
                 self.noted.move_to_end(key)
                 if (
                     not self.store.where.get(key, 0) & HOST
-                ):  # also chunks on disk: they may leave it meanwhile
+                ):  # also chunks on disk, which can be evicted meanwhile
                     self.store.coming.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
@@ -257,7 +259,7 @@ class Machine(RuleBasedStateMachine):
                 self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
                 self.store.coming = pending
             self.step()
-        # A book from which something left has more room than its model.
+        # Records from which something was removed have more room than the model.
         last = (
             []
             if self.is_over
@@ -300,7 +302,7 @@ def test_subscribers_always_know_the_stored_chunks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(announcing, "SLICE", SLICE)
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=4 * settings().max_examples)
-    )  # each takes little time
+    )  # each step is short
 
 
 def test_a_chunk_that_leaves_the_disk_during_its_save_is_announced_after_it() -> None:

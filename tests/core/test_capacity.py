@@ -1,4 +1,4 @@
-"""How many chunks an arena holds with frames for compressed chunks, and without them."""
+"""The number of chunks in an arena with and without frames for compressed chunks."""
 
 from pathlib import Path
 

@@ -18,8 +18,8 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Chunks of as many blocks with any frames; of loads, some blocks at either end may be left
-    out.
+    """Chunks with the same number of blocks and any frames; loads can omit some blocks at either
+    end.
     """
     is_save = draw(st.booleans()) if is_save is None else is_save
     size = draw(st.integers(1, 4)) if size is None else size

@@ -14,7 +14,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import groups_of
 
 UNIT = 4
-"""Tokens of a unit, which has one block of a group, or several."""
+"""Tokens of a unit, which has one or several blocks of a group."""
 MAX_UNITS = 12
 FRAME = 4096
 
@@ -24,7 +24,7 @@ WINDOWS = st.builds(
     lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
 )
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
-"""Without full attention a boundary must need something."""
+"""Without full attention, a boundary must need some blocks."""
 LOCALS = st.builds(
     lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
 )
@@ -35,7 +35,7 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Blocks with a token that the query after ``boundary`` units may attend to, or the state that
+    """Blocks with a token that the query after ``boundary`` units can attend to, or the state that
     it continues from.
     """
     query = boundary * UNIT
@@ -89,9 +89,7 @@ class Bench:
             self._save(unit)
 
     def _save(self, unit: int) -> None:
-        """Save the stored chunks of one unit: those of windows that are not stored have null
-        blocks.
-        """
+        """Save the stored chunks of one unit; missing chunks of windows have null blocks."""
         has_full = all(
             (nth, unit) in self.stored
             for nth, group in enumerate(self.shape.groups)
@@ -119,7 +117,7 @@ class Bench:
             self.store.settle(chunks.tickets() if chunks else ())
 
     def tables(self, is_there: object = None) -> list[list[int]]:
-        """Whole tables, null blocks for units that are not there."""
+        """Whole tables with null blocks for missing units."""
         tables = []
         for nth, group in enumerate(self.shape.groups):
             blocks = range(self.num_units * group.blocks_per_unit)
@@ -157,7 +155,7 @@ def benches(draw: st.DrawFn) -> Bench:
         if names
         else set()
     )
-    # A full group's chunks end with the first that is absent, in every full group here.
+    # The chunks of every full-attention group end with the first missing chunk.
     full = [nth for nth, group in enumerate(groups) if group.kind == "full"]
     end = min((unit for nth, unit in absent if nth in full), default=num_units)
     stored = {(nth, unit) for nth, unit in names if nth not in full or unit < end}

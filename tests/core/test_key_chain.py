@@ -223,7 +223,7 @@ def test_repr_tells_the_chain_without_its_content() -> None:
 
 
 def test_threads_may_share_a_chain() -> None:
-    """Appends are atomic: for any two threads, the keys are those of some order of their calls."""
+    """Appends are atomic: for any two threads, the keys match some order of their calls."""
     per_call, calls = 5000, 20
     chain = _core.KeyChain(ROOT, block_tokens=per_call)
 

@@ -1,5 +1,5 @@
-"""`_core.Session` makes batches and counts tickets as the doubles of `tests/model` do, in any order
-of events.
+"""`_core.Session` makes the same batches and ticket counts as the models of `tests/model`, in any
+order of events.
 """
 
 from typing import Any
@@ -58,7 +58,9 @@ def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
 )
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
-    """The worker's batch is made here, and the worker could not report an error to the request."""
+    """The worker's batch is built here, because the worker could not report an error to the
+    request.
+    """
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
     lease = store.acquire(chain)
@@ -76,8 +78,8 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
 
 
 def test_a_chain_in_two_rows_is_rejected_without_reservations() -> None:
-    """Rows hold their chains until the store has answered: a second row of the same one must not
-    wait for the first.
+    """Rows lock their chains until the store has answered, so a second row of the same chain must
+    not wait for the first.
     """
     store, other, twice = session(8), chain_of([7]), chain_of([1, 2])
     rows = [(chain, [], chain.num_tokens, 0, 1, [[4, 5]]) for chain in (other, twice, twice)]
@@ -100,7 +102,7 @@ def test_missing_states_are_reserved_for_many_requests() -> None:
         [(one, 1, 0, 7), (one, 1, 1, 8), (other, 1, 0, 9), (other, 1, 1, 10), (one, 2, 1, 11)]
     )
     assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
-        "the first is one's, the last has no frame"
+        "the first belongs to another save, the last has no frame"
     )
     with pytest.raises(ConfigError, match="no such full block"):
         store.reserve_states([(one, 2, 0, 7), (one, 2, 2, 8)])

@@ -1,4 +1,6 @@
-"""The store through `kvloft._core` without a disk: what the scheduler and worker sides rely on."""
+"""The store through `kvloft._core` without a disk: the guarantees that the scheduler and worker
+sides use.
+"""
 
 import ctypes
 import os
@@ -82,7 +84,7 @@ def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     assert (
         save(store, chain_of(7, 8), 0, 2) == 1
-    )  # only block 9's frame could go; the pinned prefix stays
+    )  # only block 9's frame could be evicted; the pinned prefix stays
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     del lease
     assert save(store, chain_of(7, 8), 0, 2) == 1

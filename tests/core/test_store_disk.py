@@ -1,6 +1,4 @@
-"""The store with a real directory: which chunks survive a restart, and who may own the
-directory.
-"""
+"""The store with a real directory: chunks survive a restart, and the directory has one owner."""
 
 import os
 import subprocess
@@ -97,7 +95,7 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     by_tier = tiers(again.acquire(chain))
     assert by_tier.pop("host") == 3 and by_tier.keys() <= {
         "disk"
-    }  # the others may have been read by now
+    }  # the others may be in host memory by now
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()
@@ -213,7 +211,7 @@ def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
             process.kill()
             turns = max(
                 turns, 100 + process.stdout.read().count(b"\n")
-            )  # those it began: how many depends on the machine
+            )  # the reads it began; their number depends on the machine
         store = make_store(tmp_path, num_frames=64)
         found = [(turn, store.lookup(chain_of(turn, 1, 2, 3))[1]) for turn in range(turns)]
         assert sum(blocks for _, blocks in found) == store.stats()["disk_recovered"] <= 80
@@ -223,4 +221,4 @@ def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
                 assert load(store, chain_of(turn, 1, 2, 3)) == blocks
         assert store.stats()["disk_verify_failures"] == 0
         store.close(0)
-    assert recovered, "nothing had been written: nothing was tested"
+    assert recovered, "nothing was written, so nothing was tested"

@@ -1,6 +1,6 @@
-"""The store in any order of events, from Python, against the dictionary in `tests/model/store.py`:
-with and without a disk, with room to spare (answers are equal) and without (answers are never more
-than the model's), over restarts.
+"""Compares the store, in any order of events, with the dictionary of `tests/model/store.py`: with
+and without a disk, with ample room (answers are equal) and without (answers never exceed the
+model's), over restarts.
 """
 
 import importlib.util
@@ -161,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.path is not None)
     @rule(flush=st.booleans())
     def reopen(self, flush: bool) -> None:
-        """Leases of the old store may outlive it; tickets of it mean nothing to the new one."""
+        """Leases can outlive the old store; its tickets are invalid in the new one."""
         if flush:
             assert self.store.flush(LONG_S)
         before = self.store.stats()["disk_used"]
@@ -175,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         if flush:
             assert stats["disk_recovered"] == stats["disk_used"] == before
         self.roomy = False
-        # Reserved chunks are gone; the new store counts tickets afresh, so old ones must not be
+        # Reserved chunks are gone; the new store counts tickets from 0, so old ones must not be
         # used again.
         self.model.state = {
             prefix: state for prefix, state in self.model.state.items() if state != "reserved"

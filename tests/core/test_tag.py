@@ -52,9 +52,7 @@ def unspread(y: int) -> int:
 
 @pytest.mark.parametrize(("top_bits", "fewest_flips"), [(8, 20), (16, 10)])
 def test_few_flipped_bits_never_end_in_the_top_bits_alone(top_bits: int, fewest_flips: int) -> None:
-    """The weak masks: a product leaves only a difference of top bits, and two such words often
-    cancel out.
-    """
+    """The weak masks: the product differs in top bits only, and two such words often cancel out."""
     basis = [unspread(1 << bit) for bit in range(64 - top_bits, 64)]
     assert all(
         model.spread(mask) == 1 << bit

@@ -28,7 +28,7 @@ PACE = float(os.environ.get("TEST_PACE", "1"))
 IS_SERVED = os.environ.get("KV_STORE") == "server"
 """The switch."""
 of_own_store = pytest.mark.skipif(
-    IS_SERVED, reason="asks what an engine's own store says and does, which is a server's here"
+    IS_SERVED, reason="tests an embedded store, which is a server here"
 )
 
 
@@ -93,7 +93,7 @@ class CacheServer:
         )
 
     def end(self, number: int = signal.SIGKILL) -> int:
-        """Send the signal and wait; the exit status."""
+        """Send the signal and wait; returns the exit status."""
         if self._process is None:
             return 0
         self.send(number)
@@ -124,11 +124,11 @@ class CacheServer:
 
 
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
-    """Whether the process waits only for threads that the kernel holds in a frozen file system: its
-    first thread has returned.
+    """True if the process waits only for threads that hang in a frozen file system: its first
+    thread has returned.
 
-    Other threads end a moment later and hold the socket's lock until then, so this waits for them:
-    nothing shows that they are held.
+    Other threads end a moment later and hold the socket's lock until then, so this waits for
+    them.
     """
     if process.poll() is not None:
         return True
@@ -172,7 +172,7 @@ def instead(transfer: Any, servers: list[CacheServer]) -> Any:
 
 
 def end(servers: list[CacheServer], number: int) -> None:
-    """With its engine ends its server."""
+    """Its server ends with its engine."""
     while servers:
         server = servers.pop()
         server.end(number)
@@ -180,7 +180,7 @@ def end(servers: list[CacheServer], number: int) -> None:
 
 
 def argv_instead(argv: list[str], servers: list[CacheServer]) -> list[str]:
-    """The same for a command line of vLLM's."""
+    """The same for a vLLM command line."""
     if "--kv-transfer-config" not in argv:
         return argv
     at = argv.index("--kv-transfer-config") + 1

@@ -143,7 +143,7 @@ class Engine:
                 prepare=prepare,
             )
             for server in self._servers:
-                assert server.namespaces(), "the engine has a store of its own all the same"
+                assert server.namespaces(), "the engine has an embedded store nevertheless"
         except BaseException:
             self._close()
             end(self._servers, signal.SIGKILL)
@@ -256,7 +256,7 @@ class Engine:
         return list(self._ask("hooks_s"))
 
     def detach(self, *, away: bool) -> None:
-        """Take the connector away, or put it back."""
+        """Detach or reattach the connector."""
         self._ask("detach", away=away)
 
     def store(self) -> dict[str, int]:
@@ -268,16 +268,16 @@ class Engine:
         assert self.call("_scheduler._store.flush", 60.0 * PACE) is True
 
     def wait_for_disk(self) -> None:
-        """Until chunks on disk can be found."""
+        """Wait until chunks on disk can be found."""
         deadline = time.monotonic() + 60 * PACE
         while not self.store()["disk_used"]:
             assert time.monotonic() < deadline, "the disk tier was not opened again"
             time.sleep(0.1)
 
     def assert_at_rest(self) -> None:
-        """Nothing is pinned, reserved, queued or held: everything was released (I5, I8)."""
+        """Check that nothing is pinned, reserved or queued (I5, I8)."""
         state, store = self.state(), self.store()
-        # A disk read without a waiting request takes its time.
+        # A disk read without a waiting request may end later.
         for _ in range(int(1200 * PACE)):
             if not store["pins"] and not store["frames_reserved"]:
                 break
@@ -297,9 +297,7 @@ class Engine:
             open(self.call("_scheduler._store.arena_path"), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as arena,
         ):
-            whole = (
-                len(arena) // frame_bytes * frame_bytes
-            )  # a server's arena is of no one's frames
+            whole = len(arena) // frame_bytes * frame_bytes  # a server's arena has no frames yet
             frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
             frames[used, offset] ^= 1

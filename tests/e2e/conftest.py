@@ -14,9 +14,8 @@ from . import tiny
 from .client import Engine, Req, Result, Zygote, engine_kwargs
 
 CLEAR, MARGIN = 1e-4, 4e-5
-"""Least distance of the two best logits along a truth: for the choice of prompts, and for an
-accepted answer. Rounding differs by about 1e-5 between batch shapes, so a request below cannot be
-compared exactly.
+"""Minimum distance of the two best logits: for the choice of prompts, and for an accepted answer.
+Rounding differs by about 1e-5 between batch shapes, so a request below cannot be compared exactly.
 """
 
 
@@ -117,7 +116,7 @@ class Truth:
         ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
-        """``make(seed)``, or of a later seed if rounding could change that one's output."""
+        """``make(seed)``, or with a later seed if rounding could change the output."""
         return next(r for r in (make(seed + 100_000 * i) for i in range(50)) if self.clear([r]))
 
     def close(self) -> None:

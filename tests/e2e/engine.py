@@ -83,7 +83,7 @@ class Engine:
         return os.getpid()
 
     def _watch_admissions(self) -> None:
-        """Note, per admitted request, how many external tokens the scheduler took from the
+        """Record, per admitted request, how many external tokens the scheduler accepted from the
         connector.
         """
         connector = self.core.scheduler.connector
@@ -175,7 +175,7 @@ class Engine:
                 break
             self.do_step()
         else:
-            raise RuntimeError(f"the engine does not come to rest: {self.do_state()}")
+            raise RuntimeError(f"the engine does not become idle: {self.do_state()}")
         results, self.results = self.results, {}
         return results
 
@@ -246,9 +246,7 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, for any earlier
-        decision.
-        """
+        """Preempt as vLLM 0.26 does and, if ``deferred``, free blocks as late."""
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
@@ -338,7 +336,7 @@ class Engine:
         return taken
 
     def do_detach(self, away: bool) -> None:
-        """Take the connector away, as the benches do, or put it back."""
+        """Detach the connector, as the benches do, or reattach it."""
         from benches.gpu.attached import detached
 
         if away:

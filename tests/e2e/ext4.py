@@ -67,14 +67,14 @@ class Ext4:
 
 
 def can_mount() -> bool:
-    """Whether this process may mount at all."""
+    """Return True if this process can mount file systems."""
     return os.geteuid() == 0 and Path("/dev/loop-control").exists()
 
 
 @contextmanager
 def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
-    """A fresh file system under ``folder``. Raises OSError or CalledProcessError where it cannot be
-    made.
+    """A fresh file system under ``folder``. Raises OSError or CalledProcessError if it cannot be
+    created.
     """
     image, path = folder / "image", folder / "mount"
     path.mkdir(parents=True)

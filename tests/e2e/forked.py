@@ -1,7 +1,7 @@
 """Replaces `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, which saves half
 a minute of vLLM's import.
 
-``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that lives as
+``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that runs as
 long as the engine. The engine runs `kvloft.vllm.check.run`.
 """
 

@@ -88,7 +88,7 @@ def model_of(folder: Path, ranks: int) -> Path:
 
 @contextlib.contextmanager
 def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
-    """A server, the model, its truth, and a place to start engines from."""
+    """A server, the model, its truth, and a way to start engines."""
     model = model_of(folder / f"model{ranks}", ranks)
     with contextlib.ExitStack() as stack:
         truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
@@ -108,7 +108,7 @@ def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
         hold = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-hold-")))
         stack.callback(
             lambda: (hold / "hold").unlink(missing_ok=True)
-        )  # a worker that waits would live on
+        )  # otherwise a waiting worker would not exit
         yield Scene(start, server, truth, hold, ranks, asked)
 
 
@@ -120,7 +120,7 @@ def is_running(pid: int) -> bool:
 
 
 def begin_to_die(engine: Engine) -> threading.Thread:
-    """Its next step, which it does not end."""
+    """Start its next step, which does not end."""
 
     def step() -> None:
         with contextlib.suppress(EngineError, ValueError, OSError):
@@ -169,7 +169,7 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
 
 
 def seconds_until_back(scene: Scene, workers: list[int]) -> float:
-    """How long after the last worker's end their frames were still reserved."""
+    """Return how long the frames stayed reserved after the last worker's end."""
     until(lambda: not any(map(is_running, workers)), "a worker does not end")
     ended = time.monotonic()
     until(lambda: scene.quarantined() == 0, "the frames stay reserved")

@@ -1,5 +1,5 @@
-"""Makes vLLM's CPU engine take shapes it would take on a GPU: async scheduling, and Model Runner
-V2's scheduler output.
+"""Makes vLLM's CPU engine behave as on a GPU: async scheduling, and Model Runner V2's scheduler
+output.
 
 The CPU platform disables async scheduling and always runs Model Runner V1. Its runner supports the
 former; for the latter, the scheduler's output has V2's shape, which kvloft sees, and is converted
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def allow_async_scheduling() -> None:
-    """Let ``async_scheduling`` of the arguments stand, instead of the CPU platform's no."""
+    """Keep ``async_scheduling`` of the arguments, which the CPU platform disables."""
     from vllm.platforms.cpu import CpuPlatform
 
     original: Any = CpuPlatform.check_and_update_config.__func__  # pyright: ignore
@@ -62,8 +62,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Let ``scheduler`` preempt on where the last victim's blocks are deferred, as 0.26 to 0.29 do;
-    0.30 and newer stop there.
+    """Let ``scheduler`` continue to preempt if the last victim's blocks are deferred, as 0.26 to
+    0.29 do; 0.30 and newer stop.
     """
     import sys
 

@@ -98,9 +98,7 @@ class Scene:
 
 
 def plain(scene: Scene) -> tuple[float, float]:
-    """Seconds of vLLM without kvloft for all requests, and the prompt tokens that it computes in a
-    second.
-    """
+    """Seconds of vLLM without kvloft for all requests, and its prompt tokens per second."""
     with scene.engine(None) as engine:
         seconds, _ = scene.run(engine)
         known = scene.known[:100]

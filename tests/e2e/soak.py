@@ -1,10 +1,11 @@
-"""Two real engines, chats, and faults below them, for as long as one likes: `python -m
-tests.e2e.soak --minutes 30`.
+"""Two real engines, chats and injected faults, for a given time: `python -m tests.e2e.soak
+--minutes 30`.
 
 One engine lives through everything, so that memory, handles and threads can be watched; the other
 is killed, or stopped, and started again. Disks are real ext4 file systems that freeze and fill up
 (plain folders where mounting is not allowed); bits flip in files and frames. Every token is
-compared with vLLM without any cache. Exit status 1 if one differs, a pin stays, or something grows.
+compared with vLLM without any cache. Exit status 1 if a token differs, a pin stays, or a resource
+grows.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from .ext4 import Ext4, can_mount, mounted
 from .report import finish
 
 MAX_GROWTH = {"memory MiB": 48.0, "handles": 4.0, "threads": 2.0}
-"""How much more the last third of the samples may have than the second, by median."""
+"""Maximum growth of the median from the second to the last third of the samples."""
 
 
 class Subject:
@@ -45,7 +46,7 @@ class Subject:
         self._sick_until = 0.0
 
     def ask(self, requests: list[Req], truth: Truth) -> int:
-        """Serve a batch; returns how many answers were wrong."""
+        """Serve a batch; returns the number of wrong answers."""
         results = self.engine.ask(*[r.again() for r in requests])
         self.totals.update(
             requests=len(results), external_tokens=sum(r.num_external for r in results)
@@ -70,7 +71,7 @@ class Subject:
         )
 
     def hurt(self, pick: random.Random, *, may_restart: bool) -> str:
-        """Do one bad thing; returns its name."""
+        """Inject one fault; returns its name."""
         kinds = ["bits in files", "bits in frames", "reset", "abort"]
         kinds += ["freeze", "fill"] if self.disk is not None else []
         kinds += ["kill -9", "restart"] if may_restart else []

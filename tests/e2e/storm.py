@@ -1,10 +1,10 @@
 """A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm
 --rounds 20`.
 
-One real engine requests the same prompts again and again, with the default deadline. Prints the
-time of its steps in kvloft, with and without faults; every token is compared with vLLM without any
-cache. The exit status is 1 if one differs, a request fails, or hits do not return. On a busy
-machine the times mostly show the machine.
+One real engine requests the same prompts repeatedly, with the default deadline. Prints the time of
+its steps in kvloft, with and without faults; every token is compared with vLLM without any cache.
+The exit status is 1 if a token differs, a request fails, or hits do not return. On a busy machine,
+other load dominates the times.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def prompts(truth: Truth) -> list[Req]:
 
 @contextlib.contextmanager
 def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
-    """Cause one fault during the block; it is over when the block ends."""
+    """Cause one fault for the duration of the block."""
 
     def strike() -> None:
         time.sleep(after_s)
@@ -94,7 +94,7 @@ def storm(
         while (found := ask("none")) < full and time.monotonic() < deadline:
             time.sleep(0.05)
         if found < full:
-            problems.append(f"hits did not come back after {kind}: {found} of {full} tokens")
+            problems.append(f"hits did not return after {kind}: {found} of {full} tokens")
         progress(f"{nth + 1} of {rounds} faults, {len(problems)} problems")
     return {"rounds": rounds, "seed": seed, "hooks_s": hooks_s, "problems": problems}
 
@@ -154,7 +154,7 @@ def main() -> int:
         "median ms",
         "p99 ms",
         "longest ms",
-        title="What a step waits in kvloft (server_timeout: 5 ms)",
+        title="The time that a step waits in kvloft (server_timeout: 5 ms)",
     )
     for kind, seconds in sorted(result["hooks_s"].items()):
         table.add_row(*row(kind, seconds))

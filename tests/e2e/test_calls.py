@@ -1,5 +1,5 @@
-"""Calls that leave the weights alone cost nothing: introspection, pauses, sleep; those that do not,
-do.
+"""Calls that do not change the weights keep the cache (introspection, pauses, sleep); calls that
+can change them do not.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_introspection_ends_nothing(
     assert hit(truth, engine) == FULL
     assert "caching has stopped" not in engine.tail(1 << 20)
     engine.rpc("get_model")
-    assert hit(truth, engine) == 0, "code that is given the model may change it"
+    assert hit(truth, engine) == 0, "code that receives the model can change it"
     assert "get_model replaced its weights, or can have replaced them" in engine.tail(1 << 20)
 
 

@@ -1,4 +1,4 @@
-"""`kvloft check` as a user runs it: every engine a process that starts by itself. All tiny models:
+"""`kvloft check` as a user runs it: every engine is a normally started process. All tiny models:
 zoo/test_checks.py.
 """
 
@@ -25,5 +25,7 @@ def test_a_model_with_windows_is_served_with_all_groups(
     assert all(one["equal"] == one["answers"] for one in passes.values())
     assert passes["host"]["host"] == passes["disk"]["disk"] == passes["own"]["cached"]
     *windows, full = passes["disk"]["blocks"]
-    assert 0 < min(windows) <= max(windows) < full, "as many blocks of windows as of full attention"
+    assert 0 < min(windows) <= max(windows) < full, (
+        "as many blocks with windows as with full attention"
+    )
     assert report["engines"]["alone"]["blocks"] == report["engines"]["with kvloft"]["blocks"]

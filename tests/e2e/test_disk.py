@@ -1,4 +1,4 @@
-"""The disk tier under real engines: a restart finds it; damage, foreign files and kill -9 cost
+"""The disk tier under real engines: a restart finds chunks; damage, foreign files and kill -9 cause
 misses, never a wrong token.
 """
 
@@ -66,7 +66,7 @@ def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
 
 
 def used(data: NDArray[np.uint8]) -> int:
-    """Bytes up to the last that is not zero: the files are as large as the tier may grow."""
+    """Bytes up to the last nonzero one: the files have the maximum size of the tier."""
     return int(np.flatnonzero(data)[-1]) + 1
 
 
@@ -85,7 +85,7 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Every frame holds another chunk's bytes, checksums and all."""
+    """Every frame holds another chunk's bytes, including checksums."""
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
     path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)

@@ -1,6 +1,7 @@
 """Failed loads: chunks offered to vLLM turn out to be damaged.
 
-Recompute gives the truth, fail gives a clean error; the engine lives.
+With recompute the answer is right, with fail the request ends with an error; the engine
+continues.
 """
 
 from collections.abc import Callable

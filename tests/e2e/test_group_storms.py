@@ -31,7 +31,7 @@ Start = Callable[..., Engine]
 
 
 def together(place: Place) -> None:  # noqa: F811
-    """Skip models that vLLM alone answers differently if it divides prompts differently, as it does
+    """Skip models for which plain vLLM gives other answers if prompts are divided differently, as
     after resets.
     """
     if place.model.alone:
@@ -72,8 +72,8 @@ class Storm:
         self.num_asked = self.num_external = 0
 
     def ask(self) -> None:
-        """Run some requests with resets in between; one request may end early; all that finish
-        must give the truth.
+        """Run some requests with resets in between; one request may end early; all finished answers
+        must be right.
         """
         pick, engine = self._pick, self.engine
         chosen = [pick.choice(self._prompts) for _ in range(pick.randrange(2, 8))]
@@ -134,7 +134,7 @@ class Storm:
 
 
 def small(place: Place, pick: random.Random, config: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
-    """Few blocks, so that requests are preempted and windows' blocks given away."""
+    """Few blocks, so that requests are preempted and blocks outside windows are reused."""
     groups, per_chunk = len(place.model.kinds), max(1, place.model.hit_tokens // 32)
     num_blocks = (20 + 16 * groups * pick.choice([1, 2])) * per_chunk
     return {

@@ -32,8 +32,8 @@ REFUSED = {
 }
 """Unsupported models and the reason; remove the row when kvloft supports one."""
 VLLM_DIFFERS = {"lfm2": {65}}
-"""Lengths of prompts that vLLM's CPU build, without kvloft, answers otherwise where its prefix
-cache is on: it cuts them at 64.
+"""Prompt lengths for which vLLM's CPU build gives another answer with its prefix cache, without
+kvloft: it cuts them at 64.
 """
 
 
@@ -56,8 +56,8 @@ class Place:
 
 
 def names() -> list[Any]:
-    """Each chosen model of the zoo. Those that kvloft refuses are tried with the whole zoo only,
-    and expected to fail.
+    """Each chosen model of the zoo. Refused models run with the whole zoo only and are expected to
+    fail.
     """
     waiting = {name: pytest.mark.xfail(strict=False, reason=why) for name, why in REFUSED.items()}
     tried = [name for name in chosen() if IS_WHOLE or name not in waiting]
@@ -110,12 +110,12 @@ def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
 
 
 def least(place: Place, num_tokens: int) -> int:
-    """External tokens that a prompt of ``num_tokens`` must find at least."""
+    """Minimum number of external tokens for a prompt of ``num_tokens``."""
     return max(0, place.model.own_hit(num_tokens) - place.model.hit_tokens)
 
 
 def assert_sound(engine: Engine) -> None:
-    """Nothing went wrong inside, and nothing is held."""
+    """Check that no error occurred and nothing is pinned or reserved."""
     metrics = engine.metrics()
     assert (
         metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
@@ -172,8 +172,8 @@ def test_lengths_around_every_boundary_say_the_truth(
 def test_another_ending_after_a_cached_prefix_is_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """A hit that ends where no request of before ended: windows and states of that place must be
-    there, or it is a shorter hit.
+    """A hit that ends where no earlier request ended: windows and states of that place must be
+    stored, or the hit is shorter.
     """
     engine = serve()
     first = place.prompt(9500, 330)
@@ -207,7 +207,7 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
 
 
 def require_drafts_with_states(place: Place) -> None:
-    """Skip models without both."""
+    """Skip models that lack one of them."""
     if place.model.draft is None or "state (align)" not in place.model.kinds:
         pytest.skip("no draft model with states")
 
@@ -215,8 +215,8 @@ def require_drafts_with_states(place: Place) -> None:
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """vLLM moves such a state to its block only after sampling. It offers few of them: one of these
-    prompts must hit one.
+    """vLLM moves such a state to its block only after sampling. It offers few of them, so one of
+    these prompts must hit one.
     """
     require_drafts_with_states(place)
     size = place.model.hit_tokens
@@ -291,7 +291,7 @@ def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
 def test_few_blocks_and_many_requests_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Preemptions, and blocks that are given to others as soon as they can be."""
+    """Preemptions, and blocks that are reused as soon as possible."""
     if place.model.alone:
         pytest.skip("vLLM's CPU build answers this model differently in a batch")
     groups = len(place.model.kinds)
@@ -471,8 +471,8 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """vLLM, set to keep everything, sends the same for each block of each group: size, name,
-    parent, tokens and extra keys.
+    """vLLM, configured to keep everything, sends the same fields for each block of each group:
+    size, name, parent, tokens and extra keys.
     """
     if len(place.model.kinds) == 1 or any(kind.startswith("state") for kind in place.model.kinds):
         pytest.skip("with one group vLLM refuses --prefix-match-unit, with states kvloft does")
@@ -542,7 +542,7 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
     assert other.reset()
     assert ask(place, other, *prompts) == [0] * len(prompts)
     server.start()
-    until(lambda: are_found(other), "hits do not come back")
+    until(lambda: are_found(other), "hits do not return")
     for engine in (one, other):
         assert_sound(engine)
     server.assert_at_rest()

@@ -22,7 +22,7 @@ NUM_ROWS = 100
 
 
 def encoded(rows: NDArray[np.float32]) -> str:
-    """Rows as the API takes them: base64 of torch.save."""
+    """Rows in the API's format: base64 of torch.save."""
     import torch
 
     buffer = io.BytesIO()

@@ -23,7 +23,7 @@ by_block = partial(kvloft)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
-    """Rows like the model's own embeddings, but of no token."""
+    """Rows like the model's embeddings that belong to no token."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((num_rows, tiny.HIDDEN)) * tiny.EMBED_STD).astype(np.float32)
 
@@ -147,13 +147,15 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
     request = Req(random_ids(12, NUM_ROWS))
     engine = start(kv_transfer_config=by_block())
     for salt in (None, "a", "b", "", "ab"):
-        if salt != "":  # vLLM takes no empty salt
+        if salt != "":  # vLLM rejects an empty salt
             check(truth, engine, request.again(salt=salt), num_external=0)
             check(truth, engine, request.again(salt=salt), num_external=FULL)
 
 
 def patient(engine: Engine) -> Engine:
-    """It shares an adapter whose files it saw in time, which takes long on a busy machine."""
+    """An adapter is shared if its files were checked in time, which can take long on a busy
+    machine.
+    """
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine
 
@@ -169,7 +171,7 @@ def test_adapters_separate_equal_token_ids(
     try:
         request = Req(random_ids(13, NUM_ROWS))
         variants = [request.again(lora=adapter) for adapter in (None, *adapters)]
-        assert len({oracle.tokens(v) for v in variants}) == 3, "the adapters change nothing"
+        assert len({oracle.tokens(v) for v in variants}) == 3, "the adapters have no effect"
         first = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **lora))
         for variant in variants:
             check(oracle, first, variant, num_external=0)

@@ -42,7 +42,7 @@ class Subscriber:
         self.begin()
 
     def begin(self) -> None:
-        """The engine is a new one: no earlier event is valid."""
+        """The engine is new, so no earlier event is valid."""
         self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
             "GPU": {},
             "CPU": {},
@@ -65,7 +65,7 @@ class Subscriber:
         return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
 
     def hear(self) -> None:
-        """Take in all that was published until now; nothing may be missing."""
+        """Receive everything published until now; nothing may be missing."""
         while self._socket.poll(int(300 * PACE)):
             _, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number, "big") == self._next, "a batch was missed"
@@ -85,13 +85,13 @@ class Subscriber:
             self.num_removed += len(event["block_hashes"]) * (medium != "GPU")
             for each in event["block_hashes"]:
                 assert known.pop((group, each), None) is not None or medium == "GPU", (
-                    "removed, and was not there"
+                    "removed, but was not present"
                 )
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
             # For windows that vLLM keeps in part, it sends the tokens of all blocks without naming
-            # those that it has.
+            # the cached ones.
             return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
@@ -267,7 +267,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
         router.hear()
         return router.num_tokens(prompt, "STORAGE") > 0
 
-    until(is_told, "what the disk has is not told again")
+    until(is_told, "chunks on disk are not announced again")
     assert ask_as_predicted(engine, router, truth, prompt) > 0
     other.close()
     engine.assert_at_rest()
@@ -276,7 +276,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
 def test_blocks_have_vllms_hashes(
     start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with
+    """Prompts that diverge in the middle of a chunk, with a salt, with an adapter, and with
     embeddings, which are not announced.
     """
     adapter = ("a", 1, str(tiny.write_lora(tmp_path / "adapter", seed=5)))
@@ -298,7 +298,7 @@ def test_blocks_have_vllms_hashes(
     gpu, host = dict(router.blocks["GPU"]), dict(router.blocks["CPU"])
     num_tokens = [full_blocks(p.num_prompt_tokens + p.max_tokens - 1) for p in prompts]
     assert {each: block for each, block in gpu.items() if each in host} == host, (
-        "same hashes, and all else of them too"
+        "same hashes and all other fields"
     )
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
     assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(

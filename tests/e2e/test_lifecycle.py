@@ -1,5 +1,5 @@
-"""Requests that end at any moment, resets with and without the connector, and engines at rest:
-everything is given back.
+"""Requests that end at any moment, resets with and without the connector, and idle engines:
+everything is released.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_abort_at_any_step_releases_everything(
 def test_abort_during_a_load_releases_everything(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
 ) -> None:
-    """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into
+    """From disk, so that the lookup takes steps; some aborts happen during the wait, some during
     the load.
     """
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
@@ -97,7 +97,7 @@ def test_reset_clears_the_store_only_with_the_connector(
     again = start(kv_transfer_config=kvloft(tmp_path), **SHAPES[shape])
     result = again.ask(request.again())[0]
     assert (result.tokens, result.num_external) == (truth.tokens(request), 0), (
-        "a forgotten chunk came back from disk"
+        "a removed chunk was read from disk"
     )
 
 

@@ -57,7 +57,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
     server.end()
-    # As much memory as the others need, and a quota: without it, everybody would lose.
+    # Memory for the other tenants only, and a quota: without it, all tenants would lose chunks.
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
     server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
@@ -111,7 +111,7 @@ def test_expired_chunks_are_computed_again(
 def test_the_store_of_one_engine_has_limits_too(
     truth: Truth, start: Callable[..., Engine], tmp_path: Any
 ) -> None:
-    """A quota of nothing for one salt: its requests are computed each time."""
+    """A quota of zero for one salt: its requests are always computed."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}

@@ -1,8 +1,8 @@
 """Pipeline stages: each rank has its own layers and its own part of every frame, and stages need
 not be of the same size.
 
-vLLM's CPU build can do it where it warms the model up, which it does not with enforce_eager:
-"assert self.intermediate_tensors is not None". So models here are compiled by a compiler that does
+vLLM's CPU build supports it only with a warm-up, which enforce_eager omits: "assert
+self.intermediate_tensors is not None". Models here are therefore compiled by a compiler that does
 nothing.
 """
 
@@ -27,7 +27,7 @@ STAGES: dict[str, Any] = {
     "enable_prompt_embeds": False,
 }
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
-"""Layers of each stage; vLLM gives the scheduler the first stage's only."""
+"""Layers of each stage; vLLM gives the scheduler only the first stage's."""
 MIXED = ("state", "full", "state", "full")
 """For a model with states and attention in each stage."""
 
@@ -85,9 +85,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
         env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST),
         **STAGES,
     )
-    assert ask(others, truth, requests) == [0] * 3, (
-        "stages of other layers have frames of their own"
-    )
+    assert ask(others, truth, requests) == [0] * 3, "stages with other layers have separate frames"
 
 
 @pytest.mark.parametrize("kv_groups", ["one", "auto"])
@@ -173,11 +171,11 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other
-    (7,1).
+    """In gemma3, the first stage has no full-attention layer (3,5), or the last stage has nothing
+    else (7,1).
     """
     zoo = ZOO[name]
-    if name == "qwen3-next":  # vLLM wants experts in each stage, and a state in the last one
+    if name == "qwen3-next":  # vLLM requires experts in each stage, and a state in the last one
         zoo = replace(
             zoo,
             config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},

@@ -1,4 +1,4 @@
-"""Defect 3: a request that is preempted and resumed reads its own KV, in both shapes vLLM gives
+"""Defect 3: a request that is preempted and resumed reads its own KV, in both of vLLM's formats for
 resumed requests.
 
 All engines here have a pool too small for their requests, so that preemption is certain, and
@@ -50,8 +50,8 @@ def test_two_requests_in_seven_blocks(
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
-        # There its blocks, free at once, are still in vLLM's own cache, and the one in flight when
-        # it was preempted is nowhere.
+        # There its blocks, which are free at once, are still in vLLM's own cache, and the block in
+        # flight at the preemption is lost.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
@@ -74,7 +74,7 @@ def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:
         for i, (r, x) in enumerate(zip(requests, results, strict=True))
         if x.tokens != truth.tokens(r)
     ]
-    assert not wrong, f"requests {wrong} of {len(requests)} say something else than without a cache"
+    assert not wrong, f"requests {wrong} of {len(requests)} differ from the answers without a cache"
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
@@ -112,8 +112,8 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
 def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     truth: Truth, start: Callable[..., Engine], caching: bool
 ) -> None:
-    """Under async scheduling and 0.26's rule: one victim after another, while the blocks of the
-    first wait to be free.
+    """Under async scheduling and 0.26's rule: one victim after another, while the first one's
+    blocks are not free yet.
     """
     requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
     settings: dict[str, Any] = {
@@ -132,4 +132,4 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
         engine.kill()
     plain, ours, deferred_ones = preemptions
     assert 0 < ours <= 1.2 * plain
-    assert deferred_ones > 1.5 * ours, f"this crowd shows nothing: {preemptions}"
+    assert deferred_ones > 1.5 * ours, f"this crowd proves nothing: {preemptions}"

@@ -1,5 +1,5 @@
-"""Real engines on one `kvloft serve`: they share, and the death of either side costs misses, never
-a token or an engine.
+"""Real engines on one `kvloft serve`: they share chunks, and the death of either side causes
+misses, never a wrong token or a dead engine.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ def test_an_engine_that_starts_before_its_server_connects_later(
             "connected to the kvloft server" in line and "(namespace" in line for line in lines
         )
 
-    until(has_connected, "an idle engine does not say so")
+    until(has_connected, "an idle engine does not report it")
     until_full(truth, engine)
 
 
@@ -365,7 +365,7 @@ def test_engines_share_a_server_that_they_start_themselves(
         assert ask_all(truth, other) == FULL
         (pid,) = _servers_at(socket)
         os.kill(pid, signal.SIGKILL)
-        assert ask_all(truth, one) == 0, "nothing is left of it"
+        assert ask_all(truth, one) == 0, "no process of it is left"
         until(lambda: _servers_at(socket) not in ([], [pid]), "no engine starts another")
         until_full(truth, one)
         until_full(truth, other)

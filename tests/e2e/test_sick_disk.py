@@ -1,4 +1,4 @@
-"""A disk that goes read-only, freezes or is full, under a real engine on a real file system.
+"""A disk that becomes read-only, freezes or is full, under a real engine on a real file system.
 
 Host memory and saves into it still work, every token is right, the engine stops, and earlier chunks
 on disk are still good.
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
         except subprocess.CalledProcessError as error:
             if error.cmd[0] != "mount":
                 raise
-            pytest.skip(f"root may mount no file system here, as in most containers: {error}")
+            pytest.skip(f"root cannot mount file systems here, as in most containers: {error}")
         yield ext4
 
 

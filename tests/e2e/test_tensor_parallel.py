@@ -1,5 +1,5 @@
-"""Two ranks, each with its part of every frame: a chunk is found only when both saved it, and each
-loads its own part.
+"""Two ranks, each with its part of every frame: a chunk is found only after both have saved it, and
+each loads its own part.
 """
 
 from collections.abc import Callable

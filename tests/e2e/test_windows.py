@@ -124,8 +124,8 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
-    """Without a connector, and so with vLLM's hybrid manager: blocks out of the window are given
-    away.
+    """Without a connector, and therefore with vLLM's hybrid manager: blocks outside the window are
+    reused.
     """
     oracle = Truth(lambda: zygote.engine(engine_kwargs(gemma, **arguments())))
     yield oracle

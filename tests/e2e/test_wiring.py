@@ -63,7 +63,7 @@ def test_a_wrong_setting_stops_the_start_and_is_named(
 def test_a_wrong_setting_is_reported_before_weights_are_loaded(
     start: Callable[..., Engine], tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """There are no weights to load here."""
+    """The folder has no weights to load."""
     (tmp_path / "config.json").write_text(json.dumps(tiny.config()))
     extra = {} if environment else {"host_sze": "1GiB"}
     with pytest.raises(EngineError, match=r"(?is)host_sze.*did you mean.*host_size") as told:
@@ -122,9 +122,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
     for request in requests[:2]:
         ask(request)
     engine.detach(away=False)
-    assert saved_and_loaded() == before, (
-        "nothing of a request without the connector is its business"
-    )
+    assert saved_and_loaded() == before, "requests without the connector must not reach it"
     ask(requests[2])
     engine.reset()
     for request in requests:
@@ -138,8 +136,8 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 def test_no_step_runs_while_a_connector_is_swapped(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks
-    permanently.
+    """Otherwise the report of that step would be lost: its saves would never end, and vLLM would
+    keep its blocks permanently.
     """
     engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]

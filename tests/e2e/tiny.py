@@ -1,4 +1,5 @@
-"""A small random Llama made on the spot, two LoRA adapters for it, and a word-per-token tokenizer.
+"""A small generated Llama with random weights, two LoRA adapters for it, and a word-per-token
+tokenizer.
 
 The weights are scaled so that greedy output depends on the whole prompt through attention: a random
 model at the usual scales repeats its last token permanently, and would hide a wrong page of KV.

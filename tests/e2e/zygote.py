@@ -44,7 +44,7 @@ def preload() -> None:
     for work in (configure_logging, replace_kernels):
         with contextlib.suppress(ImportError, AttributeError):
             work()
-    gc.unfreeze = lambda: None  # an engine that ends thaws, and goes through, all that was imported
+    gc.unfreeze = lambda: None  # an ending engine unfreezes and traverses all imported objects
     import vllm.model_executor.models.registry as registry
 
     # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known
@@ -53,7 +53,7 @@ def preload() -> None:
 
 
 def configure_logging() -> None:
-    """As each engine would, through every logger that there is."""
+    """Logs as each engine would, through every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -70,7 +70,7 @@ def replace_kernels() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent, which may have exited already."""
+    """Make the kernel kill this process with its parent, which may already have exited."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit("the tests that started this ended")

@@ -32,7 +32,7 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """One recording of an event: done when its stream came that far."""
+    """One record of an event: done once its stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -61,7 +61,7 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """A copy must stay within one registration; other memory is the device's, or pageable."""
+        """A copy must stay within one registration; other memory is device memory or pageable."""
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
@@ -75,7 +75,7 @@ class Gpu:
         ), "a kernel would fault"
 
     def advance(self, num_commands: int) -> None:
-        """Run some commands, if there are as many that may run."""
+        """Run up to this number of commands that are ready."""
         with self.lock:
             for _ in range(num_commands):
                 ready = [s for s in self.streams if s and (s[0][0] is None or s[0][0].is_done)]
@@ -327,7 +327,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        # Kept for the life of the test: a late write must not hit reused memory.
+        # Kept during the test: a late write must not hit reused memory.
         gpu.kept.append(memory)
         return memory.ctypes.data
 
@@ -348,7 +348,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
 
 class EmulatedKernels:
-    """As kernels.Kernels, with nothing compiled."""
+    """As kernels.Kernels, without compiling anything."""
 
     num_sms = 132
 
@@ -365,9 +365,7 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """While it lasts, movers that are made run on the emulated GPU and paged KV is made in host
-    memory.
-    """
+    """New movers run on the emulated GPU, and paged KV is allocated in host memory."""
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:

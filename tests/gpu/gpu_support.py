@@ -45,7 +45,7 @@ class Paged:
     num_blocks: int
     digest: bytes = bytes(range(32))
     are_bf16: Sequence[bool] = ()
-    """Of each plane; empty: none is."""
+    """For each plane; empty for none."""
 
     def layout(self) -> PagedLayout:
         kinds = self.are_bf16 or [False] * len(self.planes)
@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """One tensor a layer; pages ``gap`` bytes apart, the first at ``offset``."""
+    """One tensor per layer; pages ``gap`` bytes apart, the first at ``offset``."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -125,8 +125,8 @@ def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
 
 
 def turned(paged: Paged) -> Paged:
-    """The pages of two layers as a state-space layer may see them: the second first, cut in two,
-    and then the first.
+    """The pages of two layers as a state-space layer can register them: the second one first, cut
+    in two, then the first.
     """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3

@@ -28,7 +28,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """The terms of one page (uint8), `number` in payload order, or of its part from word
+    """Return the terms of one page (uint8), `number` in payload order, or of its part from word
     ``first_word`` on.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)

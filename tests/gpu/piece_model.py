@@ -25,7 +25,9 @@ def gather(
 
 
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
-    """Do the runs of a save: ``parts`` is [frames, part_bytes], row f our part of frame f."""
+    """Do the runs of a save: ``parts`` is [frames, part_bytes]; row f is this rank's part of frame
+    f.
+    """
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], (
             "a run crosses another rank's part"

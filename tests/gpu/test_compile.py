@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture we name, without a GPU."""
+"""Every kernel compiles for every supported architecture, without a GPU."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Driver calls by ctypes: the arguments that reach the driver, answers that are errors, functions
-that it has not. Needs no GPU.
+"""Driver calls by ctypes: arguments that reach the driver, returned errors, and missing functions.
+Needs no GPU.
 """
 
 import ctypes
@@ -18,9 +18,7 @@ HOST, DEVICE, SIZE = 0x7F00_0000_1000, 0x7E00_0000_2000, 5 << 32
 
 
 class Library:
-    """Functions of the machine's own calling convention, which note the arguments that came and
-    answer ``result``.
-    """
+    """Functions with the C calling convention that record their arguments and return ``result``."""
 
     def __init__(self) -> None:
         self.result = 0
@@ -174,8 +172,8 @@ def test_every_argument_reaches_its_function(
 
 
 def test_driver_outputs_are_read_back(library: Library) -> None:
-    """Streams are of the lowest priority and wait for no other; events cost no timing unless they
-    are for that.
+    """Streams have the lowest priority and do not wait for others; events record no time unless
+    requested.
     """
     for name in (
         "cuStreamCreateWithPriority",
@@ -287,7 +285,7 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """As in cuda.h: without ``_v2`` a library returns CUDA 3's version. Batch copies are those of
+    """As in cuda.h: without ``_v2``, a library returns CUDA 3's version. Batch copies are those of
     12.8, on purpose.
     """
     header = Path(

@@ -140,5 +140,5 @@ def test_parts_contain_their_position(monkeypatch: pytest.MonkeyPatch) -> None:
     ].tolist() == [0, 1]
     whole = PartEncoding.of(layout, memory_of(1 << 20), everything=True)
     assert whole.parts([3], [1], None)["address"].tolist() == [0], (
-        "frames that are not registered may not be touched"
+        "kernels must not access unregistered frames"
     )

@@ -66,7 +66,9 @@ test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rewrite_waits_for_the_kernels_of_every_slot(gpu: Gpu, seed: int) -> None:
-    """Kernels that encode have a stream per slot, so the last one says nothing about the others."""
+    """Encoding kernels have a stream per slot, so the end of the last one does not imply the end of
+    the others.
+    """
     gpu.random.seed(seed)
     paged = on_gpu.bf16("pages_of_6k")
     frames = on_gpu.encoded_frames(paged, 31, 1)

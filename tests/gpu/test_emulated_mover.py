@@ -117,7 +117,7 @@ def test_many_short_runs_are_one_command(
 def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
-    """One driver call fails, at any place and on any thread: reported frames and blocks may have
+    """One driver call fails, at any point and on any thread; reported frames and blocks may have
     new owners by then.
     """
     chance = random.Random(seed)
@@ -195,8 +195,8 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """Otherwise their requests would get the same offer again and again. One is in flight, one
-    follows.
+    """Otherwise their requests would get the same offer again and again. One is in flight, and one
+    is queued.
     """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)

@@ -118,7 +118,7 @@ def test_saves_wait_for_their_frames_and_none_fails(rig: Rig) -> None:
     assert rig.mover.usable_bytes == 12 * rig.frames.memory.frame_bytes
     saved, failed = rig.settled()
     assert failed == [] and saved == list(range(1, len(saved) + 1)) and 9 <= len(saved) <= 12, (
-        "pieces of pinned frames go at once"
+        "pieces of registered frames are sent at once"
     )
     rig.pins.pin(BLOCKS)
     assert rig.settled() == (list(range(len(saved) + 1, 31)), [])
@@ -147,7 +147,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         saved, failed = rig.settled()
         assert sorted(saved + failed) == list(range(1, 41)), "each once"
         assert all(ticket - 1 <= max(rewritten + 3, 0) for ticket in failed), (
-            "those behind it need not fail"
+            "later ones need not fail"
         )
         if rewritten < num_registered - 3:
             assert failed == []
@@ -246,7 +246,7 @@ def test_memory_stays_on_its_numa_node() -> None:
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0):
-        pytest.skip("this system refuses to place memory")
+        pytest.skip("this system refuses to set a memory policy")
     assert not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0)
     assert _core.prefer_numa_node(begin + 2 * mmap.PAGESIZE, 2 * mmap.PAGESIZE, 0)
 

@@ -42,7 +42,7 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
     rig.step(saves=rig.batches())
     gpu.compute.enqueue(
         lambda: rig.raw.fill_(0)
-    )  # as the kernels that follow, launched before `begin_step`
+    )  # like the following kernels, launched before `begin_step`
     rig.step()
     assert len(rig.mover.drain().saved) == NUM_BLOCKS
     for group, copies in enumerate(rig.copies):

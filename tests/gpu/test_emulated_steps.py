@@ -45,7 +45,7 @@ from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 KIND_OF = (0, 1, 0, 2)
-"""Of each group, if there are several: the second sees the same pages in another order, the fourth
+"""For each group, if there are several: the second has the same pages in another order, the fourth
 has none.
 """
 SIZES = (CHUNK, CHUNK, 7)
@@ -75,7 +75,7 @@ class Saved:
     group: int = 0
     is_damaged: bool = False
     before: np.ndarray | None = None
-    """The frame's bytes up to the trailer, if the save must leave them as they are."""
+    """The frame's bytes up to the trailer, if the save must not change them."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Steps(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         self.held: dict[int, np.ndarray | None] = dict.fromkeys(
             range(NUM_BLOCKS)
-        )  # None: not to be relied on
+        )  # None: undefined
         self.free = set(range(NUM_FRAMES))
         self.unsaved: dict[int, Saved] = {}
         self.saved: list[Saved] = []
@@ -284,7 +284,7 @@ class Steps(RuleBasedStateMachine):
             self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
 
     def batch(self, copies: list[tuple[int, ChunkCopy]]) -> Any:
-        """Chunks of one group, or those of each."""
+        """Chunks of one group, or of each group."""
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
@@ -444,7 +444,7 @@ class Steps(RuleBasedStateMachine):
                 if not len(wanted.payload):
                     continue  # the content is unchanged, as in `held`
                 got = np.concatenate([self.now(block) for block in blocks])
-                assert np.array_equal(got, wanted.payload), "a load brought something else"
+                assert np.array_equal(got, wanted.payload), "a load returned other bytes"
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))
         for ticket in done.failed:
             self.free.add(self.unsaved.pop(ticket).frame)

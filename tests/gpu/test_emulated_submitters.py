@@ -1,4 +1,4 @@
-"""Feeders on the emulated GPU: copies are sent without polls and reach the right place. Needs no
+"""Submitters on the emulated GPU: copies are sent without polls and reach the right place. Needs no
 GPU.
 """
 
@@ -83,7 +83,7 @@ def test_submitters_send_copies_without_polls(
             and not done.bad_blocks
         )
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
-        mover.begin_step(())  # gives back the step's own
+        mover.begin_step(())  # returns the step's own events
         assert len(mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
         mover.close()
 
@@ -91,8 +91,8 @@ def test_submitters_send_copies_without_polls(
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a caller that checks then, a bench, takes a copy as done before its last piece
-    starts.
+    """Otherwise a caller that checks at that moment, such as a bench, sees a copy as done before
+    its last piece starts.
     """
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
@@ -117,7 +117,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())
         mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
-        assert is_at_last.wait(DEADLINE_S), "no submitter came to the last piece"
+        assert is_at_last.wait(DEADLINE_S), "no submitter reached the last piece"
         answers: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
         with suppress(queue.Empty):  # it may wait for the submitter, too

@@ -99,7 +99,7 @@ def rig(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
     assert rig.submit_saves(20) == [2, 3, 6, 6, 3]
     assert rig.submit_saves(20) == [6, 6, 6, 2], (
-        "the link is at work for longer than it takes to prepare a piece"
+        "the link is busy for longer than it takes to prepare a piece"
     )
     rig.mover.drain()
     assert rig.submit_saves(3, 17) == [2, 3, 6, 6, 3]
@@ -140,7 +140,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
 
 
 def test_saves_are_sent_in_the_order_of_frames(rig: Rig) -> None:
-    """`Rig.noted` looks at each piece."""
+    """`Rig.noted` records each piece."""
     rig.mover.begin_step(())
     backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
     rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(backwards))])

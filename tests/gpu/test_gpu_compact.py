@@ -99,7 +99,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
     done = save(rig.mover, copies)
     assert done.misfits == done.failed == [copies[1].ticket]
     end = rig.memory[COMPACT].start(3)
-    assert not rig.bytes[end:].any(), "nothing is written behind the frames"
+    assert not rig.bytes[end:].any(), "nothing is written after the frames"
     (large,) = copies_of([rig.first_large], [blocks_of(1)], first_key=9)
     assert save(rig.mover, [large]).saved == [large.ticket]
     done = load(rig.mover, [*copies, large])
@@ -108,7 +108,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
 
 
 def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
-    """Its payload would end behind the frame, and behind the arena in the last frame."""
+    """Its payload would end after the frame and, in the last frame, after the arena."""
     paged = bf16("pages_of_4k")
     rig = TwoSizes(paged)
     fill(paged, "gaussian")

@@ -92,7 +92,7 @@ def check_part(
             record = part[table_bytes + 16 * offset :][:size].tobytes()
             assert record[: len(record) - 15] == want.record[: len(record) - 15], (
                 i
-            )  # padding may be anything
+            )  # padding is undefined
             assert e348.decode_tile(entry, record, num_bytes) == payload[at : at + num_bytes]
         at += num_bytes
     end = 0
@@ -131,7 +131,7 @@ def check_round_trip(
         budget = max(0, budget - len(tiles))
         stored, raw = stored + int(trailers[frame]["encoded_bytes"]), raw + len(payload)
     for frame in set(range(num_frames)) - set(places):
-        assert (frames.raw[frame] == 0xA5).all(), "a frame that was not asked for was written"
+        assert (frames.raw[frame] == 0xA5).all(), "a wrong frame was written"
     for now, then in zip(paged.buffers, before, strict=True):
         assert torch.equal(now, then), "a save changed its source"
     check_load(paged, mover, copies, before, seed)
@@ -181,7 +181,7 @@ def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
 )
 @pytest.mark.parametrize("page_kib", [4, 6, 18, 64])
 def test_real_keys_and_values_come_back_and_take_71_percent(page_kib: int) -> None:
-    """Pages of 6 KiB are those of vLLM: 16 tokens of K or V of one layer."""
+    """Pages of 6 KiB as in vLLM: 16 tokens of K or V of one layer."""
     words = np.load(os.environ["KV_SMOLLM2"]).reshape(-1)
     num_planes = 60 if page_kib == 6 else 10
     paged = one_buffer(num_planes, 2 * len(words) // (num_planes * page_kib << 10), page_kib << 10)
@@ -267,7 +267,7 @@ def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     frames = encoded_frames(paged, 20, 1)
     fill(paged, "outliers")
     mover, copies = check_unregistered(paged, frames, monkeypatch, encodes=True)
-    frames.parts[:, :800] = 0xFF  # tables that point behind everything
+    frames.parts[:, :800] = 0xFF  # tables that point past the end
     assert len(load(mover, copies).loads[0].bad_keys) == 15
     mover.close()
 

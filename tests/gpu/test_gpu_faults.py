@@ -65,7 +65,7 @@ def test_every_injected_fault_is_caught() -> None:
         hurt = set()
         for i in range(num_chunks):
             if rng.random() < 0.02:
-                continue  # some stay whole, so that a check that always fails would show
+                continue  # some stay intact, so that a check that always fails is detected
             kind = rng.choice(KINDS)
             damage(kind, frames.parts[i], old[i], layers * 2, page, rng)
             if not np.array_equal(frames.parts[i], good[i, 0]):

@@ -1,5 +1,5 @@
-"""CudaMover with several KV cache groups: pages of two kinds over the same memory, one arena, one
-staging area, each byte compared.
+"""CudaMover with several KV cache groups: two kinds of pages over the same memory, one arena and
+one staging area; each byte is compared.
 
 The emulated GPU runs the same functions (`test_emulated_groups.py`), and random steps of groups
 (`test_emulated_steps.py`).
@@ -44,9 +44,7 @@ def half_block(paged: Paged) -> Paged:
 
 
 def no_block(paged: Paged) -> Paged:
-    """A group that has no layer here, as on some pipeline stage: its frames have a trailer
-    alone.
-    """
+    """A group without layers here, as on some pipeline stages: its frames have only a trailer."""
     return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
@@ -54,7 +52,7 @@ OTHERS = {"turned": turned, "half": half_block, "none": no_block}
 
 
 class Rig:
-    """Groups over the same memory; a third of the blocks is each group's. ``sizes``: blocks of a
+    """Groups over the same memory; each group has a third of the blocks. ``sizes``: blocks of a
     chunk, by kind.
     """
 
@@ -85,7 +83,7 @@ class Rig:
         return self.kinds[GROUPS[group]]
 
     def in_chunks(self, group: int, blocks: list[int]) -> list[list[int]]:
-        """As many blocks each as a chunk of the group has."""
+        """The number of blocks per chunk of each group."""
         size = self.sizes[GROUPS[group]]
         return [blocks[at : at + size] for at in range(0, len(blocks) // size * size, size)]
 
@@ -151,7 +149,7 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
 
 
 def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
-    """Another kind with smaller blocks may have as many."""
+    """Another kind with smaller blocks can have as many."""
     rig = Rig(4096, "half", sizes=(1, 2))
     rig.paged.randomize(1)
     two = copies_of([0], [[1, 2]])

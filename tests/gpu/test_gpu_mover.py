@@ -90,7 +90,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
             assert np.array_equal(frames.parts[frame, : len(want)], want)
             assert int(trailers[frame]["tag"]) == chunk_tag(want, page_bytes, len(blocks))
         for frame in set(range(num_frames)) - set(places):
-            assert (frames.raw[frame] == POISON).all(), "a frame that was not asked for was written"
+            assert (frames.raw[frame] == POISON).all(), "a wrong frame was written"
         for now, then in zip(paged.buffers, before, strict=True):
             assert torch.equal(now, then), "a save changed its source"
         check_load(paged, mover, copies, before, seed)
@@ -98,7 +98,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
 
 
 def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int) -> None:
-    """Load everything into other blocks of poisoned KV; all else stays poison."""
+    """Load everything into other blocks of poisoned KV; all other bytes stay poison."""
     paged.poison()
     target = random.Random(seed + 100).sample(range(paged.num_blocks), paged.num_blocks)
     want = paged.snapshot()
@@ -115,7 +115,9 @@ def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int
 
 
 def check_partial_loads(paged: Paged, mover) -> None:
-    """Save four chunks of seven blocks, and load some blocks of each; all else stays poison."""
+    """Save four chunks of seven blocks, and load some blocks of each; all other bytes stay
+    poison.
+    """
     saved = paged.snapshot()
     copies = copies_of([4, 1, 2, 5], [list(range(7 * i, 7 * i + 7)) for i in range(4)])
     save(mover, copies)
@@ -165,8 +167,8 @@ def test_ranks_stay_in_their_part(rank: int) -> None:
 
 
 def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
-    """The compute stream is kept busy, so that a gather that did not wait, or a writer that did
-    not, would show.
+    """The compute stream is kept busy, so that a gather or writer that does not wait is
+    detected.
     """
     paged = block_outermost(4, 64, 64 << 10)
     frames = Frames(64, part_bytes_for(paged.block_bytes))

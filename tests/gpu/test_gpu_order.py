@@ -1,5 +1,5 @@
-"""Order between an engine's own work, saves and loads on a GPU, with submitters sending: random
-steps against torch's clones.
+"""Order of an engine's work, saves and loads on a GPU, with submitters: random steps compared with
+torch's clones.
 """
 
 import random
@@ -105,7 +105,7 @@ def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submi
         mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     mover.begin_step(())
     until(lambda: bool(mover.poll().loads))
-    assert not gate.query(), "it waited for a forward that its blocks have no part in"
+    assert not gate.query(), "it waited for a forward pass that does not use its blocks"
     assert torch.equal(paged.buffers[0], want[0])
     mover.close()
 

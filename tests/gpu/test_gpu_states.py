@@ -26,8 +26,8 @@ from kvloft.transfer.layout import PagedLayout, read_layout
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, NUM_SLOTS = 37, 2
-"""Layers of a group lie in as many slots; groups share the slots, for a block is one group's at a
-time.
+"""A group's layers use as many slots; groups share the slots, because a block belongs to one group
+at a time.
 """
 HEADS, TOKENS, HEAD_BYTES = 2, 12, 88
 PAGE = HEADS * TOKENS * HEAD_BYTES
@@ -37,8 +37,8 @@ STRIDES = {
     "layers outermost": (NUM_BLOCKS * PAGE, PAGE),
     "blocks outermost": (PAGE, NUM_SLOTS * PAGE),
 }
-"""Of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first inside
-a page.
+"""Strides of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first
+inside a page.
 """
 KINDS = ("full", "bytes", "tensors")
 GROUPS = ("full", "bytes", "tensors", "bytes")
@@ -48,8 +48,8 @@ Views = list[torch.Tensor]
 def views_of(
     memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool
 ) -> dict[str, torch.Tensor | Views]:
-    """Each layer's tensors over ``memory`` as an engine registers them: a state's as one of bytes,
-    or as one for each part.
+    """Each layer's tensors over ``memory`` as an engine registers them: a state as one tensor of
+    bytes, or as one per part.
     """
     of_slot, of_block = strides
     found: dict[str, torch.Tensor | Views] = {}
@@ -126,7 +126,7 @@ class Rig:
             self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
 
     def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
-        """Everything; or loads of it into other blocks."""
+        """All chunks, or loads of them into other blocks."""
         moved = [
             [c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group]
             for group in self.copies

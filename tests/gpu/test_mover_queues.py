@@ -56,7 +56,7 @@ class Gathered:
 
 
 class Stream:
-    """One of a lane's streams: what it waits for."""
+    """A stream of a lane, and the events it waits for."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -174,8 +174,8 @@ class Queues(RuleBasedStateMachine):
             self.patch.undo()
 
     def check_awaited(self, stream: Any, blocks: set[int]) -> None:
-        """Every gather that was sent and may still read ``blocks`` comes before what ``stream``
-        does next. Gathers in one stream come in their order, and pieces take turns on the streams.
+        """Every sent gather that can still read ``blocks`` precedes the next command of ``stream``.
+        Gathers in one stream come in their order, and pieces take turns on the streams.
         """
         saves: Any = self.mover.saves
         awaited = [saves.num_done - 1] * NUM_SLOTS
@@ -188,7 +188,7 @@ class Queues(RuleBasedStateMachine):
             for i, (piece, _) in enumerate(saves.pieces)
             if i > awaited[i % NUM_SLOTS] and blocks & set(piece.block_ids.tolist())
         ]
-        assert not late, "what a gather has yet to read may be overwritten"
+        assert not late, "blocks that a gather still has to read can be overwritten"
 
     def load_is_sent(self, piece: Any) -> None:
         self.check_awaited(self.mover.loads.next_kernel_stream(0), set(piece.block_ids.tolist()))
@@ -215,7 +215,7 @@ class Queues(RuleBasedStateMachine):
         self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
         assert read - set(self.mover._shared.done.failed) <= sent, (
-            "a forward may write what a save not sent yet has to read"
+            "a forward pass can write blocks of a save that was not sent yet"
         )
         self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)

@@ -1,5 +1,5 @@
-"""Cutting chunk copies into pieces: run against a tile-by-tile model, every byte lands once and
-where it belongs.
+"""Cutting chunk copies into pieces: compared with a tile-by-tile model, every byte is copied once
+and to the right place.
 """
 
 import numpy as np
@@ -62,8 +62,8 @@ def cases(draw: st.DrawFn):
 @pytest.mark.parametrize("blocks_per_chunk", [1, 7, MAX_BLOCKS + 1])
 @pytest.mark.parametrize("slot_bytes", [4096, 1 << 20])
 def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_bytes: int) -> None:
-    """In none, a load would never end. However long their chunks are where others have pages, here
-    nothing is moved for them.
+    """With no piece, a load would never end. Nothing is moved for them here, however long their
+    chunks are on other ranks.
     """
     shape = PieceLimits(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
     copies = [
@@ -105,7 +105,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[PieceLimits, list[ChunkCop
         gather(table, piece, shape, paged, slot)
         copy_out(piece, shape, slot, parts)
         assert piece.begin in (done, done - 1) and piece.end >= done, (
-            "only parts of one chunk may be several pieces"
+            "only a single chunk can be split into several pieces"
         )
         done, moved = piece.end, moved + piece.num_bytes
     assert done == len(copies)
@@ -114,7 +114,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[PieceLimits, list[ChunkCop
         want = np.concatenate([paged[b] for b in copy.blocks])
         assert np.array_equal(parts[copy.frame, : len(want)], want)
         assert (parts[copy.frame, len(want) :] == POISON).all(), (
-            "behind a payload are trailers, other ranks' parts, no request's old bytes"
+            "trailers, other ranks' parts or old bytes follow a payload"
         )
     for frame in set(range(14)) - {copy.frame for copy in copies}:
         assert (parts[frame] == POISON).all()

@@ -1,6 +1,4 @@
-"""The tag on the GPU is the tag on the CPU: one definition, written down twice, held together
-here.
-"""
+"""The GPU and the CPU compute the same tag, although it is implemented twice."""
 
 import ctypes
 import re
@@ -43,7 +41,7 @@ def test_oracle_makes_the_golden_tags(case: dict) -> None:
 
 def test_device_code_compiled_for_the_cpu_mixes_as_the_oracle(tmp_path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    assert compiler is not None, "building kvloft needs a C++ compiler too"
+    assert compiler is not None, "this test needs a C++ compiler"
     library = tmp_path / "tag.so"
     command = [
         compiler,

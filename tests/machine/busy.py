@@ -24,8 +24,8 @@ again = {
     "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
     "ahead": st.integers(0, 8),
 }
-"""``count`` earlier requests, from the ``first``-last on; ``cut``: drops this many tokens, each
-request one more, up to ten.
+"""Repeat ``count`` earlier requests, from the ``first``-last on; ``cut`` drops this many tokens,
+one more per request, up to ten.
 """
 
 
@@ -50,7 +50,7 @@ class BusyMachine(ServedMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Spec] = []
-        """In all lives on one disk."""
+        """Over all engines on one disk."""
 
     def _ask(self, spec: Spec) -> None:
         self.asked.append(spec)
@@ -68,8 +68,8 @@ class BusyMachine(ServedMachine):
     @precondition(lambda self: self.engine)
     @rule(**again, patience=st.integers(0, 40))
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
-        """vLLM's own cache is emptied: of an engine that came to rest in time, or under running
-        requests, which then hit, too.
+        """Empties vLLM's own cache, in an idle engine or under running requests, which then hit,
+        too.
         """
         while patience and self.engine.unfinished:
             self._run(1)

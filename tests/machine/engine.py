@@ -1,9 +1,9 @@
 """The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager,
 kvloft's real connector in both roles on its real store, and workers with memory of symbols.
 
-Acts as vLLM's engine core: sync steps, or two batches in flight. Everything that goes to a worker
-and back is pickled, as between processes. After each step the ledger must have no breach;
-`assert_at_rest` checks that everything was released.
+Acts as vLLM's engine core: sync steps, or two batches in flight. All messages to and from a worker
+are pickled, as between processes. After each step the ledger must have no breach; `assert_at_rest`
+checks that everything was released.
 """
 
 import pickle
@@ -58,7 +58,7 @@ class Outcome:
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """The request was preempted with its last step in flight: the tokens of the step before became
+    """The request was preempted with its last step in flight: the tokens of the previous step were
     known too late for a save.
     """
 
@@ -74,8 +74,8 @@ def all_is_tried() -> Iterator[None]:
 
 
 class Engine:
-    """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier;
-    ``ledger``: of an earlier life.
+    """See the module. ``model``: a folder with a config.json; ``disk``: a folder for the disk tier;
+    ``ledger``: that of the previous engine.
     """
 
     store_type: ClassVar[type[SteadyStore]] = SteadyStore
@@ -102,8 +102,8 @@ class Engine:
             self.num_hits
         ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
-        """First token and number of tokens of loads whose requests have not run since: hits, if
-        their content was loaded.
+        """First token and number of tokens of loads whose requests have not run since; these are
+        hits if their content was loaded.
         """
         self._config, self._kv_config = (
             vllm_config(model, shape, disk, self.ledger.namespace),
@@ -120,13 +120,13 @@ class Engine:
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
         """Ranks' reports of steps whose results are still in flight."""
         self._states: dict[str, list[State]] = {}
-        """Of each request, those that vLLM offers in the step being planned."""
+        """For each request, the states that vLLM offers in the planned step."""
         self._steps_without_tokens = 0
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
             self.core = self.half.core
             assert self.core._store is self.store, (
-                "kvloft opened its store past the machine, which would see nothing"
+                "kvloft opened its store without the machine, which would see nothing"
             )
             assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
             assert self.half._adapters._looks._timeout_s < 30.0
@@ -191,7 +191,7 @@ class Engine:
         )
 
     def _watch(self) -> None:
-        """Everything that is offered and admitted goes through the ledger."""
+        """The ledger checks all offers and admissions."""
         connector = self.scheduler.connector
         match, admit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
@@ -226,7 +226,8 @@ class Engine:
             if num_tokens:
                 local, answer = self.ledger.asked[req_id]
                 self.ledger.expect(
-                    num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered"
+                    num_tokens == answer,
+                    f"{req_id}: {num_tokens} tokens accepted of {answer} offered",
                 )
                 self.ledger.admitted[req_id] = self._hoped[req_id] = (local, num_tokens)
                 self.num_loaded += num_tokens
@@ -292,7 +293,7 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One turn of the engine core's loop, and the judgement of it."""
+        """Run one iteration of the engine core's loop and check it."""
         self.is_broken = True
         self.now += self.step_s
         self._step()
@@ -309,7 +310,7 @@ class Engine:
         self.is_broken = False
 
     def _end_a_session_that_blocks(self) -> None:
-        """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can
+        """Sessions between two turns keep their blocks, and vLLM does not preempt them: a few can
         fill the pool and wait for each other without end, with or without a connector. A user would
         end one.
         """
@@ -324,8 +325,8 @@ class Engine:
             self.abort(sessions[0])
 
     def _lost_session(self) -> str | None:
-        """Under async scheduling vLLM 0.32 takes a session out of every queue if it was preempted
-        in the step that ends a turn of it, with or without a connector. Its user would end it.
+        """Under async scheduling, vLLM 0.32 drops a session from every queue if it was preempted in
+        the step that ends its turn, with or without a connector. Its user would end it.
         """
         scheduler = self.scheduler
         queued = {
@@ -415,8 +416,8 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Whether a block is where the state after ``num_tokens`` belongs: vLLM may have freed it
-        in the same pass, and may have allocated it again, even to the same request.
+        """Return True if a block is at the place of the state after ``num_tokens``: vLLM may have
+        freed it in the same pass, and allocated it again, even to the same request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -440,7 +441,7 @@ class Engine:
             )
             self.ledger.expect(
                 end <= request.num_prompt_tokens,
-                f"{save.req_id} is to save its prompt only, and {end} tokens are saved",
+                f"{save.req_id} must save its prompt only, but {end} tokens are saved",
             )
 
     def _check_load(self, load: Any, output: Any) -> None:
@@ -486,7 +487,7 @@ class Engine:
                     return
                 self.abort(lost)
             self.step()
-        raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
+        raise AssertionError(f"the engine does not become idle: {self.unfinished}")
 
     # -- the end
     # -----------------------------------------------------------------------------------------
@@ -512,7 +513,7 @@ class Engine:
             spec = self.specs[req_id]
             truth = spec.truth()
             if outcome.reason == "length":
-                assert outcome.tokens == truth, f"{req_id} said something else"
+                assert outcome.tokens == truth, f"{req_id} gave another answer"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.
@@ -531,7 +532,7 @@ class Engine:
                 assert outcome.tokens == truth[: len(outcome.tokens)]
 
     def _assert_at_rest(self) -> None:
-        """Pins, reservations, blocks and queues are back to nothing (I5, I8)."""
+        """Check that pins, reservations, blocks and queues are empty (I5, I8)."""
         scheduler = self.scheduler
         for left in (
             "requests",
@@ -551,7 +552,7 @@ class Engine:
         assert not self.core.has_work_in_flight
         assert not self.core._requests
         stats: dict[str, int] = {}
-        for _ in range(500):  # reads without a waiting request end in their own time
+        for _ in range(500):  # reads without a waiting request can end later
             stats = self.store.stats()
             if not stats["pins"] and not stats["frames_reserved"]:
                 break

@@ -104,7 +104,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window and state": (STATE, Group("window", size=6)),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
-"""With a drafter where there is one."""
+"""With a draft model, if there is one."""
 
 
 def are_grouped(groups: tuple[Group, ...]) -> bool:

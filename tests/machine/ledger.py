@@ -59,11 +59,11 @@ class Ledger:
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First token and number of tokens of each request's load."""
     before: dict[int, int] = field(default_factory=dict)
-    """For KV in a draft model's layers: the prefix before it, without the next token; including KV
-    of earlier engines, whose frames are loaded again.
+    """For KV in a draft model's layers: its prefix without the next token, including KV of earlier
+    engines, whose frames are loaded again.
     """
     why_lossy: str | None = None
-    """Why saved chunks may be missing now; None: none may."""
+    """Why saved chunks may be missing now; None if none may be."""
     doubtful: set[str] = field(default_factory=set)
     """Requests for which a load failed: they need not be offered anything."""
     standing: set[str] = field(default_factory=set)
@@ -101,7 +101,7 @@ class Ledger:
 
     @cached_property
     def _main(self) -> int:
-        """The first group of full attention, or of windows where there is none."""
+        """The first full-attention group, or without one the first sliding-window group."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
@@ -244,9 +244,7 @@ class Ledger:
         )
 
     def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]]) -> None:
-        """A load fills the blocks that were given for it, each with the chunk of its place (I1,
-        I6).
-        """
+        """A load fills exactly its allocated blocks, each with the chunk of its place (I1, I6)."""
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
         self.loads[load.load_id] = set()
         begin, count = self.admitted.get(load.req_id, (0, 0))

@@ -1,8 +1,8 @@
 """The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it
 with a budget and fixed seeds.
 
-Every rule is something that may happen to an engine at any time. All chance comes from hypothesis,
-so that failures shrink.
+Every rule is an event that can happen to an engine at any time. Hypothesis makes all random
+choices, so that failures shrink.
 """
 
 import logging
@@ -33,8 +33,8 @@ from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_conten
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
-"""Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the
-first at position 9.
+"""Prompts are beginnings of a few stories, so that they share prefixes; the last one diverges from
+the first at position 9.
 """
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
@@ -273,8 +273,8 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """At most ``budget`` tokens a step, so some requests get none; copies are at most ``delay``
-        steps late.
+        """At most ``budget`` tokens per step, so some requests get none; copies are at most
+        ``delay`` steps late.
         """
         engine = self.engine
         engine.trouble.max_delay = delay
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.unfinished)
     @rule(which=st.integers(0, 20), ahead=st.integers(0, 3), loads=st.booleans())
     def abort(self, which: int, ahead: int, loads: bool) -> None:
-        """One for which a load is on its way, if there is one and chance ``loads``."""
+        """Prefers a request with a load in progress, if there is one and ``loads`` is set."""
         living = (self.engine.loading if loads else []) or self.engine.unfinished
         self.engine.abort(living[which % len(living)])
         self._run(ahead)
@@ -326,7 +326,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
     @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
     def dead_worker_writes(self, rate: float, count: int) -> None:
-        """To frames that are this engine's by now: a store that gave them back too early."""
+        """Writes to frames that belong to this engine by now, as after a store released them too
+        early.
+        """
         self.engine.trouble.strangers = rate
         self._run(count)
         self.engine.trouble.strangers = 0.0
@@ -441,8 +443,8 @@ def check(
     steps: int = 30,
     shrinks: bool = True,
 ) -> None:
-    """Run the machine ``lives`` times; the same runs for the same seed. Raise the breaches
-    found.
+    """Run the machine ``lives`` times; the same runs for the same seed. Raise an error with the
+    breaches found.
     """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     chosen = settings(

@@ -55,7 +55,7 @@ class Memory:
         self.num_checked = self.num_of_others = 0
 
     def kv_caches(self) -> dict[str, Any]:
-        """As a runner registers them: a tensor a layer, a list of tensors where it has states."""
+        """Tensors as a runner registers them: one per layer, or a list for a layer with states."""
         found: dict[str, Any] = {}
         for number, group in enumerate(self._shape.groups):
             size = group.block_tokens
@@ -122,8 +122,8 @@ class Memory:
                 )
 
     def check_drafter(self, work: Work) -> None:
-        """The same for the drafter's layers: it runs after sampling, and in EAGLE's KV of a
-        position the next token is.
+        """The same for the draft model's layers, which run after sampling; EAGLE's KV of a position
+        includes the next token.
         """
         if self._shape.drafter_tokens:
             # vLLM's own cache serves blocks of steps without the drafter, which cost acceptance
@@ -171,8 +171,8 @@ class Memory:
         group: Group,
         plane: int,
     ) -> bool:
-        """Whether only the last position of blocks of a draft model differs, which another
-        continuation of the same prefix wrote.
+        """Return True if a draft model's blocks differ only in their last position, written by
+        another continuation of the same prefix.
 
         vLLM's own cache returns such blocks: if two requests computed the same block, a hit takes
         one request's block and, as the proof of the continuation, the other's next block. It costs

@@ -23,7 +23,7 @@ from .ledger import Ledger
 
 @dataclass
 class Trouble:
-    """How often copies go wrong, and how late they may be."""
+    """Rate of failed copies, and maximum delay of copies."""
 
     random: random.Random
     max_delay: int = 0
@@ -46,7 +46,7 @@ class Trouble:
         return rate > 0 and self.random.random() < rate
 
     def end(self) -> None:
-        """All goes well from now on."""
+        """From now on, no copy fails."""
         self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = (
             0,
             0.0,
@@ -80,7 +80,7 @@ class Haunted:
         return problem
 
     def _write(self, key: bytes) -> bool:
-        frame = self._frame_of.get(key)  # None: another group's mover has it
+        frame = self._frame_of.get(key)  # None if another group's mover has it
         if frame is None or not self._trouble.happens(self._trouble.strangers):
             return False
         self._frames.part(frame)[:8] ^= 1
@@ -89,7 +89,7 @@ class Haunted:
 
 @dataclass(eq=False)
 class Saving:
-    """One chunk on its way to a frame."""
+    """One chunk being copied to a frame."""
 
     delay: int
     req_id: Any

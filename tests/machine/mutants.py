@@ -306,7 +306,7 @@ def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
 
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
-    """What a frame is sealed and checked by, without a private copy."""
+    """Seals and checks a frame in place, without a private copy."""
     memory = part._frames.memory
     offset = memory.start(copy.frame) + memory.part_offset
     return part._describe(copy, *layout) | {"offset": offset}
@@ -367,7 +367,7 @@ def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "LMCache #5047: the load of an aborted request is never reported",
-    "does not come to rest|requests",
+    "does not become idle|requests",
 )
 def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     def finished(original: Any, self: Any, ended: set[str]) -> Any:

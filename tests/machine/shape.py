@@ -39,7 +39,7 @@ METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
-    """vLLM's; a page has 8 bytes a token, which is one symbol."""
+    """vLLM's; a page has 8 bytes per token, which is one symbol."""
     if group.kind == "state":
         return MambaSpec(
             block_size=group.block_tokens,
@@ -83,8 +83,8 @@ class Shape:
     has_disk: bool = False
     early_results: bool = False
     drafter_tokens: int | None = None
-    """The longest request with which the drafter runs: it is left out of steps with a longer one.
-    None: it runs always.
+    """The longest request with which the draft model runs; steps with a longer one omit it. None if
+    it always runs.
     """
     marks_drafts: bool = True
     """vLLM marks the group with the draft layer, as with MTP; False: it treats every group as one,
@@ -205,7 +205,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {
         "host_size": shape.host_frames * shape.num_ranks * 4096
-    }  # a part of any shape fits into 4 KiB
+    }  # a part of every shape fits into 4 KiB
     extra |= {"namespace": namespace, "kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(

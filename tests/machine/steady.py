@@ -58,7 +58,7 @@ class SteadyStore:
     def settle_disk(self) -> None:
         """Writes end here, so that evictable chunks do not depend on a thread."""
         if self._has_disk:
-            assert self.session.flush(30.0), "the disk does not come to rest"
+            assert self.session.flush(30.0), "the disk does not become idle"
 
     def deepest_hit(self, chain: Any, host_units: int, stored_units: int) -> Any:
         return self.session.deepest_hit(chain, host_units, stored_units)
@@ -108,7 +108,7 @@ class SteadyStore:
 
 
 class UnkindStore(SteadyStore):
-    """Evicts, refuses frames and delays reads now and then, as a store may at any time."""
+    """Sometimes evicts, refuses frames and delays reads, as a store can at any time."""
 
     def __init__(
         self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool

@@ -84,9 +84,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Turn:
-    """One input of a streaming session after the first: its tokens, and how many to generate after
-    it.
-    """
+    """A further input of a streaming session: its tokens, and the number of tokens to generate."""
 
     ids: tuple[int, ...]
     max_tokens: int

@@ -27,7 +27,7 @@ def prefix(num_blocks: int, salt: int = 0) -> tuple[int, ...]:
 
 
 def serve_before(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
-    """Serve prompts one after the other, and leave them to kvloft alone."""
+    """Serve prompts one after the other, and empty vLLM's own cache."""
     for i, prompt in enumerate(prompts):
         engine.add(spec(f"before{i}", (*prompt, 3), 1))
         engine.run()
@@ -102,8 +102,8 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Of those that have their turn at once, the one whose reads end first goes first: no other
-    # overtakes.
+    # Of requests with a turn at the same time, the first one whose reads end runs first, and no
+    # other overtakes it.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)
@@ -115,7 +115,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> None:
-    """vLLM admits loads beyond its seats, and cannot preempt them."""
+    """vLLM admits more loads than running slots, and cannot preempt them."""
     shape = Shape(
         async_scheduling=is_async,
         num_blocks=220,

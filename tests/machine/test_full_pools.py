@@ -24,7 +24,8 @@ KINDS = (
 )
 UNEQUAL = ("window of half blocks", "window of long blocks", "two windows of different blocks")
 pytestmark = pytest.mark.skipif(
-    not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups"
+    not HAS_GROUPS,
+    reason="only vLLM 0.32 and newer give connectors enough information about several groups",
 )
 
 
@@ -64,7 +65,7 @@ def test_requests_with_failed_loads_yield_to_others(names: str, load_failure: fl
 
 
 def test_room_is_counted_in_each_groups_own_blocks() -> None:
-    """In the longest ones two loads would seem to fit, and stand still."""
+    """In the longest ones, two loads would seem to fit and then get stuck."""
     serve("window of longer blocks", 15, 48, (50, 50))
 
 

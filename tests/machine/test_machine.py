@@ -41,7 +41,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Counts of each machine, starting at zero."""
     name: str = request.param
     if name in ("several groups", "asked again") and not HAS_GROUPS:
-        pytest.skip("vLLM 0.32 and newer tell connectors enough about several groups")
+        pytest.skip(
+            "only vLLM 0.32 and newer give connectors enough information about several groups"
+        )
     KINDS[name].seen.clear()
     yield name
     KINDS[name].seen.clear()
@@ -51,7 +53,7 @@ def test_every_block_that_is_read_holds_its_content(kind: str) -> None:
     check(KINDS[kind], examples=EXAMPLES // 4 if kind == "asked again" else EXAMPLES)
     seen = KINDS[kind].seen
     assert WANTED[kind] <= {name for name, count in seen.items() if count > 20}, (
-        f"the machine has grown tame: {seen}"
+        f"the machine produces too few events: {seen}"
     )
 
 
@@ -64,7 +66,7 @@ def test_for_hours() -> None:
     ) * HAS_GROUPS
     while time.monotonic() < deadline:
         round_number += 1
-        for nth, machine in enumerate(machines):  # several groups have the most ways to be wrong
+        for nth, machine in enumerate(machines):  # several groups have the most failure modes
             check(
                 machine,
                 examples=50 if machine in BUSY.values() else 25,
@@ -82,7 +84,7 @@ def test_for_hours() -> None:
             f"{name} {machine.seen['hits'] + machine.seen['hits with several groups']}"
             for name, machine in BUSY.items()
         )
-        print(f"  hits where much is asked again: {hits}", flush=True)
+        print(f"  hits with many repeated requests: {hits}", flush=True)
         if (
             not gc.get_freeze_count()
         ):  # vLLM is imported by now, and need not be searched for garbage again and again

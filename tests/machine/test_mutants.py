@@ -66,7 +66,8 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
 
 
 @pytest.mark.skipif(
-    not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups"
+    not HAS_GROUPS,
+    reason="only vLLM 0.32 and newer give connectors enough information about several groups",
 )
 @pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("machine", [ServedMachine, BusyMachine] if IS_WHOLE else [ServedMachine])
@@ -77,7 +78,7 @@ def test_the_machine_detects_with_served_groups(machine: type[Machine], mutant: 
 def judge(mutant: Mutant, machine: type[Machine]) -> None:
     said = verdict(mutant, machine)
     assert said is not None, f"not seen: {mutant.bug}"
-    assert re.search(mutant.says, said), f"seen, but as something else: {said}"
+    assert re.search(mutant.says, said), f"detected, but with another message: {said}"
 
 
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:

@@ -1,5 +1,5 @@
-"""Inside vLLM's real MultiConnector, under its real scheduler: kvloft's waits hold no sibling's
-tokens back.
+"""Inside vLLM's real MultiConnector and scheduler: kvloft's waits do not withhold a sibling's
+tokens.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ SPEC = Spec("r", tuple(range(3, 3 + 4 * BLOCK + 1)), 2, tuple(range(3, 3 + 4 * B
 
 
 class NeverReady:
-    """A lease on chunks that a disk has, and will not give."""
+    """A lease on chunks that a hung disk never returns."""
 
     def poll(self) -> tuple[int, int]:
         return 0, 4
@@ -42,7 +42,7 @@ class NeverReady:
 
 
 class HungDisk:
-    """A store that has every prefix, on a disk that does not answer."""
+    """A store with every prefix on a disk that does not answer."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -111,7 +111,7 @@ def config_of(*, has_sibling: bool) -> Any:
             "kv_connector_extra_config": transfer.kv_connector_extra_config,
         }
         config.scheduler_config.disable_hybrid_kv_cache_manager = (
-            True  # as vLLM does for a sibling like this one
+            True  # as vLLM does for such a sibling
         )
         transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
         transfer.kv_connector_extra_config = {
@@ -160,7 +160,7 @@ def test_a_request_waits_for_its_disk_with_a_sibling_without_tokens(
     assert waiting.requests["r"].status.name == "WAITING"
     monkeypatch.setattr(Sibling, "has", 2 * BLOCK)
     waiting.schedule()
-    assert Sibling.given == [2 * BLOCK], "and takes the sibling's tokens as soon as there are any"
+    assert Sibling.given == [2 * BLOCK], "and accepts the sibling's tokens as soon as there are any"
 
 
 def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) -> None:
@@ -175,4 +175,6 @@ def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) ->
         params,
         params.extra_args["kv_transfer_params"],
     )
-    assert waiting.schedule().total_num_scheduled_tokens > 0, "it computes what no load brings"
+    assert waiting.schedule().total_num_scheduled_tokens > 0, (
+        "it computes tokens that no load provides"
+    )

@@ -1,5 +1,5 @@
-"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer: kvloft keeps nothing
-that was computed on it.
+"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) spoils one answer: kvloft saves nothing
+that depends on it.
 """
 
 from typing import Any
@@ -58,14 +58,12 @@ def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: b
         serve(engine, "own", PROMPT[:9])
         engine.reset(running=False, connector=False)
     hashes = serve(engine, "other", STORIES[1][:13])
-    monkeypatch.setattr(
-        Memory, "check", lambda *_: None
-    )  # the answer is wrong, and that is vLLM's fault
+    monkeypatch.setattr(Memory, "check", lambda *_: None)  # the answer is wrong because of vLLM
     monkeypatch.setattr(Memory, "check_drafter", lambda *_: None)
     num_saved = engine.ledger.num_saved
     serve(engine, "wrong", PROMPT, stale=list(hashes[:2]))
     serve(engine, "next", PROMPT, stale=list(hashes[:2]))
-    assert engine.ledger.num_saved == num_saved, "what hangs on a wrong block is as wrong"
+    assert engine.ledger.num_saved == num_saved, "everything after a wrong block is wrong"
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -88,8 +86,8 @@ def test_the_scene_detects_wrong_kv_without_the_check_of_writers(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
-    """The store lost everything, as with a new server: of requests that ended, and of those that
-    run in the same step.
+    """The store lost everything, as with a new server, for finished requests and for requests of
+    the same step.
     """
     engine = engine_of(shape)
     serve(engine, "first", PROMPT)

@@ -1,5 +1,5 @@
-"""Random traffic through the correctness machine's engine, in every shape: no wrong KV is ever
-read, and all ends at rest.
+"""Random traffic through the correctness machine's engine, in every shape: no wrong KV is read, and
+the engine ends idle.
 
 Where hypothesis chooses few events and many shapes (`test_machine.py`), here a seed makes dozens of
 requests meet in one engine: arrivals, aborts, preemptions, resets, late and failed transfers,

@@ -61,7 +61,7 @@ class Worker:
         """It runs in this step."""
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
-        """One step; ``metadata`` is the connector's, as it came over the wire."""
+        """Run one step; ``metadata`` is the connector's, as received."""
         connector = self.connector
         if connector is not None and not self._shape.v2:
             connector.handle_preemptions(metadata)
@@ -148,8 +148,8 @@ class Worker:
     # ----------------------------------------------------------------------------------------------
 
     def _forward(self, output: Any) -> list[Work]:
-        """States are read; then all writes, then all reads: requests of one step may read blocks
-        that others of it write.
+        """States are read first, then all writes and all reads happen: requests can read blocks
+        that others write in the same step.
         """
         works = self._works(output)
         for work in works:
@@ -177,8 +177,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # Under async scheduling vLLM counts drafts in flight as accepted; the runner knows
-            # better.
+            # Under async scheduling, vLLM counts drafts in flight as accepted; the runner has the
+            # right count.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,
@@ -186,7 +186,7 @@ class Worker:
             )
             stop = state.computed + count - len(drafts)
             assert stop <= len(state.prefix), (
-                f"{req_id}: {stop} positions asked for, {len(state.prefix)} known"
+                f"{req_id}: {stop} positions requested, {len(state.prefix)} known"
             )
             works.append(Work(req_id, state, state.computed, stop, drafts))
         return works
@@ -227,7 +227,7 @@ class Worker:
         )
 
     def _propose(self, state: Running) -> None:
-        """Drafts that are right now and then; without the drafter vLLM has zeros."""
+        """Drafts that are sometimes right; without the draft model, vLLM has zeros."""
         if not self._has_drafter:
             state.drafts = [0] * self._shape.num_drafts
             return

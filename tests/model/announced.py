@@ -1,8 +1,9 @@
 """A store, its announcer and a subscriber, in any order of steps: for tests of KV events.
 
 The store is the engine's own or a server's, where another engine saves and evicts too and the
-server is stopped and restarted. The oracle is lookups of every prefix, and what a subscriber may
-assume of each event. The test decides how events reach the subscriber and how a server is started.
+server is stopped and restarted. The oracle is lookups of every prefix, and the assumptions a
+subscriber can make about each event. The test decides how events reach the subscriber and how a
+server is started.
 """
 
 import hashlib
@@ -60,7 +61,7 @@ class Index:
             tier = self.tiers[event.tier]
             if not isinstance(event, Stored):
                 assert set(event.hashes) <= tier and len(set(event.hashes)) == len(event.hashes), (
-                    "removed, and was not there"
+                    "removed, but was not present"
                 )
                 tier -= set(event.hashes)
                 continue
@@ -180,7 +181,7 @@ class World:
                 self.announcer.repeat()
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
-        """As the scheduler side does."""
+        """Calls it as the scheduler side does."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
         chain, _, _, start, stop, _ = row
         self.announcer.note(SimpleNamespace(prompt=prompt), chain, range(start, stop))  # type: ignore[arg-type]

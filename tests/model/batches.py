@@ -1,5 +1,5 @@
-"""Real batches out of single chunks, and single chunks out of a real session, for tests that look
-at each.
+"""Makes real batches of single chunks, and single chunks of a real session, for tests that examine
+each.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def batch_of_groups(groups: Iterable[tuple[int, Iterable[Any]]]) -> _core.ChunkB
 def reserve(
     store: _core.Session, chain: _core.KeyChain, start: int, stop: int
 ) -> tuple[list[tuple[int, int, bytes, int]], int]:
-    """[(ticket, frame, key, unit)], and how many units got no frame."""
+    """[(ticket, frame, key, unit)], and the number of units without a frame."""
     table = range(1, chain.num_blocks + 1)  # so that a block's id is its place in the prefix
     (chunks,), (num_dropped,) = store.reserve([(chain, (), 0, start, stop, [table])])
     return [(c.ticket, c.frame, c.key, c.blocks[0] - 1) for c in chunks or ()], num_dropped

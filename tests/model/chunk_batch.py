@@ -61,10 +61,10 @@ class Chunks(tuple[Chunk, ...]):
 def chunks_to_load(
     leased: Iterable[tuple[int, bytes, str]], table: Sequence[int], begin: int, end: int
 ) -> tuple[Chunks, dict[str, int]]:
-    """From leased (frame, key, tier), from unit 0 on: the chunks of units [begin, end), one block
-    each, and units by tier.
+    """Return the chunks of units [begin, end), one block each, and units by tier, from leased
+    (frame, key, tier) of unit 0 on.
     """
-    assert 0 <= begin <= end <= len(table), "blocks were promised that the request has not got"
+    assert 0 <= begin <= end <= len(table), "the request does not have the promised blocks"
     chunks: list[Chunk] = []
     by_tier: dict[str, int] = {}
     for unit, (frame, key, tier) in enumerate(leased):
@@ -130,7 +130,7 @@ class Session(ABC):
         rows, num_dropped = self.reserve_rows(chain, start, stop)
         chunks: list[Chunk] = []
         for ticket, frame, key, unit in rows:
-            assert unit < len(table), "a save of blocks that the request has not got"
+            assert unit < len(table), "a save of blocks that the request does not have"
             if table[unit] == NULL_BLOCK:
                 self.abort_tickets([ticket])
             else:
@@ -175,7 +175,7 @@ class Session(ABC):
     def reserve_rows(
         self, chain: Any, start: int, stop: int
     ) -> tuple[list[tuple[int, int, bytes, int]], int]:
-        """[(ticket, frame, key, unit)], and how many units got no frame."""
+        """[(ticket, frame, key, unit)], and the number of units without a frame."""
 
     @abstractmethod
     def commit_tickets(self, tickets: Sequence[int]) -> int: ...

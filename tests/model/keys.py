@@ -291,7 +291,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """One case a line, so that a diff names the case."""
+    """One case per line, so that a diff names the case."""
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in vectors["cases"])
     return f'{{"schema": {vectors["schema"]}, "cases": [\n{lines}\n]}}\n'
 

@@ -1,8 +1,8 @@
 """The store and the key chain of `kvloft.seam` in dicts: a model to test the scheduler side.
 
 Follows the rules in `_core.pyi` and checks, at every call, that its caller follows them too. If the
-rules leave a choice, it takes the worst for the caller (a commit after `clear` is lost, a frame is
-reused as soon as possible). Must not import kvloft.
+rules leave a choice, it makes the worst one for the caller (a commit after `clear` is lost, a frame
+is reused as soon as possible). Must not import kvloft.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ class KeyBook:
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
-        """Root first, then one entry a position, to the block's end."""
+        """Root first, then one entry per position, to the block's end."""
 
     def new_chain(self, view: Any, lookahead: int | None = None) -> "ModelChain":
         root = ("root", view.adapter, view.cache_salt)
@@ -30,9 +30,7 @@ class KeyBook:
 
 
 class ModelChain:
-    """Keys of one prefix, a block at a time, by hashing everything before the block's end
-    afresh.
-    """
+    """Keys of one prefix, block by block, each by hashing the whole prefix again."""
 
     def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
         self._book = book
@@ -206,7 +204,7 @@ class ModelStore(Session):
         entries: list[Entry] = []
         for entry in self._present(chain, in_host=False)[:num_units]:
             entry.used = self._clock
-            entry.pins += 1  # so that making room for the next one does not take this one's frame
+            entry.pins += 1  # so that evictions for the next one do not take this one's frame
             entries.append(entry)
             if entry.frame is None:
                 frame = self._take_frame()
@@ -302,7 +300,7 @@ class ModelStore(Session):
             self._forget(entry)
             for child in [e for e in self.entries.values() if e.parent == key]:
                 if child.state == "reserved":
-                    continue  # its commit finds no parent
+                    continue  # its parent is missing at the commit
                 dropped += self.discard([child.key])
         return dropped
 
@@ -356,7 +354,7 @@ class ModelStore(Session):
         return self.free.pop(0)
 
     def evict(self, entry: Entry) -> None:
-        """Take a leaf's frame; with a disk the chunk stays there."""
+        """Evict a leaf; with a disk, the chunk stays there."""
         assert entry.pins == 0, "I4: a pinned frame is not evicted"
         assert entry.frame is not None
         self.arena[entry.frame] = None

@@ -26,7 +26,7 @@ CONSTANTS = {name: _constant(name) for name in ("A", "B", "C", "M1", "M2")}
 
 
 def rotate_right(x: int, by: int) -> int:
-    """64 bits, the lowest ``by`` of them moved to the top."""
+    """Rotate 64 bits right by ``by``."""
     return x // 2**by + x % 2**by * 2 ** (64 - by)
 
 
@@ -89,7 +89,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """One case a line, so that a diff names the case."""
+    """One case per line, so that a diff names the case."""
     lines = ",\n".join(json.dumps(case) for case in vectors["cases"])
     return f'{{"constants": {json.dumps(vectors["constants"])}, "cases": [\n{lines}\n]}}\n'
 

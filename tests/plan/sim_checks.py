@@ -53,7 +53,7 @@ def check_load(engine: Any, load: LoadPlan) -> None:
 
 
 def reference(engine: Any, request: Request) -> list[int]:
-    """The tokens this request must end with, computed without any cache."""
+    """Return the tokens that this request must have at its end, computed without any cache."""
     token_ids: list[int] = list(request.history[0])
     for turn in [*request.history[1:], (request.num_outputs, None)]:
         for _ in range(turn[0]):
@@ -91,12 +91,12 @@ def check_held(engine: Any) -> None:
 
 
 def settle(engine: Any) -> None:
-    """All requests end without further help, and leave nothing behind (I5)."""
+    """All requests end by themselves and leave nothing behind (I5)."""
     for request in list(engine.requests.values()):
         if request.updates is not None and request.status != "finished":
             engine.feed_session(request, None)
     for turn in range(600):
-        if turn % 100 == 99:  # sessions can hold each other up; vLLM's user would end one
+        if turn % 100 == 99:  # sessions can block each other; a user would end one
             holders = [r for r in engine.waiting if r.updates is not None and r.blocks]
             if holders:
                 engine.finish(holders[0], aborted=True)

@@ -1,7 +1,6 @@
-"""A symbolic vLLM: the scheduler of 0.32 as far as a connector can see it, over paged KV of
-symbols.
+"""A symbolic vLLM: the part of the 0.32 scheduler that a connector sees, with symbolic paged KV.
 
-Follows vLLM's order of hooks (lookup, admission, plan, then numbers advance; results may be a step
+Follows vLLM's order of hooks (lookup, admission, plan, then counts advance; results may be a step
 late) and checks the invariants at each hook: I1, I2, I4, I6, I7, I9, I10. Sync or async scheduling,
 chunked prefill, draft tokens, preemption, sessions.
 """
@@ -236,15 +235,15 @@ class SymbolicEngine:
         answer = self.match(request, local)
         while rng.random() < fussy:
             if answer == 0:
-                answer = self.match(request, local)  # a miss may look again
+                answer = self.match(request, local)  # a miss can be looked up again
                 continue
             before = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
-            assert self.match(request, local) == answer, "I9: asking changed the answer"
+            assert self.match(request, local) == answer, "I9: a repeated call changed the answer"
             after = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
             assert before == after, "I9: asking again changed the store"
         assert answer is None or answer >= 0
         if answer:
-            assert local + answer <= request.num_tokens, "matched more than there is"
+            assert local + answer <= request.num_tokens, "matched more than is stored"
             assert answer % self.setup.block_tokens == 0
             assert not request.skip_load
         return answer
@@ -253,7 +252,7 @@ class SymbolicEngine:
         size = self.setup.block_tokens
         fresh = max(0, -(-num_tokens // size) - len(local) - len(request.blocks))
         available = len(self.pool.free) - sum(self.pool.refs[b] == 0 for b in local)
-        if external:  # an async load may not take blocks that others need to continue
+        if external:  # an async load must not take blocks that others need to continue
             available -= sum(self._missing(r) for r in self.requests.values() if r.blocks)
         if max(fresh, self._missing(request) - len(local) if external else 0) > available:
             return False
@@ -494,7 +493,7 @@ class SymbolicEngine:
         request.status = "waiting"
 
     def finish(self, request: Request, *, aborted: bool = False) -> None:
-        """request_finished, however it came to that; blocks of a load in flight are held until it
+        """Call request_finished for any reason; blocks of a load in flight are kept until the load
         is received.
         """
         self.core.finish(request.req_id)

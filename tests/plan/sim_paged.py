@@ -125,7 +125,7 @@ class InFlight:
 
 
 class Rank:
-    """One worker: its part of paged KV, its copies in flight."""
+    """One worker with its part of paged KV and its copies in flight."""
 
     def __init__(self, number: int, num_blocks: int, block_tokens: int) -> None:
         self.number = number
@@ -144,7 +144,7 @@ class Rank:
 
 
 class Workers:
-    """All ranks of one engine, stepping together; each finishes its copies in its own time."""
+    """All ranks of one engine, stepping together; each finishes its copies at its own pace."""
 
     def __init__(
         self, store: ModelStore, *, num_ranks: int, num_blocks: int, block_tokens: int
@@ -172,7 +172,7 @@ class Workers:
         accepted.
         """
         contents, start = self._contents[work.req_id], self._computed[work.req_id]
-        assert start <= work.num_computed, "the scheduler may only be ahead of the worker"
+        assert start <= work.num_computed, "the scheduler can only be ahead of the worker"
         num_real = work.num_scheduled - work.num_drafts
         inputs = contents[start : start + num_real]
         assert len(inputs) == num_real, "scheduled more tokens than the request has"

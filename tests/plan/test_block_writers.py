@@ -1,4 +1,4 @@
-"""Which chunk's KV blocks hold to their last position, where a chunk has several blocks of a
+"""The chunk whose KV blocks hold up to their last position, if a chunk has several blocks of a
 group.
 """
 

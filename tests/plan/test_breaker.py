@@ -1,4 +1,4 @@
-"""Loads that fail again and again: each counts once, nothing is moved for a while, and then one is
+"""Loads that fail repeatedly: each counts once, nothing is moved for a while, and then one load is
 tried.
 """
 
@@ -55,7 +55,7 @@ def test_a_failed_load_counts_once_whichever_ranks_failed(num_ranks: int) -> Non
     for broken in ({0}, {num_ranks - 1}, set(range(num_ranks))):
         for _ in range(MAX_FAILED_LOADS - 1):
             assert load(engine, broken=broken)
-        assert load(engine, broken=set()), "one that succeeds starts the count over"
+        assert load(engine, broken=set()), "a successful load resets the count"
     for _ in range(MAX_FAILED_LOADS):
         assert engine.core.counters["load_breaker_trips"] == 0
         assert load(engine, broken={0})
@@ -92,7 +92,7 @@ def test_one_load_probes_after_a_pause() -> None:
     engine.now += RETRY_S
     assert load(engine, broken=set())
     begin(engine)
-    assert offered(engine) == 16, "as many at a time as come"
+    assert offered(engine) == 16, "any number at a time"
     for _ in range(MAX_FAILED_LOADS):
         assert load(engine, broken={0})
     assert not load(engine, broken={0})

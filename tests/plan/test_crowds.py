@@ -51,7 +51,7 @@ def test_blocks_on_their_way_to_the_gpu_are_waited_for_and_then_shared() -> None
     for _ in range(3):
         assert engine.match(second, 0) is None
         assert engine.core.still_waits(second.req_id, 0)
-    assert len(engine.store.open_leases) == 1, "who waits for another's load pins nothing"
+    assert len(engine.store.open_leases) == 1, "a request that waits for another load pins nothing"
     settle(engine)
     assert engine.num_loaded_tokens == WHOLE
 
@@ -65,7 +65,7 @@ def test_a_prompt_that_parts_from_the_load_waits_for_the_shared_part_only() -> N
     with_load_in_flight(engine)
     second = engine.add(Request("second", list(other), 2))
     assert engine.match(second, 0) is None
-    assert engine.match(second, 8) == 4, "its own part is no part of that load"
+    assert engine.match(second, 8) == 4, "its own part does not belong to that load"
     settle(engine)
     assert engine.num_loaded_tokens - before == WHOLE + 4
 
@@ -157,7 +157,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + [
         "waiting"
     ] * 2
-    assert len(engine.store.open_leases) == 3, "who waits for a seat pins nothing"
+    assert len(engine.store.open_leases) == 3, "a request that waits for a slot pins nothing"
     assert engine.match(Request("cold", [2] * 9, 1), 0) == 0
     assert engine.match(engine.requests["r3"], 0) is None
     assert engine.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
@@ -203,7 +203,7 @@ def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
         may_be_short = engine.core.still_waits(request.req_id, 0)
         answers.append(engine.match(request, 0))
         assert not may_be_short or answers[-1] is None
-        assert engine.match(request, 0) == answers[-1], "I9: asking changed the answer"
+        assert engine.match(request, 0) == answers[-1], "I9: a repeated call changed the answer"
     engine.core.plan_step(StepView())
     return answers
 
@@ -399,4 +399,6 @@ def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_co
     ]
     for _ in range(3):
         assert ask(engine, crowd) == [None] * MIN_WAITING + [0] * (len(crowd) - MIN_WAITING)
-    assert engine.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"
+    assert engine.match(crowd[-1], 0) is None, (
+        "in the next step, the first request that is matched can wait"
+    )

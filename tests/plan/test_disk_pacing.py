@@ -1,4 +1,4 @@
-"""Whether to wait for the disk: the estimates by themselves, and whole crowds on disks of known
+"""Decides whether to wait for the disk: the estimates alone, and whole crowds on disks of known
 speed.
 """
 
@@ -67,7 +67,7 @@ def test_chunks_of_others_ahead_count() -> None:
 def test_a_line_of_prompts_leaves_a_slow_disk_time_for_all_chunks_or_the_first() -> None:
     made = pacing(read_s=0.03, tokens_per_s=5000)
     assert waits(made, backlog_s=0.2)
-    assert waits(made, backlog_s=0.04), "the first chunk is there before the engine would begin"
+    assert waits(made, backlog_s=0.04), "the first chunk is read before the engine would begin"
     assert not waits(made, backlog_s=0.02)
 
 

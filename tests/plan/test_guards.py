@@ -109,7 +109,7 @@ def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_conti
 
 
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
-    """Its own count may by then be that of a load which has not begun."""
+    """By then, its count can belong to a load that has not begun."""
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
     engine.core.admit(request, 0, tables([7, 8, 9, 10, 11, 12]))
     request.num_computed_tokens = 8
@@ -148,7 +148,7 @@ def test_reservations_are_aborted_if_planning_fails(
 
     def lookup(chain: Any) -> Any:
         assert len(engine.store.tickets) == num_frames - table.count(0), (
-            "as many as there are frames, but for null blocks"
+            "as many as there are frames, without null blocks"
         )
         raise RuntimeError
 
@@ -163,7 +163,7 @@ def test_reservations_are_aborted_if_planning_fails(
 def test_reservations_that_cannot_be_recorded_are_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last thing that planning does before the plan is the caller's."""
+    """The last action of planning before the caller receives the plan."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=1))
     table = list(range(1, 7))
     engine.core.admit(Request(A, PROMPT[:10], 9), 0, tables(table))
@@ -200,7 +200,7 @@ def test_a_new_store_gets_all_saves_again() -> None:
     saved(engine, first)
     assert saved_blocks(first) == [(5,), (6,), (7,), (8,)]
     again = engine.core.plan_step(view_of_running(8, 2))
-    assert saved_blocks(again) == [(9,)], "the others are known to be there"
+    assert saved_blocks(again) == [(9,)], "the others are known to be stored"
     saved(engine, again)
     arena = ArenaSpec("", 7 * 4096, 4096, (), id=2)
     engine.core.absorb(StepReport(usable_bytes=(0, 3 * 4096)))
@@ -222,7 +222,7 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     assert engine.match(request, 0) == 16
     assert not engine.core.has_queued_loads
     engine.core.meet_store(None)
-    assert engine.store.stats()["leases"] == 0, "an offer of the store before"
+    assert engine.store.stats()["leases"] == 0, "an offer of the previous store"
     assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables([1, 2, 3, 4, 5]))
     assert engine.core.has_queued_loads

@@ -56,8 +56,8 @@ def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
 
 
 def test_steps_without_the_draft_model_are_not_saved() -> None:
-    """It leaves it out of a whole step where one request comes near the engine's longest; blocks of
-    such steps are never saved.
+    """It skips the draft model for a whole step if one request is close to the maximum length;
+    blocks of such steps are never saved.
     """
     engine = SymbolicEngine(Setup(lookahead=1, draft_limit=len(PROMPT) + 1))
     long = serve(engine, Request("long", list(PROMPT), 6))

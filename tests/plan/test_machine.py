@@ -1,4 +1,4 @@
-"""SchedulerCore under everything an engine may do to it, in any order: I1 to I10 after every rule.
+"""SchedulerCore under all events of an engine, in any order: I1 to I10 after every rule.
 
 The oracle is the symbolic engine: every saved frame is compared with the KV of its key's prefix,
 every finished request's tokens with a run without cache, and at the end every request must have
@@ -17,8 +17,8 @@ from sim_request import Request, Setup
 from kvloft.seam.views import MediaItem
 
 STORIES = ([0] * 60, [1, 0, 2, 1, 1] * 12, [1, 0, 2, 1, 0] * 12, [2, 2, 0, 1, 2, 0, 1] * 9)
-"""Prompts are beginnings of few stories, so that they share prefixes; the second and third part at
-position 4.
+"""Prompts are beginnings of a few stories, so that they share prefixes; the second and third
+diverge at position 4.
 """
 
 seeds = st.integers(0, 1 << 16).map(Random)
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 answers[request.req_id] = engine._ask(request, local, Random(0), 0.0)
             engine.core._admission.begin_step()
             engine.now += engine.setup.wait_s * 0.6
-        assert None not in answers.values(), "told to ask again beyond its time"
+        assert None not in answers.values(), "it must wait longer than its limit"
 
     @invariant()
     def all_invariants(self) -> None:

@@ -1,5 +1,5 @@
-"""The schedule of saves against a check of every running request: due are the requests whose
-frontier has reached their threshold.
+"""Compares the schedule of saves with a check of every running request: a request is due once its
+frontier reaches its threshold.
 """
 
 from random import Random

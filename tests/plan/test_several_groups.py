@@ -87,7 +87,7 @@ def request_of(req_id: str = "a", ids: list[int] = PROMPT) -> Request:
 
 
 def saved(plan: StepPlan) -> set[tuple[int, int]]:
-    """(group, block) of all that is saved."""
+    """(group, block) of every saved chunk."""
     batches = [each for save in plan.saves for each in save.chunks.by_group()]
     return {(group, block) for group, batch in batches for block in batch.block_ids()}
 
@@ -166,7 +166,7 @@ def test_a_step_without_tables_saves_later_and_keeps_resets(
     request.token_ids += [1, 2, 3, 4]
     assert (1, 11) in saved(bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False))
     assert not bench.step(request, 2, tables, new=False).saves, (
-        "the fifth block is complete, and not told"
+        "the fifth block is complete but not reported"
     )
     bench.core.reset()
     assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves
@@ -263,7 +263,7 @@ def test_lost_blocks_of_a_load_exclude_null_blocks() -> None:
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     other = request_of("b", [*PROMPT, 9])
     assert bench.match(other, 0) == 16
-    bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # as no vLLM gives it
+    bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # as vLLM never gives it
     (load,) = bench.step(other, 0, None).loads
     assert (load.lost, len(load.chunks)) == ((54,), 0)
 

@@ -262,7 +262,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
     assert engine.match(asked, 0) == 16
-    for _ in range(100):  # steps of an engine that has no seat for it
+    for _ in range(100):  # steps of an engine without a slot for it
         engine.now += LEASE_S / 100
         engine.schedule()
         engine.drain()
@@ -271,7 +271,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     engine.schedule()
     engine.drain()
     assert not engine.store.open_leases
-    assert engine.match(asked, 0) == 16, "asked again, it is pinned again"
+    assert engine.match(asked, 0) == 16, "after another call, it is pinned again"
     engine.core.finish(asked.req_id)
     assert not engine.store.open_leases
 
@@ -339,6 +339,6 @@ def test_a_slow_disk_is_waited_for_at_most_load_timeout() -> None:
     engine.now += engine.setup.wait_s - 0.1
     assert engine.match(again, 0) is None
     engine.now += 0.2
-    assert engine.match(again, 0) == 8, "what has come by then"
+    assert engine.match(again, 0) == 8, "the chunks read by then"
     engine.core.finish(again.req_id)
     settle(engine)

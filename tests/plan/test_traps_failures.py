@@ -1,5 +1,5 @@
-"""Traps of vLLM's connector contract, second part: copies that fail or come late, resets,
-unreadable steps, ends.
+"""Traps of vLLM's connector contract, second part: failed or late copies, resets, unreadable steps,
+ends of requests.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def test_a_save_that_failed_on_one_rank_is_never_visible_and_is_made_again() -> 
     assert torn not in engine.store.tickets
     assert stored(engine, request) == 4, "its children have no parent"
     settle(engine)
-    assert stored(engine, request) > 16, "tried again with the next chunks"
+    assert stored(engine, request) > 16, "retried with the next chunks"
 
 
 def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None:
@@ -148,7 +148,7 @@ def test_chunks_in_flight_over_a_reset_stay_invisible(run_ahead: bool) -> None:
     engine.swap_weights_hot()
     engine.update()
     settle(engine)
-    assert stored(engine, request) == 0, "its KV is of two makes"
+    assert stored(engine, request) == 0, "its KV is from two sets of weights"
 
 
 def test_a_session_does_not_save_kv_computed_before_a_reset() -> None:

@@ -1,4 +1,4 @@
-"""A mover that takes everything and finishes nothing."""
+"""A mover that accepts everything and finishes nothing."""
 
 from collections.abc import Sequence
 

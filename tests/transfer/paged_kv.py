@@ -89,7 +89,7 @@ def untouched(
     num_blocks: int,
     written: Sequence[int],
 ) -> bool:
-    """Whether all bytes but those of the blocks ``written`` are as before."""
+    """Return True if all bytes outside the blocks ``written`` are unchanged."""
     for place, old in before.items():
         tensors = [t for t in caches.values() if t.untyped_storage().data_ptr() == place]
         same = storage_bytes(tensors[0]) == old

@@ -1,4 +1,4 @@
-"""The CPU mover against address arithmetic: right bytes, nothing else changed, and every failure
+"""The CPU mover compared with address arithmetic: right bytes, no other changes, and every failure
 reported.
 """
 
@@ -176,7 +176,7 @@ def test_a_tail_is_the_beginning_of_the_longer_chunk(bench: Bench) -> None:
     size = 2 * bench.layout.block_bytes
     assert torch.equal(bench.frames.part(0)[:size], bench.frames.part(1)[:size])
     assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], (
-        "and is not taken for it"
+        "and is not mistaken for it"
     )
 
 
@@ -194,7 +194,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
     bench.frames.bytes[:part] = bench.frames.bytes[part : 2 * part]
     assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], (
-        "another rank's part is not mine"
+        "another rank's part is not this rank's"
     )
 
 
@@ -273,7 +273,7 @@ def test_a_save_that_fails_leaves_its_frame_as_it_was(bench: Bench) -> None:
 
 
 class TestAnotherProcessWritesToTheFrame:
-    """A worker whose scheduler was killed still has the arena mapped, and may write to a frame that
+    """A worker whose scheduler was killed still maps the arena and can write to a frame that
     belongs to another engine by then.
     """
 

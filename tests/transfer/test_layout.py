@@ -178,7 +178,7 @@ def test_planes_keep_the_memory_alive() -> None:
 
 
 def test_planes_say_which_of_them_are_bf16() -> None:
-    """Each by its own tensor's dtype, in one layer too."""
+    """Each with its tensor's dtype, even within one layer."""
     caches = {
         "a": torch.zeros(4, 2, 8, dtype=torch.bfloat16),
         "b": [torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.float32)],

@@ -1,5 +1,5 @@
-"""A sleeping engine's pages: copies end before they go, nothing touches them until they are back,
-and all is as before then.
+"""A sleeping engine's pages: copies end before pages are unmapped, nothing accesses them until they
+are mapped again, and then everything works as before.
 """
 
 import pytest

@@ -158,7 +158,7 @@ def test_a_mover_that_cannot_be_created_fails_copies_only(
 def test_frames_must_hold_a_chunk_of_every_group(
     store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of one that has more blocks in it than the others."""
+    """Also for one with more blocks than the others."""
     worker = WorkerCore(
         replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0
     )
@@ -380,7 +380,7 @@ class TestLifeline:
         assert (report.saved, report.failed) == ((), (11,))
         if is_reused:
             os.close(write)
-        assert self.is_closed(read), "nor does it hold another file open"
+        assert self.is_closed(read), "and it keeps no other file open"
         os.close(read)
 
     def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(

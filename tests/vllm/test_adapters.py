@@ -1,5 +1,5 @@
-"""Identities of LoRA adapters: shared by requests, runs and restarts only where it is known which
-weights the workers have.
+"""Identities of LoRA adapters: shared by requests, runs and restarts only if the workers' weights
+are known.
 """
 
 import os
@@ -22,7 +22,7 @@ PACE = float(os.environ.get("TEST_PACE", "1"))
 
 @pytest.fixture(autouse=True)
 def _looks_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where this process gets no core for longer than a scheduler would wait."""
+    """Even if this process gets no core for longer than a scheduler would wait."""
     monkeypatch.setattr(adapters, "LooksInTime", partial(LooksInTime, 60 * PACE))
 
 
@@ -55,7 +55,7 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
 def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     adapter: Path, change: str
 ) -> None:
-    """Which state the workers loaded, and load after they had no room for it, files do not show."""
+    """Files do not show which version the workers loaded, and load again after an eviction."""
     link = adapter.parent / "current"
     link.symlink_to(adapter)
     lora = LoRARequest("a", 1, str(link if change == "link" else adapter))
@@ -65,7 +65,7 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     assert (AdapterNames().identify(lora) == first) == (change == "content")
     (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, (
-        "workers may have either state"
+        "workers may have either version"
     )
 
 

@@ -83,7 +83,9 @@ class Router:
         """Receive all published batches, without further publications."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
-            assert time.monotonic() < deadline, f"batch {self._next} of {num_published} never came"
+            assert time.monotonic() < deadline, (
+                f"batch {self._next} of {num_published} was never received"
+            )
             if not self._sub.poll(50):
                 self._ask()
             self.hear()

@@ -16,7 +16,7 @@ from kvloft.vllm.store_log import StoreLog
 
 def test_events_are_logged_once(logged: Any) -> None:
     events = [
-        ["/cache/x starts afresh: its superblock is damaged", "disk tier: pausing writes"],
+        ["/cache/x is recreated: its superblock is damaged", "disk tier: pausing writes"],
         [],
         ["it is back"],
     ]

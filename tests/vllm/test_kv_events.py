@@ -78,7 +78,9 @@ def test_a_block_with_several_hashes_is_called_by_its_last(
             True,
             *[False] * (len(names) - 1),
         ], "a salt is in the first"
-        assert told(salted, size, 0, len(names) + 1) == (), "the last has not all of its hashes"
+        assert told(salted, size, 0, len(names) + 1) == (), (
+            "the last one does not have all its hashes"
+        )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_store_without_a_listener_records_nothing(config: Any) -> None:
 
 
 def test_an_error_retracts_all_events_and_stops_them() -> None:
-    """The lost changes are unknown, and no events are better than wrong ones."""
+    """The lost changes are unknown, and missing events are better than wrong ones."""
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(
@@ -190,7 +192,9 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     half._writer.write = lambda event: event
     assert half.take_kv_events() == [Removed(HOST, HASHES[:2])]
     half._announcer.withdraw([Removed(HOST, HASHES[:2])])
-    assert half.take_kv_events() == [], "what cannot be written at all is not tried in every step"
+    assert half.take_kv_events() == [], (
+        "an event that cannot be written is not retried in every step"
+    )
 
 
 def test_events_are_repeated_only_after_vllms_clear_event() -> None:

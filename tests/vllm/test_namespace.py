@@ -211,8 +211,8 @@ def test_environment_variables_that_change_results_count(
 
 
 def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the first stage's, which alone are in vLLM's configuration of the scheduler, are
-    the same.
+    """Even if the first stage, which alone is in vLLM's configuration of the scheduler, is the
+    same.
     """
     found = [digest(), digest(stages=2), digest(stages=3)]
     for layers in ("1,2,1", "1,1,2"):
@@ -238,19 +238,19 @@ def test_pages_of_every_rank_count() -> None:
         )
         == 3
     )
-    assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are alike"
+    assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are equal"
 
 
 def test_sizes_of_blocks_count_group_by_group() -> None:
-    """Also where all chunks have the same tokens."""
+    """Even if all chunks have the same tokens."""
     full = GroupShape(32)
     windows = [GroupShape(32 // size, size, kind="window", reach=64) for size in (1, 2, 4)]
     assert len({digest(groups=(full, window)) for window in windows}) == 3
 
 
 def test_settings_of_adapters_count() -> None:
-    """Also that there are any: vLLM 0.32 on CPUs computes requests without an adapter with one that
-    is in the same batch.
+    """The namespace also shows whether there are adapters: vLLM 0.32 on CPUs computes requests
+    without an adapter with one from the same batch.
     """
     lora = {"target_modules": None, "lora_dtype": "auto"}
     found = [

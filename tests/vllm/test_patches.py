@@ -60,7 +60,7 @@ def name_of(patch: Patch) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=name_of)
 def test_each_target_exists(patch: Patch) -> None:
-    """Fails where a release renames one: then the wrapping, or the row, has to follow."""
+    """Fails if a release renames a target: then update the wrapping or the row."""
     assert patch.find() is not None
     assert settle([patch]) is False
 
@@ -152,7 +152,7 @@ def test_each_method_of_vllms_workers_is_classified() -> None:
 
 
 def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
-    """Names that only other releases have are listed here, so that a typing error is none."""
+    """Names in other releases only are listed here, so that a typing error is detected."""
     later = {
         (0, 31): {"discard", "randomize_dummy_inputs"},
         (0, 32): {
@@ -179,7 +179,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
     }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
-    # At the end of the process, and for blocks that torch gives back.
+    # At the end of the process, and for blocks that torch releases.
     assert (
         unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
         == wrapped
@@ -247,7 +247,7 @@ def test_a_sleep_that_drops_weights_is_reported(
 
 
 def new_connector() -> Any:
-    """A connector that may be the engine's own, or a child of MultiConnector."""
+    """A connector that can be the only one or a child of MultiConnector."""
     connector = object.__new__(KVLoftConnector)
     connector._scheduler = SimpleNamespace(siblings=None)  # type: ignore[assignment]
     return connector

@@ -18,7 +18,7 @@ SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torc
 
 
 class Given(Executor):
-    """An executor without workers, which was given its configs."""
+    """An executor without workers, with its configs."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -30,7 +30,7 @@ class Given(Executor):
         """It has none."""
 
     def _init_executor(self) -> None:
-        """There is nothing to start."""
+        """Starts nothing."""
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def test_a_collected_engine_is_not_notified(model: Any) -> None:
 
 
 class Engine:
-    """vLLM's engine core, as far as it is called here."""
+    """The part of vLLM's engine core that is called here."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

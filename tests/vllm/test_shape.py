@@ -76,7 +76,7 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
 
 
 def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
-    """A rank's config: of each group the spec, and the layers that it has there."""
+    """A rank's config: the spec of each group, and the layers of the group on this rank."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups
@@ -95,7 +95,7 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
     alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]
-    assert len(set(alike)) == 1, "all choose chunks alike, whatever their layers"
+    assert len(set(alike)) == 1, "all ranks choose the same chunks, whatever their layers"
     assert max(parts_of(each) for each in own) == parts_of(shape)
 
 
@@ -110,7 +110,9 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
-    """vLLM gives the scheduler one size only, and each rank all sizes: those of the ranks count."""
+    """vLLM gives the scheduler one size only, and each rank all sizes; kvloft uses the ranks'
+    sizes.
+    """
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
     specs: Any = {
         "a": FullAttentionSpec(head_size=32, **kv),
@@ -274,8 +276,8 @@ def test_each_data_parallel_engine_has_a_separate_directory() -> None:
 
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
-    """As in vLLM's engine process: a dense model's engine sees itself as the only one, except for
-    its index.
+    """As in vLLM's engine process: the engine of a dense model sees only itself, except for its
+    index.
     """
     paths = []
     for index in range(3):

@@ -68,7 +68,7 @@ def test_a_namespace_plans_with_its_share_or_its_used_frames(half: Any) -> None:
     half.core.count_on = counted_on.append
     half._store.numbers.pop("host_share_bytes", None)
     counted(half)
-    assert counted_on == [], "no server has said"
+    assert counted_on == [], "no server has reported it"
     half._store.numbers["host_share_bytes"] = 8
     counted(half, host_used_bytes=3)
     counted(half, host_used_bytes=9)
@@ -93,7 +93,7 @@ def test_a_disk_that_accepts_nothing_is_logged(
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
         counted(half, disk_bytes_written=4096, **{name: 3})
-        assert not logged(), "a slow disk drops some chunks and takes others"
+        assert not logged(), "a slow disk drops some chunks and stores others"
         for _ in range(3):
             counted(half, **{name: 3})
     (record,) = logged()

@@ -197,7 +197,7 @@ def test_windows_and_local_chunks_are_treated_as_full_attention(
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
     managers = {KVCacheSpecRegistry.get_manager_class(spec) for spec in specs}
     assert managers == {FullAttentionManager}, (
-        "the manager that frees nothing before its request ends"
+        "the manager that frees no block before its request ends"
     )
     assert (
         FullAttentionManager.get_num_skipped_tokens
@@ -279,9 +279,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end with whole blocks of all groups; vLLM defines this, or nothing without a prefix
-    cache.
-    """
+    """Hits end with whole blocks of all groups; vLLM defines this only with a prefix cache."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment
@@ -325,8 +323,8 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's
-    end.
+    """If such a model were supported, prompts would find almost nothing: vLLM offers no state at a
+    block's end.
     """
     for unit in (8, 16):
         with pytest.raises(

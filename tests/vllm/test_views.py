@@ -121,8 +121,8 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
 
 
 def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own labels where it has them (0.32 and newer), stand-ins where it has not; and none of
-    them without labels.
+    """vLLM's labels if it has them (0.32 and newer), stand-ins otherwise, and no tokens without a
+    label.
     """
     labels = views.CacheHitSource or SimpleNamespace(
         HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other"
@@ -191,15 +191,17 @@ def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> N
         "b": [7, 8],
     }
     assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
-    assert view.states == [("a", 1, 6, 48)], "a preempted request's blocks are another's by now"
+    assert view.states == [("a", 1, 6, 48)], (
+        "a preempted request's blocks belong to another request by now"
+    )
     found: Any = view.tables
     assert (found("a").tables, found("a")[:1], len(found("a"))) == (tables["a"], [5], 2)
     assert found("gone") is None
 
 
 def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
-    """Where blocks differ in size, a chunk has several of a group: tables end in the midst of one
-    while a request grows.
+    """If blocks differ in size, a chunk has several blocks of a group, and tables can end inside a
+    chunk while a request grows.
     """
     shape = CacheShape(
         (GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32))

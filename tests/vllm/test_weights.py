@@ -1,5 +1,5 @@
-"""Identification of loaded weights: files, links and commits; if they show nothing, or too late, a
-run is not shared.
+"""Identification of loaded weights by files, links and commits; without it, or too late, the cache
+is valid for this run only.
 """
 
 import os
@@ -68,7 +68,7 @@ def is_shared(model: str, **more: Any) -> bool:
 
 
 def rewrite(path: Path, at: int, byte: bytes = b"\1") -> None:
-    """As `cp -p` and rsync do: another content, the same size and time."""
+    """As with `cp -p` and rsync: other content with the same size and time."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -160,11 +160,11 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
 )
 def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
-    """For example another hub's: the name alone does not show further training."""
+    """For example from another hub: the name alone does not reveal further training."""
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
     assert not is_shared(name, commit="abc", hf_config_path="hub/other"), (
-        "the commit is of the configuration"
+        "the commit belongs to the configuration"
     )
     assert is_shared(name, load_format="dummy")
 

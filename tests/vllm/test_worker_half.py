@@ -192,8 +192,8 @@ def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
 
 
 def test_gathers_run_first_if_vllm_moves_states_before_hooks() -> None:
-    """`preprocess_mamba` copies a state into the block that its request got in this step; saves of
-    another may read it still.
+    """`preprocess_mamba` copies a state into the block that its request received in this step,
+    while saves of another request may still read it.
     """
     assert half_of(groups=WITH_STATES).core._settings.gathers_first
     assert not half_of(

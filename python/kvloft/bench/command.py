@@ -100,7 +100,7 @@ def console() -> Console:
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Return the memory of the GPU. Raises UnsupportedError without a GPU or without a ``needed``
+    """Return the memory of the GPU. Raise UnsupportedError without a GPU or without a ``needed``
     module.
     """
     missing = [name for name in needed if importlib.util.find_spec(name) is None]

@@ -1,8 +1,8 @@
-"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one
-large copy, the ceiling.
+"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each alternating with
+one large copy, the ceiling.
 
-Every row has raw and compressed frames. Compressed ones are of bf16 pages with a normal
-distribution; bytes of pages count.
+Every row has raw and compressed frames. Compressed runs use bf16 pages with a normal distribution
+and count bytes of pages.
 
 Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is
 verified bit for bit first.
@@ -36,7 +36,7 @@ NUM_INTERFERENCE_RUNS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """Values that all measurements share."""
 
     host: HostFrames
     payload_bytes: int
@@ -83,7 +83,7 @@ def run(
     cache_dir: Path,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All of it; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
+    """All results; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling)
@@ -128,7 +128,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
         rig.verify()
         rows.append(_row_of(rig, bench.ceiling))
         rig.close()
-        del rig  # before the next one's pages are made
+        del rig  # before the pages of the next size are allocated
     return {**rows[0], "compressed": rows[1]}
 
 

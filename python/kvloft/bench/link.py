@@ -1,5 +1,4 @@
-"""The link that copies share: host memory, one large copy as the ceiling, and computation during
-copies.
+"""The link under test: host memory, one large copy as the ceiling, and computation during copies.
 
 Times are GPU events. Must not depend on movers or pages.
 """
@@ -59,21 +58,21 @@ def occupy(then: driver.Event, cycles: int) -> None:
 
 
 class Ceiling:
-    """One large copy-engine transfer in each direction, of host memory of its own, pinned in one
+    """One large copy-engine transfer in each direction, with separate host memory, pinned in one
     piece as a program would.
 
-    Timed as the rig's are: behind a kernel, but for 'load' and 'save_idle'.
+    Timed like the rig's copies: after a kernel, except for 'load' and 'save_idle'.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        # kept: memory that goes while it is registered gives its address to the next, which cannot
-        # be then
+        # kept: the address of memory freed while registered is reused, and then cannot be
+        # registered
         self._frames = host
         self._host = host.bytes.ctypes.data
         self._device = torch.empty(
             2 * num_bytes, dtype=torch.uint8, device="cuda"
-        )  # first: it makes the context
+        )  # first, because it creates the context
         self._device.random_(0, 256)
         driver.host_register(self._host, 2 * num_bytes)
         self._up, self._down = driver.Stream.create(), driver.Stream.create()
@@ -123,8 +122,8 @@ def interference(
 ) -> tuple[float, float, float]:
     """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
 
-    ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly
-    within the copy count.
+    ``streams`` contain the copy's end once ``wait_sent`` returns; only repetitions entirely during
+    the copy count.
     """
     compute = current_stream()
 
@@ -160,10 +159,10 @@ def interference(
 def waits(
     start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10
 ) -> list[float]:
-    """Seconds that copies of ``num_bytes``, one after the other on the compute stream, take while
-    what ``start`` began runs.
+    """Return the seconds that copies of ``num_bytes``, one after the other on the compute stream,
+    take during the work of ``start``.
 
-    They go the same way ('save': to the host). An engine makes such copies in its steps.
+    They have the same direction ('save': to the host). An engine makes such copies in its steps.
     """
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")

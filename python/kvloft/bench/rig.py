@@ -1,7 +1,7 @@
-"""A GPU with paged KV of one page size, pinned frames and a mover: what the copy bench measures,
-and proof that it copies.
+"""A GPU with paged KV of one page size, pinned frames and a mover: the subject of the copy bench,
+with a check of the copied bytes.
 
-Times are GPU events on the mover's own streams. It must not know how results are shown.
+Times are from GPU events on the mover's streams. Must not depend on the output of results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""What frames are sorted by, for each order that the bench measures."""
+"""Sort keys of frames, for each order that the bench measures."""
 
 
 class Rate(NamedTuple):
@@ -65,7 +65,7 @@ class Case:
 
     @classmethod
     def of(cls, page_bytes: int) -> Case:
-        """As many planes as make a block of 2 MiB, at least 1 and at most 64: what models have."""
+        """As many planes as fill a block of 2 MiB, from 1 to 64, as in real models."""
         return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
 
     @property
@@ -88,7 +88,7 @@ class Rig:
         frame_order: str = "ascending",
         encodes: bool = False,
     ) -> None:
-        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks. ``encodes``:
+        """``frame_order`` is one of FRAME_ORDERS, the order of the chunks' frames. ``encodes``:
         pages are bf16, normally distributed as KV nearly is, and frames are compressed.
         """
         self.case = case
@@ -124,8 +124,7 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # as vLLM does with what it has when it starts: the collector looks at what a step makes,
-        # not at all of it
+        # as vLLM does at start, so that the collector examines only the objects of a step
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
@@ -153,7 +152,7 @@ class Rig:
         self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
-        """Until all that was started is on the GPU: the mover sends a few pieces at a time."""
+        """Wait until everything is on the GPU: the mover sends a few pieces at a time."""
         while self.mover.is_behind:
             time.sleep(1e-4)
 
@@ -180,9 +179,9 @@ class Rig:
         """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last
         command; host seconds to submit it.
 
-        'save' is from the end of a kernel that was running when it was submitted, as a forward is;
-        'save_idle' and 'load' are from their submission, with nothing else on the GPU. 'both'
-        starts when both are submitted, since one thread submits them one after the other.
+        'save' starts at the end of a kernel that was running at its submission, like a forward
+        pass; 'save_idle' and 'load' start at their submission on an idle GPU. 'both' starts once
+        both are submitted, because one thread submits them one after the other.
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
@@ -226,8 +225,8 @@ class Rig:
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
-        """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has
-        to do hits both of a pair.
+        """Medians of `NUM_RUNS` runs, each right after a run of ``ceiling``, so that other load on
+        host memory affects both.
         """
         self.seconds(what)
         runs: list[Rate] = []

@@ -58,7 +58,7 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
     """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or
     Ctrl-C.
 
-    A refresh without an answer in time prints that, and the next one tries again.
+    A refresh without an answer in time prints that, and the next one retries.
     Raises ConfigError if the server refuses, and StoreError if there is no server.
     """
     from kvloft._core import server_status

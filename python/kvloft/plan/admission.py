@@ -96,7 +96,9 @@ class Admission:
         return is_same and since is not None and now - since < self._wait_s
 
     def _record_call(self, request: RequestState) -> float:
-        """Return the time. Steps in which vLLM had no slot and did not ask are no waiting time."""
+        """Return the time. Steps in which vLLM had no slot, and so did not call, do not count as
+        waiting time.
+        """
         now = self._clock()
         if request.waiting_since is not None and request.asked_step < self.step - 1:
             request.waiting_since += now - request.asked_s
@@ -104,7 +106,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if enough other requests wait in this step: this one must not."""
+        """Return True if enough other requests wait in this step, so that this one must not."""
         if self._max_running is None or len(self._waited_now) < max(MIN_WAITING, self._max_running):
             return False
         return request.req_id not in self._waited_now

@@ -98,8 +98,8 @@ class Announcer:
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys of recent requests, each once, in their order."""
         self._round: list[bytes] = []
-        """Keys to look up because all are, before the recent ones; the next one last. Some may be
-        forgotten by now.
+        """Keys to look up in a full comparison, before the recent ones; the next one is last. Some
+        may have been removed by now.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -108,7 +108,7 @@ class Announcer:
     # -----------------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """``live`` has the chunks of ``units``: they are in the store, or may come to it."""
+        """``live`` has the chunks of ``units``: they are in the store, or may be saved to it."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
@@ -153,7 +153,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units``, up to the first that others can make nothing of."""
+        """Return the chunks of ``units``, up to the first that other processes cannot use."""
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._main.number) if num_above else None
         for unit, group in product(units, groups):

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class WaitReason(Enum):
-    """Why vLLM is asked to come back in its next step."""
+    """Why vLLM must call again in its next step."""
 
     SHARED_LOAD = "another request is already loading this prefix"
     SLOTS = "running requests and loads in progress fill vLLM's running slots"

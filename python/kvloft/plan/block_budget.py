@@ -1,11 +1,11 @@
 """Limits concurrent loads so that every request with a load can get the GPU blocks it needs.
 
 Counts requests whose load is in progress, and those whose load ended but that do not run yet. vLLM
-0.32 admits a load only if the blocks that such requests still need stay free. But for sliding
-windows and local chunks it counts the null blocks at the start of a table as present, and reserves
-nothing for those groups: a few long requests can then fill the pool, each short of some blocks, and
-none ever runs. With several groups, a load is therefore offered only if the whole sequences of all
-such requests fit into the pool together. Running requests do not count, because they finish or are
+0.32 admits a load only if the blocks that such requests still need stay free. For sliding windows
+and local chunks, however, it counts the null blocks at the start of a table as present and reserves
+nothing: a few long requests can fill the pool, each short of some blocks, and none of them ever
+runs. With several groups, a load is therefore offered only if the whole sequences of all such
+requests fit into the pool together. Running requests do not count, because they finish or are
 preempted.
 """
 

@@ -1,7 +1,6 @@
 """The circuit breaker: pauses loads and saves after many failed loads in a row, and retries later.
 
-Until then, each load that fails makes its request wait for nothing, and each save that fails
-evicts a chunk for nothing.
+Each failed load makes its request wait in vain, and each failed save evicts a chunk in vain.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ RETRY_S = 60.0
 class CircuitBreaker:
     """Counts failed loads in a row.
 
-    ``retry_s`` is infinite where a failed attempt would cost a request its answer: once tripped,
-    the breaker then stays open.
+    ``retry_s`` is infinite if a failed attempt would end a request with an error: once tripped, the
+    breaker stays open.
     """
 
     def __init__(self, retry_s: float) -> None:

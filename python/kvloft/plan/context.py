@@ -1,4 +1,4 @@
-"""What every part of the scheduler side uses."""
+"""Objects that every part of the scheduler side uses."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ PRIOR_READS = 4
 PROBE_S = 0.5
 """Longest expected wait while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""A wait may be expected to take this much longer than computing: estimates of short times are no
-better.
+"""Tolerance for a wait that is expected to take longer than computing, because short times are hard
+to estimate.
 """
 MAX_SIZE_RATIO = 8
 """Steps with few tokens say little about longer prompts: one this many times longer is computed at

@@ -25,9 +25,9 @@ class Block(NamedTuple):
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """What the hashes of the whole prefix depend on besides its tokens."""
+    """Inputs of the hashes of the whole prefix in addition to its tokens."""
     extra: Any = None
-    """What this block's hash depends on besides."""
+    """Further inputs of this block's hash."""
 
 
 class Stored(NamedTuple):
@@ -72,7 +72,7 @@ class EventLog:
                 self._add_stored(tier, group, block)
 
     def leave(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
-        """Count off a chunk with ``blocks`` that left ``tier``."""
+        """Subtract a chunk with ``blocks`` that left ``tier``."""
         holders = self._holders[tier]
         for block in blocks:
             holders[group, block.hash] -= 1

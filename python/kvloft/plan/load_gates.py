@@ -32,7 +32,7 @@ class LoadGates:
         self.incoming: dict[ReqId, IncomingUnits] = {}
         """Loads that bring all their units, as far as is known."""
         self.slots_were_taken = False
-        """In this step, when a request asked for a slot."""
+        """Time in this step at which a request needed a slot."""
         self.first_without_blocks: ReqId | None = None
         """The first request of this step that lacks blocks: those behind it get none either."""
 

@@ -122,7 +122,7 @@ class LoadPlanner:
         return loads
 
     def settle(self, result: LoadResult) -> None:
-        """Take in what one rank reports of a load."""
+        """Process one rank's report of a load."""
         if result.bad_keys:
             self._remove_damaged(result)
         if result.bad_keys or result.failed:

@@ -41,7 +41,7 @@ class PrefixLookup:
         return self._store.deepest_hit(chain, min(host_units, most), min(stored_units, most))
 
     def max_units(self, num_tokens: int) -> int:
-        """Return the units of the deepest usable hit. With windows and states, vLLM cannot go back
-        one token to have one left to compute.
+        """Return the units of the deepest usable hit. With windows and states, vLLM cannot shorten
+        a hit by one token to leave one to compute.
         """
         return (num_tokens - 1) // self._unit_tokens

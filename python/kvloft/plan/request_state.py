@@ -115,7 +115,7 @@ class RequestState:
     load_failed: bool = False
     """A load delivered less than was offered. Nothing is offered to this request again."""
     yields_once: bool = False
-    """A load failed, and vLLM has not asked since."""
+    """A load failed, and vLLM has not called since."""
 
     def __post_init__(self) -> None:
         self.req_id = self.live.req_id
@@ -141,7 +141,7 @@ class RequestState:
 
         A streaming session replaces its last sampled token when it takes new input. The length
         alone does not show this, but the length of the prompt does. The keys are then computed
-        again; they are equal where the tokens are equal.
+        again; equal tokens give equal keys.
         """
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)

@@ -1,6 +1,6 @@
 """Plans saves: which units a step completes, and frames for their chunks.
 
-A save without a frame is dropped and counted. It is tried again when the request's next unit is
+A save without a frame is dropped and counted. It is retried when the request's next unit is
 complete, or in the next step if only the server's answer was late.
 """
 
@@ -223,7 +223,7 @@ class SavePlanner:
         ]
         reserved, dropped = self._store.reserve(rows)
         has_frames = map(is_not, reserved, repeat(None))
-        # Before all else, so that an error cannot lose them (I5).
+        # Before everything else, so that an error cannot lose them (I5).
         pairs = zip(map(_req_id, due), reserved, strict=True)
         self._unsent += map(_new_save, compress(pairs, has_frames))
         self._context.notes.add_saves(due)

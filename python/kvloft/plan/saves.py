@@ -17,7 +17,7 @@ from kvloft.seam.views import StepView
 
 
 def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) -> bool:
-    """Find what of ``request`` is complete at the end of this step and not saved, if anything.
+    """Find the units of ``request`` that are complete at the end of this step and not saved.
 
     Returns True if units [save_start, saved_units) are to be saved, which count as saved from here
     on. ``frontier``: tokens whose KV is in the blocks by then, draft tokens excluded. Sets

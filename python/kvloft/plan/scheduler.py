@@ -188,7 +188,7 @@ class SchedulerCore:
     # -- reports --------------------------------------------------------------------------------
 
     def absorb(self, report: StepReport) -> None:
-        """Settle what one worker reports: commit or abort saves, end loads, remove bad chunks."""
+        """Process one worker's report: commit or abort saves, end loads, remove bad chunks."""
         if report.usable_bytes is not None:
             rank, num_bytes = report.usable_bytes
             self._usable_bytes[rank] = num_bytes

@@ -156,7 +156,7 @@ def map_frames(
     for group, num_bytes in zip(spec.groups, payload_bytes, strict=True):
         if group.part_bytes % PART_ALIGN or group.part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
-                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes a "
+                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes per "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report "
                 "this model"
             )

@@ -1,5 +1,5 @@
-"""A worker's end of its engine's lifeline: a pipe whose end shows a server that no process can
-write to the frames.
+"""A worker's end of its engine's lifeline: a pipe whose end-of-file shows a server that no process
+can write to the frames.
 
 The kernel closes it when the process ends for any reason. Open it before mapping the arena.
 """

@@ -43,8 +43,8 @@ class Mover(Protocol):
         """Return n if only the first n bytes of the arena can be copied to now; None for all."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Order the next forward, which may write ``rewritten``, after the saves that still read
-        these blocks (I2).
+        """Make the next forward pass, which can write ``rewritten``, wait for the saves that still
+        read these blocks (I2).
 
         ``has_loads``: loads will be submitted in this step, possibly after the forward was launched
         (as in vLLM 0.30 and newer). They run after the work launched before this call and need not

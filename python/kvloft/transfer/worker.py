@@ -252,7 +252,7 @@ class WorkerCore:
         if self._mover is None and self._could_be_made:
             try:
                 if self._make is None or self._plan.arena is None:
-                    raise RuntimeError("a plan came before the KV caches were registered")
+                    raise RuntimeError("a plan arrived before the KV caches were registered")
                 self._mover = self._make(
                     map_frames(
                         self._plan.arena,
@@ -286,8 +286,8 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report this step's loads that the mover did not take as failed. Their requests would wait
-        permanently.
+        """Report loads of this step that the mover did not accept as failed. Their requests would
+        wait permanently.
         """
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
@@ -297,8 +297,8 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report this step's saves that the mover did not take as failed. Their frames would stay
-        reserved.
+        """Report saves of this step that the mover did not accept as failed. Their frames would
+        stay reserved.
         """
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))

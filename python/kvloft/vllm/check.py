@@ -37,7 +37,7 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """vLLM's engine in this process, asked one prompt at a time: so every answer is computed in
+    """vLLM's engine in this process, with one prompt at a time, so that every answer is computed in
     batches of the same shape.
     """
 
@@ -108,18 +108,18 @@ class Engine:
         }
 
     def settle(self) -> None:
-        """Until nothing is in flight, saves included."""
+        """Step until nothing is in flight, saves included."""
         for _ in range(NUM_SETTLING_STEPS):
             if not (self.core.scheduler.has_requests() or self.core.batch_queue):
                 return
             self.llm.step()
-        raise RuntimeError("the engine does not come to rest: a request or a transfer never ends")
+        raise RuntimeError("the engine does not become idle: a request or a transfer never ends")
 
     def forget(self, *, connector: bool = False) -> None:
         """Empty vLLM's own prefix cache; with ``connector`` kvloft too."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
             raise RuntimeError(
-                "vLLM does not empty its prefix cache: something holds blocks though nothing runs"
+                "vLLM does not empty its prefix cache: blocks are in use although no request runs"
             )
 
     def counters(self) -> Counter[str]:
@@ -255,7 +255,7 @@ def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process group once stdin is closed, which happens however the parent ends."""
+    """Kill this process group once stdin is closed, which happens whenever the parent ends."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -269,4 +269,4 @@ if __name__ == "__main__":
     run(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a worker or a thread that hangs holds nothing up
+    os._exit(0)  # a hung worker or thread must not delay the exit

@@ -107,8 +107,8 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any
-        weights are loaded.
+        """Return False. vLLM calls this while it reads its arguments, so wrong settings are
+        reported before any weights are loaded.
         """
         load_config(extra_config or {})
         return False
@@ -134,12 +134,12 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 and newer: the engine goes to sleep, and the pages away."""
+        """vLLM 0.33 and newer: the engine goes to sleep, and its pages are unmapped."""
         self._worker.core.suspend()
 
     @_miss_on_error()
     def restore_kv_caches(self) -> None:
-        """The pages are where they were."""
+        """The pages are at their old addresses."""
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -240,12 +240,12 @@ class KVLoftConnector(KVConnectorBase_V1):
         """Called before each request is added: notes whether this is the scheduler's only connector
         or a child of MultiConnector.
 
-        An only connector also has the blocks of a preempted or finished request freed at once, as
-        without a connector. vLLM defers that while a step in flight may write them, for a connector
-        might fill them first; kvloft's loads come after whatever was launched before their step (on
-        a GPU they wait for an event recorded at the step's begin, on a CPU workers run in order),
-        and after saves that read the blocks. 0.26 to 0.29 preempt one request after another
-        meanwhile.
+        The only connector also frees the blocks of a preempted or finished request at once, as
+        without a connector. vLLM defers that while a step in flight can write them, because a
+        connector might fill them first. kvloft's loads run after all work launched before their
+        step (on a GPU they wait for an event recorded at the step's begin, on a CPU workers run in
+        order), and after saves that read the blocks. Meanwhile, 0.26 to 0.29 would preempt one
+        request after another.
         """
         if self._scheduler.siblings is not None:
             return
@@ -254,7 +254,7 @@ class KVLoftConnector(KVConnectorBase_V1):
             self._scheduler.siblings = ()
             if not getattr(
                 scheduler, "defer_async_loads", False
-            ):  # HiSparse reads pages of its own after they are free
+            ):  # HiSparse reads its pages after they are free
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
             self._scheduler.siblings = tuple(child for child in children if child is not self)
@@ -287,14 +287,14 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and
     uses one group.
 
-    `kvloft.vllm.plugin` takes this class or that one, as `class_of` says.
+    `kvloft.vllm.plugin` registers the class that `class_of` returns.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they
-        are.
+        """Return finished loads, failed ones by request, because block ids do not identify a
+        request.
 
-        With one group they do, and vLLM computes from the first bad block on, not all again.
+        With one group they do, and vLLM computes from the first bad block on, not everything.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -304,8 +304,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # Known before their load ends, and told of several groups they would end the engine; the
-        # load's failure says it all.
+        # They are known before their load ends. With several groups, reporting them would end the
+        # engine, and the load's failure suffices.
         self._worker.take_bad_blocks()
         return done, set(failed)
 
@@ -318,7 +318,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
-    """Which class a setting of ``kv_groups`` asks for."""
+    """Return the class that a setting of ``kv_groups`` requires."""
     return (
         KVLoftGroupsConnector
         if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)

@@ -28,7 +28,7 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""As vLLM's own offloading calls them."""
+"""The names that vLLM's own offloading uses."""
 NO_EVENTS = "kvloft: KV events contain vLLM's own blocks only: kvloft publishes none with %s"
 
 
@@ -56,8 +56,8 @@ def announcer_of(
 
 
 def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
-    """Tokens from one hash of a request to the next: of several groups all blocks are multiples of
-    it, as of ``--prefix-match-unit``.
+    """Tokens between two hashes of a request: with several groups, all block sizes are multiples of
+    it, as with ``--prefix-match-unit``.
     """
     return getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
@@ -67,8 +67,8 @@ def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
 def describe(
     hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int
 ) -> Sequence[Block]:
-    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from
-    its tokens.
+    """Return blocks [begin, end) of a `VllmRequest`; none if other processes cannot compute its
+    hashes from its tokens.
 
     It has a hash each ``hash_tokens``: the last of a block stands for it
     (`BlockHashListWithBlockSize`).

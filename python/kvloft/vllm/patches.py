@@ -66,7 +66,7 @@ ENGINE_RPC = Patch(
     _CORE,
     "EngineCore",
     "collective_rpc",
-    "weights are replaced through it, and no connector is asked",
+    "it replaces weights, and vLLM does not notify connectors",
     "0.33",
     "weights replaced in the running engine are not detected, and KV of the old ones would be "
     "served",
@@ -86,7 +86,7 @@ ADD_ADAPTER = Patch(
     _CORE,
     "EngineCore",
     "add_lora",
-    "an adapter's files are looked at before they are loaded",
+    "an adapter's files are checked before they are loaded",
     "0.33",
     "the files of an adapter are unknown, so requests with adapters share no KV",
     Missing.LESS,

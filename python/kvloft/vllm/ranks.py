@@ -16,7 +16,7 @@ from kvloft.vllm.patches import RANK_CONFIGS, listen
 
 
 class Ranks:
-    """The KV cache configs that were handed out last in this process, one a rank."""
+    """The KV cache configs that were handed out last in this process, one per rank."""
 
     def __init__(self) -> None:
         self.configs: Sequence[Any] = ()

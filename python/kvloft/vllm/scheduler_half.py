@@ -69,7 +69,7 @@ _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
 """Whether vLLM resets caches because it pauses or sleeps."""
 
 STATS_STEPS = 32
-"""Steps between two looks at the store's own counters when nothing else happened."""
+"""Steps between two reads of the store's counters if nothing else happened."""
 MEDIA_ARE_NUMBERED = (
     "kvloft: prompts with images or other media are saved only up to the first item: with "
     "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media instead of "
@@ -125,15 +125,13 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """``ranks``: the KV cache config of every rank, as far as it is known; the first is this
-        process's.
-        """
-        for warning in warnings(config):  # first, for the store makes its directory
+        """``ranks``: the known KV cache configs of all ranks; the first belongs to this process."""
+        for warning in warnings(config):  # first, because the store creates its directory
             logger.warning("kvloft: %s", warning)
         self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
-        """vLLM frees blocks of running requests, so that block tables are read afresh."""
+        """vLLM frees blocks of running requests, so that block tables are read again."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -155,7 +153,7 @@ class SchedulerHalf:
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
-        # Where a failed load ends its request, retries would cost answers.
+        # If a failed load ends its request, retries would cost answers.
         is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
         settings = PlanSettings(
             shape,
@@ -184,7 +182,7 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, none for an only connector; None until
+        """The other children of MultiConnector, empty for the only connector; None until
         `KVLoftConnector.meet_scheduler`.
         """
         self._asks_siblings = False
@@ -224,7 +222,7 @@ class SchedulerHalf:
     # -----------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Use a server that took the place of one that is gone, between two plans."""
+        """Switch to a new server if the old one is gone, between two plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
             self.core.meet_store(arena_of(self._store, self._shape))
 
@@ -257,8 +255,8 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may
-        call back while it is called.
+        """Whether a sibling has tokens for this request now. A sibling that is also a kvloft
+        connector may call back during the call.
         """
         if not self.siblings or self._asks_siblings:
             return False
@@ -301,8 +299,8 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Numbers since the last call. The store is only asked when something happened, or now and
-        then.
+        """Numbers since the last call. The store is called only after an event, or once in a
+        while.
         """
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
@@ -321,8 +319,8 @@ class SchedulerHalf:
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """What came to the store's tiers and left them since the last call; nothing where KV events
-        are off.
+        """Return the changes of the store's tiers since the last call; nothing if KV events are
+        off.
         """
         if self._announcer is None:
             return ()
@@ -338,13 +336,11 @@ class SchedulerHalf:
     # -----------------------------------------------------------------------------------------
 
     def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Before it is loaded, and maybe before a request asks for it."""
+        """Called before it is loaded, and possibly before a request uses it."""
         self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """A reset that comes before this is over belongs to a pause or sleep, and is not a
-        user's.
-        """
+        """A reset during this call belongs to a pause or sleep, not to a user."""
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""vLLM's KV cache configuration as a CacheShape: the one place that looks into its groups.
+"""Turns vLLM's KV cache configuration into a CacheShape; the only file that reads its groups.
 
-It decides the unit and which ranks hold the same bytes, nothing later than start.
+Determines, at start, the unit and the ranks that hold the same bytes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
     """Return the encoding of frames: `RAW` or `E348`. It is part of the namespace.
 
-    The answer depends on no GPU, so all processes of an engine agree. A worker may still write raw
-    parts, if its GPU, the alignment of its pages or its staging buffer rule encoding out.
+    The result does not depend on the GPU, so all processes of an engine agree. A worker can still
+    write raw parts, if its GPU, page alignment or staging buffer prevents encoding.
     """
     if (
         config.compression == "off"
@@ -175,7 +175,7 @@ use.
 
 With one block table for all layers, sliding windows and local chunks are FullAttentionSpec too:
 vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and only the
-computation uses the window. If every layer has the same window, the one table is of windows.
+computation uses the window. If every layer has the same window, the only table is one of windows.
 """
 
 
@@ -264,8 +264,8 @@ def group_block_tiles(kv_cache_config: Any) -> list[int]:
 
 
 def num_replicas(vllm_config: Any) -> int:
-    """Neighbouring tensor-parallel ranks that hold the same KV: all of them for MLA, several where
-    heads are fewer than ranks.
+    """Neighboring tensor-parallel ranks that hold the same KV: all ranks for MLA, several if there
+    are fewer heads than ranks.
 
     vLLM gives rank r the KV head ``r // (ranks // heads)`` then (`QKVParallelLinear`).
     """

@@ -1,7 +1,7 @@
 """kvloft's metrics in vLLM's statistics and Prometheus export.
 
-One flat dict of numbers crosses the processes: counters are added, gauges take the newest value.
-Only the scheduler side sets gauges, so aggregation over ranks never has two values.
+A flat dict of numbers crosses the processes: counters are added, gauges keep the newest value. Only
+the scheduler side sets gauges, so aggregation over ranks never has two values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVLoftStats(KVConnectorStats):
 
 
 class KVLoftPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvloft_*``: one counter or gauge for each name, labelled like vLLM's own."""
+    """``vllm:kvloft_*``: one counter or gauge per name, with vLLM's labels."""
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """It is to read no cache, or its KV comes from a prefill server, and another connector
-        fetches it.
+        """It must not read a cache, or its KV comes from a prefill server through another
+        connector.
         """
         wanted_from_elsewhere = self._transfer_params().get("do_remote_prefill")
         return bool(
@@ -136,11 +136,11 @@ def tables_of(shape: CacheShape) -> NewTables:
 
 
 def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> StepView:
-    """Return one SchedulerOutput in either shape: a resumed request comes as a new one, its block
-    table whole.
+    """Return a SchedulerOutput in either format: a resumed request appears as a new one with its
+    whole block table.
 
-    With ``new_tables``, block tables are read as vLLM has them now, and ``grown`` has all blocks
-    that requests were given.
+    With ``new_tables``, block tables are vLLM's current ones, and ``grown`` has all blocks that
+    requests received.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
@@ -153,7 +153,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    # Most get no block in a step: those are passed over without a line of Python each.
+    # Most requests get no block in a step; they are skipped without a line of Python each.
     added = cached.new_block_ids
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)

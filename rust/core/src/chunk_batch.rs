@@ -1,8 +1,9 @@
-//! Chunks as columns: the one form of "these chunks" from the store's answer to the kernel's table
-//! and back to commit.
+//! A list of chunks as columns, used from the store's answer to the kernel's table and back to the
+//! commit.
 //!
-//! A long prompt has thousands of chunks, and a forward or the first byte of a load waits for them,
-//! so there is no object for each. It must not know the store, Python, or what the blocks hold.
+//! A long prompt has thousands of chunks, and a forward pass or the first byte of a load waits for
+//! them, so there is no object per chunk. Must not depend on the store, Python or the contents of
+//! blocks.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -30,7 +31,7 @@ pub struct ChunkBatch {
     tickets: Vec<u64>,
 }
 
-/// The chunks of one group; never none.
+/// The chunks of one group, at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Part {
     group: u32,
@@ -47,15 +48,15 @@ struct Row {
 /// One chunk of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk<'a> {
-    /// Where its bytes are, or go to.
+    /// The frame that its bytes are copied from or to.
     pub frame: FrameId,
-    /// What it is.
+    /// Its key.
     pub key: ChunkKey,
     /// Blocks that the frame holds.
     pub num_blocks: usize,
-    /// The first of them that is copied.
+    /// Index of the first copied block within the frame.
     pub first_block: usize,
-    /// Paged blocks from there on.
+    /// Paged blocks, starting with that block.
     pub blocks: &'a [i32],
     /// Number of its reservation.
     pub ticket: Option<u64>,
@@ -91,8 +92,7 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Counts units that need no chunk, so that there are `num_units`: of the tier that the others
-    /// came from.
+    /// Adds units that need no chunk, up to `num_units`, to the tier that the others came from.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -112,14 +112,13 @@ fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> Result<Vec<
     }
 }
 
-/// No block has a negative number; one of them means that a block is not copied.
+/// Rejects negative block numbers: -1 marks a block that is not copied.
 fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
     is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
 }
 
-/// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other
-/// blocks are wanted, too.
+/// Returns the range of wanted blocks of a chunk; None if there are none or they are not adjacent.
 fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
@@ -211,7 +210,7 @@ impl ChunkBatch {
     /// `num_blocks` of each unit from `first_unit` on. `InvalidConfig` for a chunk outside the
     /// table, or a negative block in it.
     ///
-    /// Chunks with a null block are left out; their tickets are returned.
+    /// Skips chunks with a null block and returns their tickets.
     pub fn add_saves(
         &mut self,
         group: u32,
@@ -241,9 +240,9 @@ impl ChunkBatch {
         Ok(without_kv)
     }
 
-    /// Adds leased chunks of `group`, those of consecutive units from `first_unit` on, each with
-    /// the blocks to scatter to: `table` begins with block `begin` of the group. Chunks outside the
-    /// table are left out. Returns the chunks added, by tier, and the number of blocks that they
+    /// Adds leased chunks of `group` for consecutive units from `first_unit` on, each with the
+    /// blocks to scatter to: `table` begins with block `begin` of the group. Chunks outside the
+    /// table are skipped. Returns the chunks added, by tier, and the number of blocks that they
     /// fill. `InvalidConfig` for a negative block.
     pub fn add_loads(
         &mut self,
@@ -284,7 +283,7 @@ impl ChunkBatch {
         }
     }
 
-    /// Gives the chunks tickets from `first` on, in their order; returns those that they had.
+    /// Numbers the chunks with tickets from `first` on and returns their previous tickets.
     pub(crate) fn number(&mut self, first: u64) -> Vec<u64> {
         let tickets = (first..).take(self.tickets.len()).collect();
         std::mem::replace(&mut self.tickets, tickets)
@@ -300,12 +299,12 @@ impl ChunkBatch {
         self.parts.is_empty()
     }
 
-    /// Numbers of the reservations; none for loads.
+    /// Numbers of the reservations; empty for loads.
     pub fn tickets(&self) -> &[u64] {
         &self.tickets
     }
 
-    /// The group of chunk `nth`, and its place there.
+    /// The group of chunk `nth` and the chunk's index there.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {
@@ -332,7 +331,7 @@ impl ChunkBatch {
         }
     }
 
-    /// Paged blocks that are copied, of all chunks.
+    /// The copied paged blocks of all chunks.
     pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
         self.parts
             .iter()
@@ -362,8 +361,8 @@ impl ChunkBatch {
         taken
     }
 
-    /// Each group's chunks in the order of their frames, so that neighbours in the arena, whatever
-    /// order they were reserved in, are one copy.
+    /// Sorts each group's chunks by frame, so that neighbors in the arena become one copy, in
+    /// whatever order they were reserved.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -406,8 +405,8 @@ impl ChunkBatch {
         found
     }
 
-    /// All chunks of `batches` as those of the first one's group. They have as many blocks a chunk,
-    /// and all tickets or none.
+    /// Joins all chunks of `batches` as chunks of the first batch's group. All batches must have
+    /// the same number of blocks per chunk, and either all or no tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a caller can match on.
+/// Kinds of errors that a caller can match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {

@@ -79,8 +79,8 @@ impl InFlight {
             return Arc::new(batch);
         };
         if *lowest <= self.last_reservation {
-            // The store restarted without the reservations in flight: it must not see their old
-            // numbers.
+            // The store restarted without the reservations in flight; their old numbers must not
+            // reach it.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;
@@ -177,7 +177,7 @@ impl InFlight {
     }
 }
 
-/// A save in flight: the first ticket of its plan, the plan, and the index in it.
+/// A save in flight: the first ticket of its row, the row, and the index in the row.
 fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
     let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;

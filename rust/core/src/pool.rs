@@ -1,11 +1,11 @@
-//! The memory that one or several stores use: which store has which slab of the arena, and which
-//! one should give a slab up.
+//! The memory of one or several stores: which store has which slab of the arena, and which store
+//! should release one.
 //!
 //! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
-//! asks. When none is free, a store below its share is *hungry*: stores above their share are asked
-//! for a slab, and hand it over later. No call waits for that. A store whose workers can copy to a
-//! first part of the arena only has its part of its share there, so that others cannot have all of
-//! it. A store's lock may be held while the pool's is taken, never the reverse. It must not know
+//! requests one. If none is free, a store below its share is *hungry*: stores above their share are
+//! asked to release a slab. No call waits for that. If a store's workers can copy only to the first
+//! part of the arena, its share applies to that part too, so that other stores cannot take all of
+//! it. A store's lock may be held while the pool's is taken, never the reverse. Must not depend on
 //! chunks, frames in use or namespaces.
 
 use std::cmp::Reverse;
@@ -24,10 +24,10 @@ use crate::{Error, ErrorKind, Result};
 const NUM_SLABS: u64 = 64;
 /// Workers register memory with the GPU slab by slab, and launches wait for each call.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Resolution, as parts of a slab, for comparing the space that frames leave unused.
+/// Resolution, in parts of a slab, for comparing unused space.
 const PRECISION: u64 = 1000;
-/// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the
-/// seam of two stores is lost.
+/// Minimum number of the first store's frames in a slab, if that leaves `MIN_SLABS`; space at the
+/// end of a slab is lost.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -35,10 +35,10 @@ const MIN_SLABS: u64 = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SlabId(pub(crate) u32);
 
-/// What the pool knows of a store.
+/// The pool's state of one store.
 #[derive(Debug, Default)]
 struct Owner {
-    /// Those that it has not collected yet among them.
+    /// Slabs among them that the store has not collected yet.
     num_slabs: u32,
     arrived: Vec<SlabId>,
     /// Percent of the arena; None for an equal part of the rest.
@@ -47,7 +47,7 @@ struct Owner {
     is_active: bool,
     /// Slabs that it may have while others want them too.
     share: u32,
-    /// It wants a slab before this one.
+    /// It needs a slab with a number below this one.
     hungry: Option<u32>,
 }
 
@@ -80,11 +80,11 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is called, maybe
-    /// under a store's lock, when a store became hungry: then [`crate::store::Store::give_way`] of
-    /// the others should be.
+    /// Creates an arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is
+    /// called, maybe under a store's lock, when a store became hungry: then
+    /// [`crate::store::Store::give_way`] of the others should be.
     ///
-    /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
+    /// `InvalidConfig` if no frame fits; `Io` if the system refuses the memory.
     pub fn create(
         host_bytes: u64,
         sizes: impl Into<FrameSizes>,
@@ -141,8 +141,8 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, books: Mutex::new(books), wake }))
     }
 
-    /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of
-    /// `frame_bytes`; returns how many ranges. `Io` if the system refuses.
+    /// Places memory that is not in use yet on the NUMA nodes of the shards of `frame_bytes`
+    /// frames; returns the number of ranges. `Io` if the system refuses.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
         let places = placement::by_shard(frame_bytes, num_frames, nodes);
@@ -160,18 +160,18 @@ impl Pool {
         self.slab_bytes
     }
 
-    /// How many there are.
+    /// Returns the number of slabs.
     pub fn num_slabs(&self) -> u32 {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Whether a store is hungry, so that others should give way.
+    /// Returns whether a store is hungry, so that others should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.books().wanting().next().is_some()
     }
 
-    /// Whether a store found no room on the shared disk since this was asked last, and closing
-    /// another would make some.
+    /// Returns whether a store found no room on the shared disk since the last call, and closing
+    /// another store would make room.
     pub fn take_short_of_disk(&self) -> bool {
         self.disk.take_short()
     }
@@ -180,8 +180,8 @@ impl Pool {
         &self.arena
     }
 
-    /// `InvalidConfig` unless every slab holds a frame of each size: a store could have slabs and
-    /// still no frame.
+    /// `InvalidConfig` unless every slab holds a frame of each size; otherwise a store could have
+    /// slabs without a frame.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -220,7 +220,7 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
 }
 
 impl Books {
-    /// Shares follow from who is active.
+    /// Shares depend on which stores are active.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
@@ -249,7 +249,7 @@ impl Books {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Slabs before `end` that a store may have while others want them too.
+    /// Slabs before `end` that a store can keep while others need slabs.
     fn share_before(&self, end: u32, owner: &Owner) -> u32 {
         let part = u64::from(owner.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -260,7 +260,7 @@ impl Books {
         self.num_before(end, id, owner) < self.share_before(end, owner)
     }
 
-    /// Stores that should get a slab, and before which.
+    /// Stores that need a slab, each with the slab number below which it must be.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let end = |(id, owner): (&u32, &Owner)| {
             owner.hungry.filter(|end| self.wants(*end, *id, owner)).map(|end| (*id, end))
@@ -268,8 +268,8 @@ impl Books {
         self.owners.iter().filter_map(end)
     }
 
-    /// The slab is for the hungriest store that can use it, first of those that can use fewest; or
-    /// for who asks next.
+    /// Assigns the slab to the hungriest store that can use it, preferring stores with the fewest
+    /// choices; otherwise it is free.
     fn give(&mut self, from: u32, slab: SlabId) {
         if let Some(owner) = self.owners.get_mut(&from) {
             owner.num_slabs -= 1;
@@ -290,7 +290,7 @@ impl Books {
     }
 }
 
-/// A store's part in a pool. Dropping it gives all its slabs up.
+/// A store's part in a pool. Dropping it releases all its slabs.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) pool: Arc<Pool>,
@@ -298,7 +298,7 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// A store without slabs, which has a share: of `percent`, or an equal one.
+    /// Adds a store without slabs; its share is `percent`, or an equal part.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut books = pool.books();
         let id = books.next_id;
@@ -320,7 +320,7 @@ impl Member {
         books.share_out();
     }
 
-    /// Slabs that came because it was hungry.
+    /// Slabs that it received because it was hungry.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
@@ -352,7 +352,7 @@ impl Member {
         None
     }
 
-    /// A slab of its own in which no frame is used.
+    /// Releases one of its slabs, in which no frame is used.
     pub(crate) fn give(&self, slab: SlabId) {
         self.pool.books().give(self.id, slab);
     }
@@ -362,12 +362,12 @@ impl Member {
         self.with(|own| own.share)
     }
 
-    /// How many slabs it has, and how many of them others may ask for.
+    /// Returns the number of its slabs, and how many of them others can claim.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// Before which slab others should have one of this store's, if they should.
+    /// Returns the slab number below which this store should release a slab, if any.
     pub(crate) fn asked(&self) -> Option<u32> {
         let books = self.pool.books();
         let own = books.owners.get(&self.id)?;

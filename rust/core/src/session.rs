@@ -34,8 +34,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// How a worker maps the frames; None while there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old one is gone and a new one was found; returns true if so.
-    /// Nothing of the old store is stored in the new one, and `arena` may differ. A session
-    /// switches stores only here, so no plan mixes frames of two stores.
+    /// The new store has no chunks of the old one, and `arena` can differ. A session switches
+    /// stores only here, so no plan mixes frames of two stores.
     fn renew(&self) -> bool {
         false
     }
@@ -100,7 +100,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Aborts reservations and stops the store; leases end by themselves.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out: its chunks can be tried again immediately.
+    /// Returns true if the last reservation timed out: its chunks can be retried immediately.
     fn is_save_late(&self) -> bool {
         false
     }

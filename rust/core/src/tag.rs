@@ -4,20 +4,20 @@
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th
 //! little-endian 64-bit word of page p (pages in payload order, each padded with zeros to whole
 //! words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >>
-//! 32`. It is a sum, so any number of threads may take part in any order, and only 64-bit multiply,
-//! xor, shift and add, so a GPU does it while it copies. `mix` is a bijection: damage inside one
-//! word always shows. It finds accidents (torn, stale, swapped, shifted pages), not adversaries.
-//! This file must not know what a page holds.
+//! 32`. It is a sum, so threads can add their words in any order, and it needs only 64-bit
+//! multiplication, xor, shifts and addition, so a GPU computes it while it copies. `mix` is a
+//! bijection: damage inside one word is always detected. The tag detects accidents (torn, stale,
+//! swapped or shifted pages), not adversaries. Must not depend on the contents of a page.
 
 use crate::{Error, ErrorKind, Result};
 
-// Nothing up the sleeve: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " + name), made
-// odd.
+// Constants without hidden structure: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 "
+// + name), made odd.
 /// Factor of the page number.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
 /// Factor of the word number inside its page.
 pub const B: u64 = 0xf7c7_770c_c179_0db7;
-/// Offset of all positions, so that zeros at the start count too.
+/// Offset of all positions, so that zeros at the start also count.
 pub const C: u64 = 0x8ced_aa81_95c7_5ecd;
 /// First factor of `mix`.
 pub const M1: u64 = 0xaaa3_ec23_16f3_9b27;
@@ -78,10 +78,11 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
 
 /// A bijection of 64 bits whose every input bit reaches every output bit.
 ///
-/// A product moves a top bit nowhere, so what a flip leaves to the top bits alone differs by few
-/// values, and two such words cancel out: with `x >> 32` as the first step, the signs of both fp32
-/// values of two words did so in one of 2^20 pairs. The two rotations lose no bit, and only a mask
-/// of 10 bits or more (20 or more) leaves nothing below the top 16 (top 8) bits.
+/// Multiplication does not spread the top bits, so a flip that changes only top bits changes the
+/// product by one of few values, and two such words can cancel out: with `x >> 32` as the first
+/// step, sign flips of both fp32 values of two words canceled out in one of 2^20 pairs. The two
+/// rotations lose no bit, and only a mask of 10 bits or more (20 or more) leaves nothing below the
+/// top 16 (top 8) bits.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

@@ -1,10 +1,10 @@
 //! The disk tier on real file systems in trouble: full, frozen, unmounted, and become read-only by
 //! an error.
 //!
-//! They are mounted here, from files; where that is not possible (no root, no loop device) a test
-//! says so and ends.
+//! The tests mount them from files; if that is not possible (no root, no loop device), a test
+//! reports it and ends.
 
-#![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
 use kvloft_core::io::SizeClass;
 use std::collections::VecDeque;
@@ -33,7 +33,7 @@ fn run(program: &str, args: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// A file system of this test's own; unmounted when dropped, whatever was done to it.
+/// A file system for one test; unmounted when dropped, in any state.
 struct Mounted {
     kind: &'static str,
     dir: TempDir,
@@ -86,8 +86,8 @@ impl Mounted {
         assert!(run("sync", &["-f", self.path("mnt").to_str().unwrap()]));
     }
 
-    /// Until the room of a file that was removed can be used: a file system with a journal gives it
-    /// back later.
+    /// Waits until the space of a removed file is usable: a file system with a journal frees it
+    /// later.
     fn wait_for_room(&self) {
         let begun = Instant::now();
         loop {
@@ -96,7 +96,7 @@ impl Mounted {
             if found.f_bavail > found.f_blocks / 2 {
                 return;
             }
-            assert!(begun.elapsed() < HUNG, "the room does not come back");
+            assert!(begun.elapsed() < HUNG, "the space is not freed");
         }
     }
 
@@ -110,7 +110,7 @@ impl Mounted {
         }
     }
 
-    /// Takes all the room there is, to the last byte.
+    /// Fills all space, to the last byte.
     fn fill(&self) -> PathBuf {
         let path = self.path("mnt/filler");
         let mut file = fs::File::create(&path).unwrap();
@@ -164,8 +164,8 @@ fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
     found.iter().map(|entry| entry.meta.key).collect()
 }
 
-/// The result of something that must not hang; a hung file system is thawed first, so that the test
-/// can end.
+/// Returns the result of a call that must not hang; thaws a hung file system first, so that the
+/// test can end.
 fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
@@ -189,7 +189,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
             // Some file systems still have room for a directory and a small file; then there is no
             // slot.
             Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)), None),
-            Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "worth another try: {error}"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "can be retried: {error}"),
         }
     }
     fs::remove_file(filler).unwrap();
@@ -199,7 +199,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     assert_eq!(
         (tier.take_events(), tier.stats().fresh_starts),
         (Vec::new(), 0),
-        "nothing half made was left"
+        "no partial file was left"
     );
     let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
     // The file system is full again: allocated slots can still be written, read and freed.
@@ -246,7 +246,7 @@ fn full_of_another_size(kind: &'static str, size_mib: u64) {
             write(&tier, slot, 10_000 + u32::try_from(large.len()).unwrap()).unwrap();
             large.push(slot);
         } else {
-            tier.free(small.pop_front().expect("room of small frames for large ones")).unwrap();
+            tier.free(small.pop_front().expect("space of small frames for large ones")).unwrap();
         }
     }
     assert!((10_000..).zip(&large).all(|(i, slot)| is_whole(&tier, *slot, i)));
@@ -279,7 +279,7 @@ fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
     let thread = Path::new("/proc").join(hears.recv().unwrap());
     let begun = Instant::now();
     while !hung.is_finished() && !is_held_by_the_kernel(&thread) {
-        assert!(begun.elapsed() < HUNG, "neither done nor held up");
+        assert!(begun.elapsed() < HUNG, "neither done nor delayed");
     }
     let reader = Arc::clone(&tier);
     assert!(within(&mounted, move || is_whole(&reader, slot, 0)));
@@ -308,7 +308,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let mut slots: Vec<_> = (0..6).map(|i| put(&tier, i)).collect();
     slots.push(tier.reserve(SizeClass(0)).unwrap());
-    // The error also loses what did not reach the device yet, as a power loss does.
+    // The error also loses pending writes, as a power loss does.
     mounted.sync();
     if !break_ext4(&mounted.path("mnt")) {
         eprintln!("not run: the kernel does not break an ext4 on request");
@@ -335,8 +335,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     assert_eq!(keys(&found), (0..6).map(key).collect::<Vec<_>>());
 }
 
-/// Makes an ext4 report an error to itself, upon which it becomes read-only, as after a failed
-/// write of its own.
+/// Triggers an error in an ext4, which then becomes read-only, as after a failed internal write.
 fn break_ext4(mnt: &Path) -> bool {
     let output = Command::new("findmnt").args(["-no", "SOURCE", mnt.to_str().unwrap()]).output();
     let Ok(output) = output else { return false };
@@ -369,7 +368,7 @@ fn test_a_directory_removed_from_any_file_system_is_noticed() {
     }
 }
 
-/// A store whose disk tier has this file system to itself, with a `disk_size` that does not fit.
+/// A store whose disk tier has a whole file system, with a `disk_size` that does not fit.
 fn open_store(mounted: &Mounted) -> Store {
     let cap_bytes = 1 << 30;
     let dir = mounted.path("mnt/cache");
@@ -447,7 +446,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name));
     assert_eq!(failures, [0; 3]);
     let num_stored = stat(&store, "disk_used");
-    assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "{num_stored} chunks use the room badly");
+    assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "{num_stored} chunks waste space");
     let (num_writes, num_evictions) = (stat(&store, "disk_writes"), stat(&store, "disk_evictions"));
     assert_eq!((num_writes, num_evictions), (800, 800 - num_stored));
     let events = store.take_events();
@@ -458,7 +457,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     let first_stored = 800 - u32::try_from(num_stored).unwrap();
     assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_units == 0));
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
-    // Another life, which found the chunks on a full file system.
+    // Opens the store again, with the chunks on a full file system.
     save_prompts(&store, 800..900);
     assert_eq!(
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),

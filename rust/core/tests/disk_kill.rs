@@ -1,11 +1,10 @@
-//! `kill -9` for real (I3): a child process writes and frees in a loop, dies at a random instant,
-//! and what the next open finds is whole; what the child had reported is there. Every other child
+//! A real `kill -9` (I3): a child process writes and frees in a loop and dies at a random instant;
+//! the next open finds only complete chunks, and all that the child had reported. Every other child
 //! is a whole store that saves and evicts.
 //!
-//! `KV_KILLS` says how often (50 times unless given); a line of JSON has how long the recoveries
-//! took.
+//! `KV_KILLS` is the number of kills (50 by default); a line of JSON reports the recovery times.
 
-#![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, VecDeque};
@@ -61,8 +60,8 @@ fn buffer(frame_bytes: u64) -> PageBuffer {
     PageBuffer::new(usize::try_from(frame_bytes).unwrap())
 }
 
-/// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the
-/// parent's hand.
+/// The child: prints "w N" after a write was reported done and "f N" before a free, until the
+/// parent kills it.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
     tier.clear().unwrap();
@@ -77,7 +76,7 @@ fn live(dir: &Path, life: u64) {
             if let Some(slot) = tier.reserve(class) {
                 break slot;
             }
-            // The oldest chain goes, deepest first.
+            // Frees the oldest chain, deepest first.
             for (n, slot) in chains.pop_front().unwrap().into_iter().rev() {
                 writeln!(out, "f {n}").unwrap();
                 tier.free(slot).unwrap();
@@ -144,24 +143,24 @@ fn spawn(dir: &Path, life: u64) -> Child {
         .unwrap()
 }
 
-/// Lets a child live for a while and kills it: chunk number -> whether it must be there (false: its
-/// free had begun).
+/// Kills a child after a while; returns chunk number -> whether the chunk must be present (false:
+/// its free had begun).
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let mut first = String::new();
     while !first.ends_with("ready\n") {
         first.clear();
-        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child died by itself");
+        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited by itself");
     }
-    // Instants spread over many writes; the pipe holds thousands of lines, so the child never waits
-    // for us.
+    // Instants are spread over many writes; the pipe holds thousands of lines, so the child never
+    // waits.
     std::thread::sleep(Duration::from_micros(life * 7919 % 60_000));
     child.kill().unwrap();
     child.wait().unwrap();
     let mut text = String::new();
     out.read_to_string(&mut text).unwrap();
-    // A line that the kill cut off has no newline and says nothing.
+    // A line cut off by the kill has no newline and is ignored.
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     whole
         .lines()
@@ -172,8 +171,8 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
 
 #[test]
 fn child() {
-    // The environment is how the test below talks to this half; without it there is nothing to do
-    // here.
+    // The test below starts this one with environment variables; without them there is nothing to
+    // do.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
         if life % 2 == 0 { live(dir, life) } else { save(dir, life) }
@@ -225,7 +224,7 @@ fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
     }
     recoveries.sort();
     let (median, worst) = (recoveries[recoveries.len() / 2], recoveries[recoveries.len() - 1]);
-    // Past the harness, which shows nothing of a test that passes.
+    // Bypasses the harness, which hides the output of passing tests.
     let line = format!(
         "{{\"kills\": {lives}, \"chunks_compared\": {compared}, \"wrong_bytes\": 0, \"recovery_median_ms\": {:.2}, \
          \"recovery_worst_ms\": {:.2}}}",

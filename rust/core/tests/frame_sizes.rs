@@ -1,5 +1,5 @@
-//! Chunks of several sizes in one arena: how much of it they fill, and how memory follows the sizes
-//! that are saved.
+//! Chunks of several sizes in one arena: they fill most of it, and memory follows the sizes of
+//! saved chunks.
 #![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "tests")]
 
 mod store_common;
@@ -84,7 +84,7 @@ fn chunks_of_several_sizes_fill_the_arena() {
 
 #[test]
 fn two_models_fill_their_shares_of_one_arena() {
-    let host = 10 * HOST; // not written to, so it takes no memory
+    let host = 10 * HOST; // never written, so it takes no memory
     let pool = Pool::create(host, 20 * PAGE, || {}).unwrap();
     let stores = [(&[20, 2][..], 1), (&[30, 5], 2)]
         .map(|(pages, nth)| Store::open_in(&open(pages, nth), &pool, None).unwrap());

@@ -1,6 +1,6 @@
 //! Every lock, condition and atomic of the store and of the disk tier's gate and growth, under a
-//! scheduler that tries many orders: `scripts/models.sh`. Waits with a time-out never time out
-//! here, so a wake-up that is missing is a deadlock.
+//! scheduler that tries many orders: `scripts/models.sh`. Waits with a timeout never time out here,
+//! so a missing wake-up is a deadlock.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -21,7 +21,7 @@ use shuttle::thread;
 use std::time::{Duration, Instant};
 use store_common::{arena_of, chain, config, disk_settings, save, stat};
 
-/// A tier whose calls let others go first.
+/// A tier whose calls yield to other threads.
 #[derive(Debug)]
 struct Yielding(Arc<MemoryTier>);
 
@@ -74,7 +74,7 @@ fn in_many_orders(model: impl Fn() + Send + Sync + 'static) {
     shuttle::Runner::new(RandomScheduler::new(orders), config).run(model);
 }
 
-/// One caller: saves, looks, loads and lets go.
+/// One caller: saves, looks up, loads and releases.
 fn call(store: &Store, first: u32) {
     let arena = arena_of(store);
     for nth in 0..2 {
@@ -182,7 +182,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         slots.dedup();
         assert_eq!(slots.len(), num_slots, "a slot was given twice");
         assert!(is_free(dir.path()), "a closed tier without calls keeps its directory");
-        assert!(tier.reserve(SizeClass(0)).is_none(), "a closed tier lets calls in");
+        assert!(tier.reserve(SizeClass(0)).is_none(), "a closed tier accepts calls");
         assert!(tier.stats().bytes <= tier.stats().cap_bytes);
     };
     in_many_orders(model);

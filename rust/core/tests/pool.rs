@@ -23,8 +23,8 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
-/// Of each store, in pages; the pool suits the first. A slab has eight, so that some frames fill one
-/// and others leave a part of it.
+/// Of each store, in pages; the pool suits the first. A slab has eight pages, so that some frames
+/// fill it and others leave space unused.
 const SIZES: [[&[u64]; 3]; 7] = [
     [&[2], &[3], &[1]],
     [&[2], &[8], &[1]],
@@ -53,7 +53,7 @@ fn pool() -> Arc<Pool> {
     Pool::create(HOST, FRAMES[0], || {}).unwrap()
 }
 
-/// Chains of a prompt begin alike with those of its neighbours, so that there are trees.
+/// Chains of neighboring prompts share their beginning, so that there are trees.
 fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([u8::try_from(nth).unwrap(); 32]), 1).unwrap();
     chain
@@ -64,7 +64,7 @@ fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     chain
 }
 
-/// What a chunk of a store is.
+/// Content of a chunk.
 fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
     let mut unit = vec![u8::try_from(nth).unwrap(); 32];
     unit.extend(key.0);
@@ -121,7 +121,7 @@ impl World {
         self.frames[nth].all().len() == 1
     }
 
-    /// Saves all of a prompt, whose chunks have all sizes of the store in turn.
+    /// Saves a whole prompt, whose chunks cycle through all sizes of the store.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
         let num_units = chain.num_blocks();
         let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };
@@ -154,7 +154,7 @@ impl World {
         self.stores[nth].commit(own.into_iter().map(|(_, lease)| lease));
     }
 
-    /// Frames that a worker may touch now, with what must be there.
+    /// Frames that a worker can access now, with their expected content.
     fn in_use(&self) -> Vec<(usize, FrameId, ChunkKey)> {
         let writing = self.writing.iter().map(|(nth, lease)| {
             let row = lease.reservation();
@@ -185,7 +185,7 @@ impl World {
         }
     }
 
-    /// One round of the thread that makes stores return slabs.
+    /// One round of the thread that makes stores release slabs.
     fn give_way(&self) -> BTreeSet<u8> {
         self.stores.iter().map(|store| store.give_way() as u8).collect()
     }
@@ -271,7 +271,7 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
-/// The same where its workers can copy to the first `pages` only: the frames there are its own then.
+/// The same if its workers can copy to the first `pages` only: then it gets the frames there.
 fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) {
     if !world.has_one_size(nth) {
         return; // one size may have the slab that another needs
@@ -290,7 +290,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
         world.check();
         world.commit_all(nth);
         world.give_way();
-        world.stores[nth].clear(); // what it has elsewhere hides nothing
+        world.stores[nth].clear(); // its slabs elsewhere do not matter
         if num_dropped == 0 {
             return;
         }
@@ -298,8 +298,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
     panic!("store {nth} has {:?} slabs, not {num_frames} frames", world.stores[nth].num_slabs());
 }
 
-/// Stores that are cleared keep an empty slab, and one that came meanwhile; those that are closed
-/// none: another can have it all.
+/// A cleared store keeps an empty slab and one received meanwhile; a closed store keeps none, so
+/// that another store can get everything.
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();
@@ -328,7 +328,7 @@ proptest! {
         limit in 0..100_u32,
     ) {
         let mut shares = [None; 3];
-        shares[(last + 2) % 3] = percent; // of one that is not asked for more below
+        shares[(last + 2) % 3] = percent; // from a store that is not asked for more below
         let mut world = World::of(sizes.map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into()), shares);
         for step in &steps {
             apply(&mut world, step);
@@ -348,7 +348,7 @@ fn memory_follows_demand_up_to_equal_shares() {
         world.save(0, &chain(0, 8 * prompt, 4));
         world.commit_all(0);
     }
-    assert_eq!(world.stores[0].num_slabs().0, all, "the only one that saves has it all");
+    assert_eq!(world.stores[0].num_slabs().0, all, "the only store that saves gets all memory");
     for prompt in 0..400 {
         world.save(1, &chain(1, 8 * prompt, 4));
         world.commit_all(1);
@@ -409,10 +409,7 @@ fn a_store_is_asked_again_only_while_another_wants() {
     assert!(!pool.is_wanted());
     assert_eq!(stores[0].give_way(), Way::Unasked);
     stores[1].set_active(true);
-    assert!(
-        !pool.is_wanted(),
-        "what its engines wanted before they left is not what the next ones want"
-    );
+    assert!(!pool.is_wanted(), "requests of its former engines do not apply to the next ones");
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
     assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "and when they do, it is heard");
 }
@@ -428,7 +425,7 @@ fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
     assert_eq!(world.save(1, &chain(1, 0, 1)), 1);
     assert!((0..100).any(|_| world.stores[0].give_way() == Way::Gave));
     for prompt in 40..60 {
-        world.save(0, &chain(0, 8 * prompt, 4)); // it has to evict its own
+        world.save(0, &chain(0, 8 * prompt, 4)); // it must evict its own chunks
         world.commit_all(0);
     }
     assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (before - 1, 1));
@@ -453,7 +450,7 @@ fn a_store_whose_share_shrank_wants_no_more() {
     assert!(world.save(0, &chain(0, 0, 60)) > 0);
     assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (7, 5));
     assert!(world.save(1, &chain(1, 8, 9)) > 0);
-    assert!(world.pool.is_wanted(), "it has 5 of the 6 that it may have");
+    assert!(world.pool.is_wanted(), "it has 5 of its share of 6");
     world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
     assert!(!world.pool.is_wanted(), "it may have 4");
     assert_eq!(world.give_way(), BTreeSet::from([Way::Unasked as u8]));

@@ -1,5 +1,5 @@
-//! Stores of one arena whose workers can copy to its first part only: memory goes where it can be
-//! used.
+//! Stores of one arena whose workers can copy to its first part only: each store gets memory that
+//! it can use.
 //!
 //! Slabs have eight pages here, so that four frames of the first store fill one, and two of the
 //! second.
@@ -44,7 +44,7 @@ fn chain(prompt: u32) -> KeyChain {
     chain
 }
 
-/// Saves four chunks; how many could not be.
+/// Saves four chunks; returns the number of dropped saves.
 fn save(store: &Store, prompt: u32) -> u32 {
     save_first(store, prompt, 4)
 }
@@ -56,7 +56,7 @@ fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
     got.num_dropped
 }
 
-/// The first store saves one prompt a slab.
+/// The first store saves one prompt per slab.
 fn fill(store: &Store, num_slabs: u32) {
     (0..num_slabs).for_each(|prompt| assert_eq!(save(store, prompt), 0));
     assert_eq!(num(store), num_slabs);
@@ -76,7 +76,7 @@ fn all_give_way(stores: &[Store]) {
     }
 }
 
-/// Has the store give way until it gave a slab.
+/// Makes the store release slabs until it has released one.
 fn gives(store: &Store) -> bool {
     (0..100).map(|_| store.give_way()).find(|way| *way != Way::Working) == Some(Way::Gave)
 }
@@ -92,7 +92,11 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
         save(&stores[1], prompt);
         all_give_way(&stores);
     }
-    assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
+    assert_eq!(
+        [0, 1].map(|nth| num(&stores[nth])),
+        [2, 2],
+        "each has half of the slabs that both can use"
+    );
     assert!(!pool.is_wanted());
     let share = |store: &Store| {
         store.stats().into_iter().find(|(name, _)| *name == "host_share_bytes").unwrap().1
@@ -107,8 +111,8 @@ fn a_store_with_all_slabs_makes_room_for_one_with_few() {
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
     stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
-    assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would do");
-    assert!(gives(&stores[0]), "though it has less than its share");
+    assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would help");
+    assert!(gives(&stores[0]), "although it has less than its share");
     assert_eq!(save(&stores[2], 0), 0);
     for prompt in 10..30 {
         save(&stores[0], prompt);
@@ -130,7 +134,7 @@ fn a_slab_that_all_could_use_goes_to_who_can_use_few() {
     assert!(gives(&stores[0]));
     assert!(
         is_there(&stores[0], 1) && !is_there(&stores[0], 2),
-        "the coldest goes to who can use all"
+        "the least recently used slab goes to the store that can use all slabs"
     );
     assert_eq!(num(&stores[1]), 1);
 }
@@ -160,7 +164,7 @@ fn what_saves_cannot_use_is_given_first() {
     }
     assert!(
         is_there(&stores[0], 0) && is_there(&stores[0], 1),
-        "though they were used longest ago"
+        "although they are the least recently used"
     );
 }
 
@@ -206,7 +210,7 @@ fn who_can_use_more_than_before_waits_for_no_certain_slab() {
 fn many_chunks_in_unusable_slabs_do_not_block_saves() {
     let (_pool, [_first, _second, store]) = stores::<3>();
     (0..96).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
-    (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last
+    (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // frames that saves can use were used last
     store.limit_memory(2 * SLAB);
     (100..120).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
     assert!((16..96).all(|prompt| store.lookup(&chain(prompt)).host_units == 1));

@@ -1,5 +1,5 @@
-//! A session ends with what it held, and an engine gets on with a store that answers badly: without
-//! one.
+//! The end of a session releases everything it holds; an engine continues without a store that
+//! gives bad answers.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -59,7 +59,7 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
     session.release(lease);
     assert_eq!(stat(&session, "pins"), 0);
     assert_eq!((session.poll(lease), session.frames(lease)), (Progress::default(), Vec::new()));
-    assert_ne!(session.acquire(Prefix::from(&chain)), lease, "a number is never used again");
+    assert_ne!(session.acquire(Prefix::from(&chain)), lease, "a number is never reused");
 }
 
 #[test]
@@ -81,7 +81,7 @@ type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 /// A store that returns scripted reservations and records its calls.
 #[derive(Debug)]
 struct Odd {
-    /// What each call reserves.
+    /// Expected reservations of each call.
     rows: Mutex<Vec<Vec<Reservation>>>,
     calls: Calls,
 }
@@ -215,7 +215,8 @@ fn each_ticket_reaches_the_store_once() {
     assert_eq!(*every, [("abort", vec![6]), ("abort", vec![7]), ("commit", vec![5])]);
 }
 
-/// Reports of the store's first life come late. They must not settle what has the same numbers now.
+/// Reports for the first store arrive late. They must not settle saves that have the same numbers
+/// now.
 #[test]
 fn a_new_store_may_reuse_reservation_numbers() {
     let (engine, calls) = odd(1, &[vec![row(1, 0), row(2, 1)], vec![row(1, 0)], vec![row(2, 1)]]);
@@ -224,7 +225,7 @@ fn a_new_store_may_reuse_reservation_numbers() {
     assert_eq!(engine.num_in_flight(), 4);
     assert_eq!(engine.settle(before.tickets(), &[], &[]), (0, 2));
     engine.abort(before.tickets());
-    assert!(calls.lock().expect("no panic").is_empty(), "the store does not know of them");
+    assert!(calls.lock().expect("no panic").is_empty(), "the store has no such reservations");
     assert_eq!(engine.settle(after.tickets(), &[], &[]), (1, 0));
     engine.abort(last.tickets());
     assert_eq!(*calls.lock().expect("no panic"), [("commit", vec![1]), ("abort", vec![2])]);

@@ -1,4 +1,4 @@
-//! A disk that hangs, fails or is missing costs the chunks on it for a while, and nothing else.
+//! If a disk hangs, fails or is missing, its chunks are misses for a while; everything else works.
 //!
 //! Tests advance the clock, so nothing here depends on the speed of the machine.
 mod store_common;
@@ -46,7 +46,7 @@ fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     (0..num).map(|nth| chain(&tokens(nth))).collect()
 }
 
-/// Ten prompts of 8 chunks on disk, none of them in host, where 16 hot chunks are.
+/// Ten prompts of 8 chunks on disk only, and 16 hot chunks in host memory.
 fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
     let store = disk.open(&settings(16, disk), &[]);
     let cold = chains(10, 8, 0);
@@ -120,7 +120,7 @@ fn a_tier_that_hangs_is_paused_and_probed_again() {
     assert_eq!(
         (store.lookup(&cold[0]).stored_units, probe.poll()),
         (0, Progress::default()),
-        "no thread is left to read"
+        "no thread is free to read"
     );
     drop(gate);
     until("the hung reads end", || stat(&store, "frames_reserved") == 0);
@@ -179,7 +179,7 @@ fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
     disk.fail_reads.store(true, Ordering::SeqCst);
     assert_eq!(settled(&store.acquire(&cold[0])), Progress::default());
     disk.fail_reads.store(false, Ordering::SeqCst);
-    assert!(stat(&store, "disk_read_errors") >= 2, "it is tried twice");
+    assert!(stat(&store, "disk_read_errors") >= 2, "it is attempted twice");
     assert_eq!(store.acquire(&cold[0]).poll(), Progress::default(), "and not again at once");
     assert_eq!(settled(&store.acquire(&cold[1])).ready_units, 8, "others are read");
     disk.wait(61);
@@ -201,7 +201,7 @@ fn close_clear_and_lookups_do_not_wait_for_hung_io() {
     store.clear(); // some seconds: the disk is cleared later
     assert!(
         store.take_events().iter().any(|event| event.contains("not cleared")),
-        "nothing said that a restart finds it"
+        "no event says that a restart finds it"
     );
     for prompt in &cold {
         assert_eq!(store.lookup(prompt), kvloft_core::store::Lookup::default());
@@ -249,15 +249,11 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     assert_eq!(disk.violations(), [""; 0]);
-    assert_eq!(
-        store.lookup(&cold[1]).stored_units,
-        0,
-        "it was discarded before the tier was there"
-    );
+    assert_eq!(store.lookup(&cold[1]).stored_units, 0, "it was discarded before the tier was open");
     assert_eq!(
         (stat(&store, "disk_used"), stat(&store, "disk_writes")),
         (88, 0),
-        "hot chunks are there already"
+        "hot chunks are already present"
     );
     assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
     store.check().unwrap();
@@ -272,9 +268,9 @@ fn a_discard_is_pending_until_the_tier_opens() {
     let found = disk.entries();
     disk.fail_opens.store(true, Ordering::SeqCst);
     let store = disk.open(&settings(16, &disk), &found);
-    assert!(store.flush(LONG), "nothing is to do");
+    assert!(store.flush(LONG), "there is nothing to do");
     store.discard(&cold[1].keys()[..1]);
-    assert!(!store.flush(Duration::from_millis(10)), "the disk was not told");
+    assert!(!store.flush(Duration::from_millis(10)), "the removal did not reach the disk");
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
     until("it is attached", || stat(&store, "disk_broken") == 0);
@@ -285,8 +281,8 @@ fn a_discard_is_pending_until_the_tier_opens() {
     );
 }
 
-/// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and
-/// nothing is in the trash.
+/// One slice of the walk covers only a part of the tree: nothing is freed yet, and no removal is
+/// queued.
 #[test]
 fn a_discarded_long_prefix_is_removed_from_disk() {
     const CHUNKS: u32 = 1500;
@@ -301,7 +297,7 @@ fn a_discarded_long_prefix_is_removed_from_disk() {
     assert_eq!(disk.entries().len(), 0);
 }
 
-/// An engine that ends may still have the directory when the next one starts.
+/// A stopping engine can still have the directory when the next one starts.
 #[test]
 fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let dir = tempfile::tempdir().unwrap();
@@ -330,7 +326,7 @@ fn a_directory_in_use_is_opened_after_its_owner_ends() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
 }
 
-/// A record that is valid in itself and lies about its place.
+/// A valid record with a wrong parent or depth.
 #[test]
 fn a_forged_record_is_a_miss() {
     let wanted = chain(&[1, 2, 3, 4]);
@@ -409,7 +405,7 @@ fn a_large_tree_is_removed_at_once_and_freed_in_slices() {
     assert_eq!(
         store.lookup(&leaves[6]).host_units,
         1,
-        "what hung on the one before is not found under the new one"
+        "descendants of the old one are not found under the new one"
     );
     assert_eq!(kept.frames().len(), 2);
     assert!(store.flush(LONG));
@@ -437,7 +433,11 @@ fn chunks_in_unusable_frames_do_not_fail_a_save() {
     assert_eq!(stat(&store, "host_evictions"), 4);
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     store.limit_memory(8 * FRAME as u64);
-    assert_eq!(save_all(&store, &chains(1, 4, 9500)[0]), 4, "those that were spared can go again");
+    assert_eq!(
+        save_all(&store, &chains(1, 4, 9500)[0]),
+        4,
+        "chunks that were spared can be evicted again"
+    );
     store.check().unwrap();
 }
 
@@ -449,7 +449,7 @@ fn many_chunks_in_unusable_frames_do_not_block_saves() {
         assert_eq!(save_all(&store, prompt), 4);
     }
     for prompt in &prompts[..25] {
-        drop(store.acquire(prompt)); // what saves could take was used last
+        drop(store.acquire(prompt)); // frames that saves can use were used last
     }
     store.limit_memory(100 * FRAME as u64);
     let pinned = store.acquire(&prompts[3]);
@@ -462,7 +462,7 @@ fn many_chunks_in_unusable_frames_do_not_block_saves() {
     assert_eq!(pinned.frames().len(), 4);
     assert!(
         prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4),
-        "they are in no one's way"
+        "they block no other chunk"
     );
     store.limit_memory(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
@@ -486,7 +486,7 @@ fn reads_from_disk_use_any_frame() {
         store.check().unwrap();
         drop(leases);
         for prompt in &cold[2..4] {
-            settled(&store.acquire(prompt)); // the first two leave
+            settled(&store.acquire(prompt)); // the first two are evicted
         }
     }
 }

@@ -44,7 +44,7 @@ impl Hearer {
         Self { listener, known, num_lost: 0 }
     }
 
-    /// Takes some; whether there may be more.
+    /// Takes some changes; returns whether there may be more.
     fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
         let changes = self.listener.changes(&[], limit);
         let is_full = changes.rows.len() == limit;
@@ -199,7 +199,10 @@ impl Run {
             for key in &self.universe {
                 let told = hearer.known.get(key).copied().unwrap_or_default();
                 assert_eq!(told.disk, on_disk.contains_key(key), "{key}");
-                assert!(told.disk || !told.coming, "{key} never came, and that was not told");
+                assert!(
+                    told.disk || !told.coming,
+                    "{key} was never reported, and `lost` was not set"
+                );
             }
             for (prompt, found) in found.iter().enumerate() {
                 let chain = prompt_chain(prompt);
@@ -233,7 +236,7 @@ fn a_row_has_the_tiers_at_the_time_of_the_call() {
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     assert_eq!(save(&store, &arena, &chain, 0..1), 1);
     let listener = store.watch(100);
-    assert!(listener.changes(&[], 100).rows.is_empty(), "what came before is not told");
+    assert!(listener.changes(&[], 100).rows.is_empty(), "earlier changes are not reported");
     assert_eq!(
         listener.changes(&chain.keys()[..2], 0).rows,
         [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]
@@ -277,7 +280,7 @@ fn unread_keys_are_dropped_and_the_loss_is_reported_once() {
     assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "later changes arrive");
 }
 
-/// Lookups do not find a chunk whose slot is being freed; where that fails it is there again.
+/// Lookups do not find a chunk whose slot is being freed; if that fails, they find it again.
 #[test]
 fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let disk = MemoryDisk::new(1);
@@ -292,7 +295,7 @@ fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let old_is = |expected: Tiers| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !listener.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
-            assert!(Instant::now() < deadline, "it is never told that {expected:?}");
+            assert!(Instant::now() < deadline, "it is never reported that {expected:?}");
             std::thread::sleep(Duration::from_micros(200));
         }
     };
@@ -301,7 +304,8 @@ fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     old_is(Tiers { disk: true, ..HOST });
 }
 
-/// Each hears everything, in its own time; only those that took too little lack something.
+/// Each listener receives everything at its own pace; only listeners that read too slowly lose
+/// changes.
 #[test]
 fn each_listener_has_a_separate_position() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();

@@ -57,9 +57,9 @@ type Life = u64;
 
 #[derive(Debug, Default)]
 struct Model {
-    /// Key -> root, of all that was ever saved.
+    /// Key -> root, for every chunk ever saved.
     roots: BTreeMap<ChunkKey, usize>,
-    /// Key -> the one before it.
+    /// Key -> parent.
     parents: BTreeMap<ChunkKey, ChunkKey>,
     host: BTreeMap<ChunkKey, Life>,
     disk: BTreeMap<ChunkKey, Life>,
@@ -92,7 +92,7 @@ impl Model {
         salt.is_none_or(|nth| ROOTS[self.roots[key]].1 == Some(SALTS[nth]))
     }
 
-    /// What an eviction must say; `held` are chunks that leases have.
+    /// Expected report of an eviction; leases hold `held`.
     fn evict(
         &mut self,
         salt: Option<usize>,
@@ -208,7 +208,7 @@ impl World {
         assert!(self.disk.flush(self.store()));
     }
 
-    /// What a group of windows keeps: its chunks hang on a root of the group's alone.
+    /// Chunks of a sliding-window group, whose parent is the group's root.
     fn attach(&mut self, root: usize, prompt: u32) {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
@@ -295,8 +295,7 @@ proptest! {
     }
 }
 
-/// More first chunks than a slice of the walk, and a prefix that is longer than what one call
-/// evicts.
+/// More first chunks than a slice of the walk, and a prefix longer than one call can evict.
 #[test]
 fn many_chunks_are_evicted_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
@@ -330,8 +329,8 @@ fn many_chunks_are_evicted_in_slices() {
     }
 }
 
-/// The walk comes to it from below first, and then by itself, for its entry is behind that of its
-/// child.
+/// The walk reaches it from its child first and then directly, because its entry follows its
+/// child's.
 #[test]
 fn a_chunk_in_use_counts_once() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -343,7 +342,7 @@ fn a_chunk_in_use_counts_once() {
     let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), 0..num);
     assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
     for nth in [0, 1] {
-        store.evict(of_salt(Some(nth), false), soon()); // the places of the second are taken first
+        store.evict(of_salt(Some(nth), false), soon()); // the second one's places are reused first
     }
     assert_eq!(save(SALTS[0], 12), 12);
     let lease = store.acquire(&chain(SALTS[0], 6));
@@ -351,7 +350,7 @@ fn a_chunk_in_use_counts_once() {
     assert_eq!((said.num_chunks, said.num_in_use, lease.frames().len()), (6, 6, 6));
 }
 
-/// What a worker fills meanwhile is not visible afterwards.
+/// A chunk that a worker fills meanwhile does not become visible.
 #[test]
 fn a_save_in_flight_is_dropped() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -406,7 +405,7 @@ fn a_disk_that_does_not_answer_is_reported() {
     assert_eq!(store.lookup(&chain_of(1, 0)).stored_units, 0);
     disk.fail_frees.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(61);
-    assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short, "it is tried again");
+    assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short, "it is retried");
     assert!(disk.chunks().is_empty());
 }
 
@@ -422,8 +421,8 @@ fn a_disk_that_is_opened_later_is_reported() {
     let store = disk.open(&config, &disk.entries());
     let evict = || store.evict(of_salt(Some(0), false), soon());
     assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
-    // It is open before the walk is over, or while that waits for the disk: what it holds was not
-    // walked.
+    // It opens before the walk ends, or while the walk waits for the disk: its chunks were not
+    // visited.
     disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(1);
     let deadline = soon();
@@ -431,7 +430,7 @@ fn a_disk_that_is_opened_later_is_reported() {
         assert!(Instant::now() < deadline, "it is never opened");
         disk.wait(1);
     }
-    assert!(disk.chunks().is_empty(), "it was said that nothing is left");
+    assert!(disk.chunks().is_empty(), "the report says that nothing is left");
 }
 
 #[test]

@@ -31,7 +31,7 @@ fn open(num_frames: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads
     disk.open(&config, &[])
 }
 
-/// Polls until nothing is pending; the answer then.
+/// Polls until nothing is pending; returns the final answer.
 fn settled(lease: &ReadLease) -> Progress {
     let deadline = Instant::now() + LONG;
     loop {
@@ -319,7 +319,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(
             store.lookup(&wanted).stored_units,
             left,
-            "only proven damage is forgotten, with what hangs on it"
+            "only proven damage and its descendants are removed"
         );
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
@@ -337,10 +337,10 @@ fn flush_waits_for_slots_that_a_thread_is_freeing() {
     store.discard(&wanted.keys()[..1]);
     let deadline = Instant::now() + LONG;
     while !disk.is_freeing.load(Ordering::SeqCst) {
-        assert!(Instant::now() < deadline, "no thread gives the slots back");
+        assert!(Instant::now() < deadline, "no thread frees the slots");
         std::thread::sleep(Duration::from_micros(200));
     }
-    assert!(!store.flush(Duration::from_millis(20)), "removed chunks still take slots");
+    assert!(!store.flush(Duration::from_millis(20)), "removed chunks still occupy slots");
     drop(gate);
     assert!(store.flush(LONG));
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
@@ -362,7 +362,7 @@ fn flush_waits_for_slots_of_removed_chunks_that_are_being_read() {
         store.discard(&wanted.keys()[..1]);
         assert!(
             !store.flush(Duration::from_millis(20)),
-            "two of them are being read, and on disk still"
+            "two of them are being read and are still on disk"
         );
         drop(gate);
         assert!(store.flush(LONG));

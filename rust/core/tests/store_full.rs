@@ -1,5 +1,5 @@
-//! A file system without room that cannot allocate ahead (ext2, NFS before 4.2): the disk tier
-//! keeps what fits and evicts for new chunks, as it does where `disk_size` is reached.
+//! A full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
+//! chunks that fit and evicts for new ones, as at `disk_size`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -125,7 +125,7 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     assert_eq!(
         stats.map(|name| stat(&store, name)),
         [10, 390, 0, 0],
-        "chunks were evicted for nothing"
+        "chunks were evicted in vain"
     );
     files.heal();
     store.clear();

@@ -35,7 +35,7 @@ fn limits(host: u32, disk: u32, ttl_s: u32) -> Limits {
     Limits { host: Some(bytes(host)), disk: Some(bytes(disk)), ttl_s: Some(ttl_s) }
 }
 
-/// "a" has limits of its own, and what has no salt never expires.
+/// "a" has individual limits, and chunks without a salt never expire.
 fn all_limits(is_small: bool) -> TenantLimits {
     let salted = if is_small { limits(4, 5, 2000) } else { limits(8, 16, 2000) };
     let unsalted = Limits { ttl_s: None, ..salted };
@@ -88,7 +88,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A prompt's keys: those of its prefix, and what another group keeps of each block by itself.
+/// A prompt's keys: the keys of its prefix, and the keys of another group's independent chunks.
 struct Prompt {
     salt: usize,
     chain: KeyChain,
@@ -137,7 +137,7 @@ impl World {
     fn open(&mut self) {
         let config = StoreConfig {
             disk: Some(disk_settings(SLOTS.into(), 1)),
-            now_s: self.opened.1 - self.opened.0, // the clock of these tests does not begin anew
+            now_s: self.opened.1 - self.opened.0, // the clock of these tests does not restart
             limits: self.limits.clone(),
             ..config(FRAMES, self.eviction)
         };
@@ -203,7 +203,7 @@ impl World {
     fn tend(&self) {
         self.store().sweep();
         assert!(self.disk.flush(self.store()));
-        self.store().sweep(); // time may have gone by
+        self.store().sweep(); // time may have passed
     }
 
     fn reserve(
@@ -253,7 +253,7 @@ impl World {
         }
     }
 
-    /// Returns whose chunks may be missing after it.
+    /// Returns the tenants whose chunks may be missing afterwards.
     fn step(&mut self, step: &Step) -> BTreeSet<usize> {
         match *step {
             Step::Save { salt, prompt, len, is_attached } => {
@@ -311,7 +311,7 @@ impl World {
         self.limits = all_limits(is_small);
         self.opened = (self.disk.now_s(), calendar);
         self.open();
-        self.tend(); // a quota that became smaller takes its time
+        self.tend(); // a smaller quota takes effect gradually
     }
 
     fn run(&mut self, steps: &[Step]) {
@@ -348,7 +348,7 @@ impl World {
         let now_s = self.now_s();
         for (key, meta) in self.disk.chunks() {
             let ttl_s = limits_of(&self.limits, self.salt_of(&key)).ttl_s.unwrap_or(u32::MAX);
-            assert!(now_s < meta.saved_s + u64::from(ttl_s), "{key} is on disk yet");
+            assert!(now_s < meta.saved_s + u64::from(ttl_s), "{key} is still on disk");
         }
         let of_a = self
             .store()
@@ -356,7 +356,7 @@ impl World {
             .0
             .into_iter()
             .find(|tenant| tenant.tag == Some(SaltTag::of("a")));
-        assert_eq!(of_a, None, "all of it is older than its limit");
+        assert_eq!(of_a, None, "all chunks are older than the limit");
         assert_eq!([stat(self.store(), "pins"), stat(self.store(), "frames_reserved")], [0, 0]);
         assert!(self.disk.violations().is_empty(), "{:?}", self.disk.violations());
     }

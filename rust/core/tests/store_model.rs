@@ -197,8 +197,8 @@ impl Run {
         self.compare();
     }
 
-    /// Whatever stored chunk a prefix begins with, it is found as with all its keys; with another
-    /// one, nothing is.
+    /// A prefix that starts at any stored chunk is found as with all its keys; starting at a chunk
+    /// that is not stored, nothing is found.
     fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
         let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();
@@ -232,7 +232,7 @@ impl Run {
         assert_eq!(stat(&self.store, "read_leases"), self.reads.len() as u64);
         let arena = arena_of(&self.store);
         for (lease, keys) in &self.reads {
-            // I1, I4: whatever happened since, a leased frame is what it was.
+            // I1, I4: a leased frame never changes.
             let frames = lease.frames();
             assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), *keys);
             assert!(frames.iter().all(|f| verify(&arena, f.frame, f.key).is_none()));
@@ -253,7 +253,7 @@ proptest! {
         for step in &steps {
             run.take(step);
         }
-        // I5: all owners are gone, and so is what they held.
+        // I5: without owners, nothing is pinned or reserved.
         run.writes.clear();
         run.reads.clear();
         run.store.check().unwrap();

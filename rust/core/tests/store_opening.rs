@@ -18,7 +18,7 @@ use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 const LONG: Duration = Duration::from_secs(60);
 type Answer = Result<()>;
 
-/// A disk whose opening waits until a test says what comes of it.
+/// A disk whose opening waits until a test sets the result.
 struct Slow {
     tier: Arc<MemoryTier>,
     num_tries: Arc<AtomicU64>,
@@ -74,7 +74,7 @@ fn a_store_works_while_its_disk_opens() {
     disk.answers.send(Ok(())).unwrap();
     assert!(store.flush(LONG));
     assert_eq!(disk.tier.chunks().len(), 3);
-    assert_eq!(disk.num_tries.load(Ordering::SeqCst), 1, "the first try was not thrown away");
+    assert_eq!(disk.num_tries.load(Ordering::SeqCst), 1, "the first attempt was not discarded");
     assert_eq!(told(&store), "disk tier: open, with 0 chunks");
     store.check().unwrap();
 }
@@ -104,7 +104,7 @@ fn a_store_closes_while_its_disk_opens() {
     store.close(Duration::ZERO);
     drop(store);
     disk.answers.send(Ok(())).unwrap();
-    until("the disk is let go", || Arc::strong_count(&disk.tier) == 1);
+    until("the disk is released", || Arc::strong_count(&disk.tier) == 1);
 }
 
 #[test]
@@ -115,5 +115,5 @@ fn a_setting_that_can_never_work_is_an_error_at_once_and_another_failure_is_not(
     disk.answers.send(Err(Error::new(ErrorKind::Io, "no luck"))).unwrap();
     let store = disk.open().unwrap();
     assert!(told(&store).contains("retrying: no luck"));
-    disk.answers.send(Ok(())).unwrap(); // for the next try, or the end
+    disk.answers.send(Ok(())).unwrap(); // for the next attempt, or the end
 }

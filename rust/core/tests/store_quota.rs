@@ -1,5 +1,5 @@
-//! Quotas and ages by salt, by example: who pays for a chunk, what counts, and what time it is.
-//! Against a model: `store_limits.rs`.
+//! Examples of quotas and TTLs by salt: which tenant a chunk counts for, what counts, and the time
+//! of a save. Against a model: `store_limits.rs`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -221,12 +221,11 @@ fn a_chunk_expires_with_its_older_parent() {
         [stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")],
         [6, 0, 0]
     );
-    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved anew");
+    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved again");
     store.check().unwrap();
 }
 
-/// Of a prompt longer than the disk's quota nothing may go for what hangs on it, so its end is not
-/// written.
+/// A prompt longer than the disk quota must not evict its own beginning, so its end is not written.
 #[test]
 fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
     for (most, num) in [(0, 0), (3, 3)] {

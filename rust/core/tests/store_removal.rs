@@ -43,7 +43,7 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_units, found.stored_units)
 }
 
-/// Disks in memory: each opening makes a new, empty one. The clock advances only when a test says
+/// Disks in memory: each opening creates a new, empty one. The clock advances only when a test says
 /// so.
 #[derive(Default)]
 struct Disks {
@@ -98,7 +98,7 @@ fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
         assert!(store.flush(LONG));
     }
     for nth in 0..100 {
-        save_all(store, &prompt(2000 + 8 * nth, 8)); // the cold ones leave host memory
+        save_all(store, &prompt(2000 + 8 * nth, 8)); // the cold ones are evicted from host memory
         assert!(store.flush(LONG));
     }
     assert_eq!(save_all(store, &hot), 8);
@@ -212,7 +212,7 @@ fn test_chunks_forgotten_on_a_removed_disk_do_not_return_with_its_directory() {
     until("a new disk is open", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
     let new = disks.nth(1);
     assert!(store.flush(LONG));
-    assert!(new.is_cleared.load(Ordering::SeqCst), "what the directory held was not freed");
+    assert!(new.is_cleared.load(Ordering::SeqCst), "chunks of the directory were not freed");
     assert_eq!(stat(&store, "entries"), 0);
 }
 
@@ -256,8 +256,8 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes with `remove`: chunks that were only on disk are misses, those in host memory are
-    /// there for the next life.
+    /// Removes the directory with `remove`: chunks that were only on disk are misses, and chunks in
+    /// host memory survive a restart.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
         remove();
@@ -323,7 +323,7 @@ fn test_a_removed_namespace_is_made_again() {
     });
 }
 
-/// Another process may have made the directory again before the next look.
+/// Another process may have created the directory again before the next check.
 #[test]
 fn test_a_removed_namespace_whose_files_are_there_again_is_noticed() {
     let place = Place::new();
@@ -421,13 +421,13 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
         });
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(150));
-            let _ = fs::remove_dir_all(place.disk()); // it may be made again at this moment
+            let _ = fs::remove_dir_all(place.disk()); // it may be created again at this moment
         }
         stop.store(true, Ordering::SeqCst);
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
     assert!(num_loaded > 0 && stat(&store, "disk_removals") > 2, "nothing happened");
-    until("the directory is gone", || {
+    until("the directory does not exist", || {
         let _ = fs::remove_dir_all(place.disk());
         !place.disk().exists()
     });

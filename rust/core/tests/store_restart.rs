@@ -58,7 +58,7 @@ impl Place {
             .unwrap()
     }
 
-    /// Chunks of `prompt` that another life finds.
+    /// Chunks of `prompt` that are found after a restart.
     fn found_later(&self, prompt: &KeyChain) -> u32 {
         let store = self.open();
         until("found chunks are indexed", || store.flush(LONG));
@@ -78,8 +78,8 @@ fn save_all(store: &Store, prompt: &KeyChain) {
     assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
-/// A store whose first write is refused although its record gets to disk, where it cannot be
-/// cleared either.
+/// A store whose first write fails although its record reaches the disk, where it cannot be cleared
+/// either.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
     let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index");
@@ -111,7 +111,7 @@ fn a_failed_write_that_reached_the_disk_does_not_survive_a_clear() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// Opening finds a chunk twice and cannot empty the older record; then the chunk is discarded.
+/// Opening finds a chunk twice and cannot clear the older record; then the chunk is discarded.
 #[test]
 fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     let place = Place::new();
@@ -123,7 +123,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
     save_all(&store, &prompt);
     until("it is written to another slot", || stat(&store, "disk_writes") == 2);
-    drop(store); // before the first is tried again
+    drop(store); // before the first is retried
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index"));
     let store = place.open();
     until("it is found", || store.lookup(&prompt).stored_units == 1);
@@ -134,7 +134,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// One record can never be cleared; what all the others hold must not stay for it.
+/// One record can never be cleared; that must not keep the others.
 #[test]
 fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     let place = Place::new();
@@ -144,7 +144,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
         save_all(&store, prompt);
     }
     assert!(store.flush(LONG));
-    // Of the first prompt's slot, before the clear and in it.
+    // Faults for the first prompt's slot, before the clear and during it.
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
@@ -154,8 +154,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }
 
-/// A record found on disk may lie about its place, so the way up to it is compared with all keys
-/// once.
+/// A record on disk can have a wrong place, so its ancestors are compared with all keys once.
 #[test]
 fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     let (place, prompt, other) =
@@ -177,7 +176,8 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
 
-    // All of it comes to host; then others take frames from its end, and some is on disk only.
+    // The whole prompt is read to host memory; then others take frames from its end, and a part is
+    // on disk only.
     let whole = store.acquire(&prompt);
     until("it is read", || whole.poll().ready_units == 8);
     drop(whole);

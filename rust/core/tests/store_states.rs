@@ -1,5 +1,5 @@
-//! Mamba states of chats: new in each turn, useless without the prefix before them, and required by
-//! it. If the store knows the prefix of a state, both tiers keep both for chats that continue.
+//! Mamba states of chats are new in each turn and useless without their prefix, which needs them.
+//! If a state is linked to its prefix, both tiers keep both for chats that continue.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -22,7 +22,7 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
 }
 
 /// Saves a prompt of `num_blocks` and the state after it, with or without the prefix it belongs to.
-/// Calls `after` after each.
+/// Calls `after` after each chat.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -50,7 +50,7 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
     }
 }
 
-/// Whether all of a prompt and the state behind it are found in any tier; they are used then.
+/// Returns whether a whole prompt and its state are found in any tier, and uses them.
 fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     let own = prompt(number, num_blocks);
     let (root, keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -67,8 +67,7 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     has
 }
 
-/// Blocks that chats find of themselves, while prompts come that never do again. ``after`` each
-/// save.
+/// Returns the blocks that chats find, while other prompts never repeat. ``after`` each save.
 fn found_by_chats(store: &Store, has_prefix: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;
     for turn in 1..10 {

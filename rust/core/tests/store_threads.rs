@@ -1,4 +1,4 @@
-//! Many threads on one store with a disk: no deadlock, no wrong frame, and everything is given back
+//! Many threads on one store with a disk: no deadlock, no wrong frame, and everything is released
 //! at the end.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -15,7 +15,7 @@ const THREADS: usize = 4;
 const TURNS: usize = 400;
 const LONG: Duration = Duration::from_secs(60);
 
-/// One thread's life: save, load and forget prompts in an order of its own.
+/// Runs one thread: saves, loads and removes prompts in random order.
 fn live(store: &Store, seed: usize) {
     let arena = arena_of(store);
     let mut random = seed;

@@ -19,7 +19,7 @@ pub(crate) struct Arena {
     id: u64,
 }
 
-/// A part of a frame as Python describes it, a dict: where it is, and what its trailer says.
+/// A part of a frame as a Python dict: its position and the fields of its trailer.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
@@ -73,7 +73,8 @@ impl Arena {
         py.detach(seal).map_err(raise)
     }
 
-    /// None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
+    /// Return None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape',
+    /// 'tag'.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());

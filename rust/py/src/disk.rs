@@ -1,4 +1,4 @@
-//! Python's face of a disk directory seen from outside: `disk_inspect` and `DiskVerify`.
+//! Python's view of a disk directory without an engine: `disk_inspect` and `DiskVerify`.
 //! Conversions only.
 
 use std::path::PathBuf;

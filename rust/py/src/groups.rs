@@ -46,7 +46,7 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
 }
 
 /// Appends the blocks of `units` of each group that is saved. A group that keeps a part of a prefix
-/// may have fewer: null blocks stand for the rest.
+/// can have fewer; null blocks replace the rest.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,

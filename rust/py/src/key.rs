@@ -18,7 +18,7 @@ const DETACH_BYTES: usize = 64 << 10;
 /// Keys of one request's prefix, one per block, extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // Its holder never waits for the interpreter, so it may be waited for while attached.
+    // Its holder never waits for the interpreter, so waiting for it while attached is safe.
     inner: Mutex<key::KeyChain>,
 }
 
@@ -30,14 +30,14 @@ impl KeyChain {
             .map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
-    /// As `lock`; an error where it is held, as by another row of the same call.
+    /// As `lock`; an error if it is held, for example by another row of the same call.
     pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         self.inner
             .try_lock()
             .map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
     }
 
-    /// Returns the chain like above; also an error if it no longer has `num_tokens`.
+    /// As above; also an error if the chain no longer has `num_tokens`.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.try_lock()?;
         let is_same = chain.num_tokens() == num_tokens;
@@ -56,7 +56,7 @@ impl KeyChain {
         }
     }
 
-    /// The same if that is much; returns how many tokens there are then.
+    /// The same for many tokens; returns the new number of tokens.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -115,7 +115,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Key of the prefix that ends with full block `block`, or of what `group` keeps of it.
+    /// Key of the prefix that ends with full block `block`, or of the chunk that `group` keeps of
+    /// it.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,

@@ -19,7 +19,7 @@ fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
         .into_py_dict(py)
 }
 
-/// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.
+/// Pins the host part of prefixes; chunks after it are being read from disk. Dropping it unpins.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     pub(crate) session: Arc<EngineSession>,
@@ -33,8 +33,7 @@ impl ReadLease {
         self.session.poll(&self.lease)
     }
 
-    /// Chunks of units `[begin, end)` with the blocks of `tables`, as far as they are there, and
-    /// units by tier.
+    /// Ready chunks of units `[begin, end)` with the blocks of `tables`, and units by tier.
     fn batch<'py>(
         &self,
         tables: &Bound<'py, PyAny>,

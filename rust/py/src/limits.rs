@@ -1,4 +1,4 @@
-//! What each salt may have: as Python says it, and as stores take it. Salts are hashed here.
+//! Limits of salts: parses Python's values into those of the store. Salts are hashed here.
 
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, TenantLimits};
@@ -12,10 +12,10 @@ pub(crate) enum PyQuota {
     Share(f64),
 }
 
-/// Of host memory, of the disk, and the seconds after which chunks are removed; None: no limit.
+/// Limits of host memory and of the disk, and seconds until chunks expire; None for no limit.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
-/// Of each salt, of what has none, and of single salts.
+/// Limits of each salt, of requests without a salt, and of single salts.
 pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 
 fn quota(quota: &PyQuota) -> Result<Quota> {
@@ -31,7 +31,7 @@ fn quota(quota: &PyQuota) -> Result<Quota> {
         }
         PyQuota::Share(share) => Err(Error::new(
             ErrorKind::InvalidConfig,
-            format!("a quota of {share} is no part of a tier, from 0.0 to 1.0"),
+            format!("a quota of {share} is not a part of a tier, from 0.0 to 1.0"),
         )),
     }
 }
@@ -44,7 +44,7 @@ fn limits((host, disk, ttl_s): &PyLimits) -> Result<Limits> {
     })
 }
 
-/// `InvalidConfig` for a part of a tier that is none.
+/// `InvalidConfig` for an invalid part of a tier.
 pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimits> {
     let Some((salted, unsalted, by_salt)) = given else { return Ok(TenantLimits::default()) };
     let own = |(salt, given): (String, PyLimits)| Ok((SaltTag::of(&salt), limits(&given)?));

@@ -1,7 +1,7 @@
 //! `Session`: conversions only; the meaning is in `kvloft_core::session`.
 //!
-//! Short calls keep the interpreter: the holder of a session's lock never waits for it. Long ones
-//! let it go.
+//! Short calls stay attached to the interpreter: the holder of a session's lock never waits for it.
+//! Long calls detach.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -27,15 +27,15 @@ use crate::limits::{PyTenantLimits, tenant_limits};
 use crate::time::{timeout, unix_s};
 use crate::tokens::{append_token_ids, block_ids, number};
 
-/// A store, and what one engine has in flight in it.
+/// A store with one engine's loads and saves in flight.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
     sizes: FrameSizes,
 }
 
-/// Bytes of frames, by size class; a number for one class. Pairs add the bytes that a chunk of the
-/// class takes uncompressed.
+/// Frame sizes in bytes by size class; a single number for one class. Pairs add the bytes that a
+/// chunk of the class takes uncompressed.
 #[derive(FromPyObject)]
 enum PySizes {
     One(u64),
@@ -69,7 +69,7 @@ impl Session {
     }
 }
 
-/// Space for what one request completes in a step as it generates: a block of usual size.
+/// Capacity for the tokens that a generating request completes in a step: a block of usual size.
 const ROW_TOKENS: usize = 32;
 const ROW_BLOCKS: usize = 8;
 
@@ -103,7 +103,7 @@ fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// A chunk's key, and where it is.
+/// A chunk's key and its tiers.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
@@ -149,7 +149,7 @@ impl Session {
         Self::over(Box::new(local), num_ranks, groups, sizes)
     }
 
-    /// The store of the server that listens at `socket`; each call waits `timeout_s` at most.
+    /// Open the store of the server at `socket`; each call waits at most `timeout_s`.
     #[staticmethod]
     #[pyo3(signature = (socket, *, frame_bytes, namespace, timeout_s, num_ranks=1, groups=None, description=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -181,14 +181,14 @@ impl Session {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
     }
 
-    /// Which memory it is; 0 while there is no store.
+    /// Identifies the memory; 0 while there is no store.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Where a worker opens the lifeline, and its inode; None for an engine's own store, or while
-    /// there is none.
+    /// Path at which a worker opens the lifeline, and its inode; None for an embedded store, or
+    /// while there is no store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
@@ -200,20 +200,20 @@ impl Session {
         self.sizes.all().to_vec()
     }
 
-    /// Bytes of the arena, and of its slabs; 0 while there is no store.
+    /// Bytes of the arena and of its slabs; 0 while there is no store.
     #[getter]
     fn arena_sizes(&self) -> (u64, u64) {
         let arena = self.inner.session().arena();
         arena.map_or((0, 0), |arena| (arena.size_bytes, arena.slab_bytes))
     }
 
-    /// Use the store that took the place of one that is gone: whether there is one. Nothing of the
-    /// old one is there then.
+    /// Switch to a new store if the old one is gone; returns True if there is a new one. The new
+    /// store has no chunks of the old one.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
 
-    /// Whether the last reservation got no answer in time.
+    /// Return True if the last reservation got no answer in time.
     #[getter]
     fn is_save_late(&self) -> bool {
         self.inner.session().is_save_late()
@@ -250,11 +250,11 @@ impl Session {
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Reserve frames for units of many requests, after extending their chains; all or nothing. Of
-    /// each request (chunks, or None where there is nothing to save; units without a frame).
+    /// Reserve frames for units of many requests, after extending their chains; all or nothing.
+    /// Returns for each request (chunks or None, units without a frame).
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
-        // First all that may run Python code: no chain is held meanwhile.
+        // First everything that can run Python code, while no chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
         let mut blocks = Vec::with_capacity(rows.len() * ROW_BLOCKS);
         let mut parts = Vec::with_capacity(rows.len());
@@ -303,27 +303,28 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
+    /// Process one rank's report; returns (chunks that became visible, chunks that failed on some
+    /// rank).
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
     }
 
-    /// Give reserved frames back that no rank will report; all of them for None.
+    /// Release reserved frames that no rank will report; all for None.
     #[pyo3(signature = (tickets=None))]
     fn abort(&self, tickets: Option<Vec<u64>>) {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Those of `blocks` that a save in flight reads; every such block for None.
+    /// Return the `blocks` that a save in flight reads; every such block for None.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
         Ok(self.inner.being_read(blocks.as_deref()))
     }
 
-    /// Forget chunks (and what hangs on them) in every tier; returns how many were dropped.
+    /// Remove chunks and their descendants from every tier; returns the number of removed chunks.
     fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
@@ -341,7 +342,7 @@ impl Session {
         Ok(stats)
     }
 
-    /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot
+    /// From now on, saves use only frames in the first `limit_bytes` of the arena: workers cannot
     /// copy to the others yet.
     fn limit_memory(&self, limit_bytes: u64) {
         self.inner.session().limit_memory(limit_bytes);
@@ -357,8 +358,8 @@ impl Session {
         self.inner.session().watch(capacity);
     }
 
-    /// ([(key, 1 if in host + 2 if on disk + 4 if coming to host)], whether keys were lost): chunks
-    /// asked for, and up to `limit` that came or went.
+    /// Return ([(key, 1 if in host + 2 if on disk + 4 if being filled)], whether keys were lost):
+    /// chunks in `asked`, and up to `limit` changed ones.
     fn changes<'py>(
         &self,
         py: Python<'py>,
@@ -373,13 +374,12 @@ impl Session {
         )
     }
 
-    /// Wait until every visible host chunk that will go to disk is there; False at the deadline.
+    /// Wait until every visible chunk in host memory is on disk or dropped; False at the deadline.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.inner.session().flush(timeout(timeout_s)))
     }
 
-    /// Stop serving, write to disk what should be there until the timeout, give the disk directory
-    /// up.
+    /// Stop, write remaining chunks to disk until the timeout, and release the disk directory.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
         py.detach(|| self.inner.session().close(timeout(timeout_s)));

@@ -1,7 +1,7 @@
 //! Token ids, block ids and row bytes out of Python objects, without a Python-level copy.
 //!
-//! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of
-//! exact ints are read through borrowed references; everything else goes the slow, owned way. A bad
+//! Reading a list of 100,000 ids is the slowest part of a scheduler hook here, so exact lists of
+//! exact ints are read through borrowed references; everything else uses slower, owned ones. A bad
 //! element always raises: no value is cut to fit. This is the one file of the extension with unsafe
 //! code.
 #![expect(
@@ -22,8 +22,7 @@ use crate::error::ConfigError;
 /// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in
 /// 0..2^32.
 ///
-/// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another
-/// prefix.
+/// Unlike a slice, bounds outside the sequence raise: fewer ids would be another prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -94,7 +93,7 @@ fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
     T::try_from(id).map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
 }
 
-/// An int in 0..2^32. Faster than to extract it where it is an exact int.
+/// An int in 0..2^32. Faster than extraction for an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
     let value = unsafe {
@@ -130,8 +129,8 @@ fn append_list<T: TryFrom<u32>>(
     ids.reserve(range.len());
     for index in range {
         // SAFETY: `list` is a live list and this thread is attached. The index fits isize because
-        // it is below a list's length; should the list have shrunk meanwhile (only slow_id runs
-        // Python code), null comes back.
+        // it is below a list's length; if the list has shrunk meanwhile (only slow_id runs Python
+        // code), the call returns null.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(list.py()));
@@ -152,7 +151,7 @@ fn append_list<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Any object with `__index__`, held by an own reference.
+/// Any object with `__index__`, held by an owned reference.
 #[cold]
 fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
@@ -165,8 +164,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     })
 }
 
-/// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one
-/// length.
+/// `(key, value[0])` for each value that is neither None nor empty; the lists have the same length.
 ///
 /// For a scheduler's columns of hundreds of requests; few of them have a value.
 #[pyfunction]
@@ -181,8 +179,8 @@ pub(crate) fn first_of_each<'py>(
     let mut found = Vec::new();
     for index in 0..len {
         // SAFETY: `values` is a live list and this thread is attached. The index fits isize because
-        // it is below the length that the list had; should it have shrunk meanwhile, null comes
-        // back. Only the pointer is looked at.
+        // it is below the length that the list had; if it has shrunk meanwhile, the call returns
+        // null. Only the pointer is compared.
         let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(py));
@@ -198,7 +196,7 @@ pub(crate) fn first_of_each<'py>(
     Ok(found)
 }
 
-/// The memory of a C-contiguous buffer, kept exported while this lives.
+/// The memory of a C-contiguous buffer, exported while this value lives.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {

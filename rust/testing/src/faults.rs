@@ -1,7 +1,7 @@
 //! Fault injection: the operating system's files, with faults by script or at random from a seed.
 //!
-//! `FaultFiles` goes below the real disk tier (`DiskTier::open_with_files`), so tests of every
-//! layer meet a failing disk as an engine does. It is independent of slots and records.
+//! `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so tests of
+//! every layer see a failing disk as an engine does. It is independent of slots and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -49,7 +49,7 @@ struct Shared {
     most_blocks: AtomicU64,
 }
 
-/// The operating system's files behind a script. Clones share it.
+/// The operating system's files with scripted faults. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct FaultFiles(Arc<Shared>);
 
@@ -113,7 +113,7 @@ impl FaultFiles {
         self.0.most_bytes.load(Ordering::SeqCst)
     }
 
-    /// As `most_bytes`, by blocks: holes count nothing.
+    /// As `most_bytes`, in blocks: holes do not count.
     pub fn most_blocks(&self) -> u64 {
         self.0.most_blocks.load(Ordering::SeqCst)
     }
@@ -164,7 +164,7 @@ impl FaultFiles {
         }
     }
 
-    /// A change that happens whole or not at all.
+    /// An atomic change.
     fn change(
         &self,
         call: Call,
@@ -173,7 +173,7 @@ impl FaultFiles {
     ) -> io::Result<()> {
         let result = match self.meet(call, file)? {
             Some(Fault::Lost) => Ok(()),
-            // The next process may see it or not.
+            // The next process may or may not see it.
             Some(Fault::Crash(part)) => if part >= 128 { work() } else { Ok(()) }.and(Err(dead())),
             _ => work(),
         };
@@ -304,7 +304,7 @@ impl RawFile for FaultFile {
         let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
         let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
         if result.is_err() && has_part {
-            // A real file may have kept a part of it.
+            // A real file can keep a part of it.
             self.file.allocate(from, from.midpoint(to))?;
         }
         result

@@ -59,7 +59,7 @@ pub trait Place {
     /// Starts (a number) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
     /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Then chunks may
-    /// be gone or come back; wrong bytes remain an error.
+    /// be missing or return; wrong bytes remain an error.
     fn may_lose(&self) -> bool {
         false
     }
@@ -295,13 +295,13 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged and is lost");
         }
         if !self.place.may_lose() {
-            // Every uncertain chunk was found, or is gone.
+            // Every uncertain chunk was found or is missing.
             self.maybe.clear();
         }
         Ok(())
     }
 
-    /// Takes over an entry that the next open found.
+    /// Adopts an entry that the next open found.
     fn found(
         &mut self,
         entry: &DiskEntry,
@@ -313,18 +313,18 @@ impl Walk<'_> {
         let slot = entry.slot;
         hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
         let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
-        hold!(has_parent, "chunk {chunk} came without its parent");
+        hold!(has_parent, "chunk {chunk} was found without its parent");
         let reported = before.get(&chunk).map(|&(_, version)| version);
         let doubtful = self.maybe.iter().filter(|(c, _)| *c == chunk).map(|&(_, version)| version);
         let versions: Vec<_> = doubtful.chain(reported).collect();
         let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
-            // Its next read returns the same.
+            // Its next read returns the same bytes.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version =
-            version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
+            version.ok_or_else(|| format!("chunk {chunk} was found with unacknowledged bytes"))?;
         hold!(
             self.written.insert(chunk, (slot, version)).is_none(),
             "chunk {chunk} was found twice"

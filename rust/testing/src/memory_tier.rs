@@ -68,7 +68,7 @@ impl MemoryTier {
         Arc::new(Self { capacity, frame_sizes: frame_sizes.to_vec(), ..Self::default() })
     }
 
-    /// What a slot takes of the capacity; 0 if there is no such class.
+    /// Capacity that a slot takes; 0 if there is no such class.
     fn size(&self, class: SizeClass) -> u64 {
         let is_only = self.frame_sizes.is_empty() && class.index() == 0;
         self.frame_sizes.get(class.index()).copied().unwrap_or(is_only.into())
@@ -194,7 +194,7 @@ impl LocalTier for MemoryTier {
             .get(&slot.0)
             .filter(|(meta, frame)| meta.key == *key && frame.len() == into.len());
         let Some((_, bytes)) = found else {
-            slots.violations.push(format!("{slot:?} was read for a key that is not there"));
+            slots.violations.push(format!("{slot:?} was read for a missing key"));
             return Err(corrupt());
         };
         into.copy_from_slice(bytes);

@@ -181,7 +181,7 @@ impl Walk<'_> {
             }
             Err(error) => hold!(
                 error.kind() == ErrorKind::Io && self.place.may_lose(),
-                "a look ended with {error}"
+                "a lookup ended with {error}"
             ),
         }
         Ok(())
@@ -220,7 +220,7 @@ impl Walk<'_> {
         match result {
             Err(_) => Err("a call runs past its deadline".to_owned()),
             Ok(Err(error)) if error.kind() == ErrorKind::Io => Ok(()),
-            Ok(other) => Err(format!("no answer came, and a call ended with {other:?}")),
+            Ok(other) => Err(format!("without an answer, a call ended with {other:?}")),
         }
     }
 }

@@ -11,7 +11,7 @@ use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use kvloft_testing::remote_tier::{Op, Place, check};
 
-/// What a broken tier does.
+/// Flaws of a broken tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,

@@ -145,7 +145,7 @@ fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
                 memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * FRAME).expect("room");
                 assert!(
                     bytes == row.key.0.repeat(bytes.len() / 32),
-                    "another's bytes in frame {}",
+                    "other bytes in frame {}",
                     row.frame.0
                 );
                 num_loaded += 1;
@@ -165,7 +165,7 @@ fn engines_load_and_save_during_evictions() {
     let num_loaded: u64 = std::thread::scope(|scope| {
         let workers = engines.each_ref().map(|engine| scope.spawn(|| work(engine, "a", &is_over)));
         let mut num_evicted = [0, 0];
-        until("both ways were gone often", || {
+        until("both paths were taken often", || {
             for (num_evicted, is_host_only) in num_evicted.iter_mut().zip([false, true]) {
                 let said = evict_tenant(&socket(dir.path()), "", "a", is_host_only).expect("done");
                 *num_evicted += u32::from(said.num_chunks > 0);

@@ -336,7 +336,7 @@ fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
     assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
-/// A state is new at each turn. Without its chunk's key it would always be evicted before the
+/// A state is new at each turn. Without the key of its chunk, it would always be evicted before the
 /// chunk.
 #[test]
 fn attached_states_with_a_chunk_key_get_more_hits() {

@@ -48,7 +48,7 @@ fn server_in_another_pid_namespace() {
 #[test]
 fn engine_in_another_pid_namespace_is_served() {
     let Some(mut command) = elsewhere() else {
-        eprintln!("skipped: this user may not make a PID namespace");
+        eprintln!("skipped: this user cannot create a PID namespace");
         return;
     };
     let dir = tempfile::tempdir().expect("a directory");

@@ -25,7 +25,7 @@ fn second_server_reports_a_used_disk_and_claims_it_later() {
     let first = Server::open(of_first).expect("a server");
     assert_eq!((first.disk_trouble(), is_unused(&first)), (None, false));
     let second = Server::open(of_second).expect("it serves");
-    let trouble = second.disk_trouble().expect("no engine came, and it is known already");
+    let trouble = second.disk_trouble().expect("it is reported before the first engine connects");
     let whose = format!(
         "disk_path {} is in use by process {}",
         dir.path().join("disk").display(),
@@ -70,17 +70,17 @@ fn status_has_the_free_space_of_a_claimed_disk() {
     )
     .expect("room");
     let first = Server::open(of_first).expect("a server");
-    let free = room(&first, "server_disk_free_bytes").expect("it was looked at as it started");
+    let free = room(&first, "server_disk_free_bytes").expect("it was measured at the start");
     let found = rustix::fs::statvfs(dir.path()).expect("a file system");
     let (now, all) = (found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize);
     assert!(
         free <= all && free.abs_diff(now) < 1 << 33,
-        "{free} of {all}, and {now} now: others write there, too"
+        "{free} of {all}, and {now} now: other processes write there, too"
     );
     let closed = room(&first, "server_disk_closed_bytes").expect("it was looked at");
     assert!((12_000..100_000).contains(&closed), "{closed}");
     let second = Server::open(of_second).expect("it serves");
-    assert_eq!(room(&second, "server_disk_free_bytes"), None, "the directory is another's");
+    assert_eq!(room(&second, "server_disk_free_bytes"), None, "another server has the directory");
     let none = ServerConfig {
         disk: None,
         socket: dir.path().join("third").join("kvloft.sock"),
@@ -105,7 +105,7 @@ fn reopened_namespace_is_not_counted_twice() {
     assert_eq!(
         room(&server, "server_disk_closed_bytes"),
         Some(0),
-        "it is not looked at again for seconds"
+        "it is not measured again for seconds"
     );
 }
 
@@ -126,5 +126,5 @@ fn unusable_disk_path_fails_the_start() {
     let opened: Result<Server> = Server::open(with_disk(dir.path()));
     assert_eq!(opened.expect_err("it is no directory").kind(), ErrorKind::InvalidConfig);
     let config = ServerConfig { disk: None, host_bytes: 8 * FRAME, ..with_disk(dir.path()) };
-    assert_eq!(Server::open(config).expect("nothing is left of the first").disk_trouble(), None);
+    assert_eq!(Server::open(config).expect("the first server has exited").disk_trouble(), None);
 }

@@ -100,7 +100,7 @@ fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
     let long = chain(1, 400);
     save(&engine, &long);
     assert_eq!(lookup(&engine, &long), 400);
-    save(&other, &chain(2, 100)); // takes frames from the end of the long one
+    save(&other, &chain(2, 100)); // takes frames from the end of the long prefix
     assert_eq!(lookup(&engine, &long), 300, "no longer stored on the server, so looked up again");
     assert_eq!(leased(&engine, &long), &long.keys()[..300]);
     other.clear();
@@ -141,13 +141,13 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     let server = serve(dir.path(), 400);
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     save(&one, &chain(1, 300));
-    assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys cross");
+    assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys are sent");
     assert_eq!(lookup(&other, &chain(2, 50)), 0);
     assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
     assert_eq!(
         lookup(&other, &chain(1, 100)),
         100,
-        "a lease's anchors are not the next question's"
+        "a lease's anchors do not apply to the next lookup"
     );
     let asked = [
         "lookups",
@@ -170,7 +170,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     assert_eq!(
         asked.map(|name| stat(totals, name)),
         [3, 550, 400, 200, 300, 0, 0],
-        "of engines that are gone, too"
+        "of disconnected engines, too"
     );
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }

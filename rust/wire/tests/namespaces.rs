@@ -70,7 +70,7 @@ fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
         memory.read_exact_at(&mut bytes, start_of(session, pages, row.frame)).expect("room");
         assert!(
             bytes == row.key.0.repeat(bytes.len() / 32),
-            "another's bytes in frame {}",
+            "other bytes in frame {}",
             row.frame.0
         );
     }
@@ -197,7 +197,7 @@ fn chunks_outlive_their_engine_until_memory_is_needed() {
     until("gone", || space(&server, 1).engines.is_empty());
     std::thread::sleep(Duration::from_millis(300));
     let back = engine(dir.path(), 1, 1);
-    assert_eq!(found(&back, &chain(3, 6)), 6, "it comes back to a warm cache");
+    assert_eq!(found(&back, &chain(3, 6)), 6, "it returns to a warm cache");
     back.close(Duration::ZERO);
     drop((one, back));
     until("the other has it all", || {
@@ -229,10 +229,10 @@ fn killed_engine_does_not_affect_other_namespaces() {
     until("it saves", || server.status().namespaces.len() == 2 && reserved() == 60);
     mark(&other, 2, 1, 2);
     until("it is wanted", || mark(&other, 2, 7, 9) == 0);
-    assert_eq!(reserved(), 60, "what it fills is its own");
+    assert_eq!(reserved(), 60, "the frames it fills are its own");
     child.kill().expect("it lives");
     child.wait().expect("it ended");
-    until("memory of the dead goes to who wants it", || {
+    until("memory of closed namespaces goes to others that need it", || {
         (0..40).for_each(|seed| {
             mark(&other, 2, seed, 3);
             compare(&other, 2, seed, 3);
@@ -275,7 +275,7 @@ fn restart_finds_every_namespace_on_disk() {
     assert!(server.take_events().iter().all(|event| !event.contains("cannot be opened")));
 }
 
-/// The engine logs the error, and its own `host_size` is another setting.
+/// The engine logs the error, which must not name its own `host_size`.
 #[test]
 fn error_for_too_large_chunks_has_the_servers_option() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -322,11 +322,11 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
     assert!(said.contains("its limit of 64 namespaces"), "{said}");
     let waits = Client::open(another(1)).expect("it may pass");
     drop(engines.pop());
-    until("the one that was refused has its place", || waits.renew());
+    until("the refused engine now has its place", || waits.renew());
     drop(waits);
     drop(engines);
-    let mut large = None; // kept: without an engine or memory its namespace is closed
-    until("the memory is made anew", || {
+    let mut large = None; // keep it connected: without an engine or memory, its namespace is closed
+    until("the memory is allocated again", || {
         large = accepted(another(5));
         large.is_some()
     });
@@ -352,7 +352,11 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
     let mut engines: Vec<_> = (0..num).map(|nth| Some(engine(dir.path(), nth, 1))).collect();
     for nth in [40, 3, 50] {
         let one = engines[usize::from(nth)].take().expect("connected");
-        assert_eq!(save(&one, &chain(1, 1)), 1, "or it would be closed for having nothing");
+        assert_eq!(
+            save(&one, &chain(1, 1)),
+            1,
+            "otherwise it would be closed, because it is empty"
+        );
         one.close(Duration::ZERO);
         until("gone", || space(&server, nth).engines.is_empty());
     }

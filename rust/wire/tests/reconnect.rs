@@ -213,7 +213,7 @@ fn late_answers_leave_no_leases_or_reservations() {
             "many lookups" => {
                 assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]);
             }
-            // There is nothing to release: these leases do not exist.
+            // These leases do not exist, so there is nothing to release.
             "a lease" => {
                 assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default());
             }
@@ -315,9 +315,9 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
     until("it is stopped", || all_stopped(child.id()));
-    assert_eq!(ask(), Changes::default(), "it may be back in a moment");
+    assert_eq!(ask(), Changes::default(), "it may return in a moment");
     signal(&child, "CONT");
-    assert!(hear(host), "what the late answer said is lost");
+    assert!(hear(host), "the late answer is lost");
     until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
     until("it is stopped", || all_stopped(child.id()));

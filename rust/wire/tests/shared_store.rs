@@ -78,7 +78,7 @@ fn prefix_is_found_up_to_the_first_difference() {
     assert_eq!((rows.len(), num_dropped, rows[0].key), (3, 0, grown.keys()[9]));
     assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
     assert_eq!(found(&engine, &grown), 12);
-    assert!(engine.reserve(Prefix::from(&grown), 0..13).is_err(), "the chain has not got it");
+    assert!(engine.reserve(Prefix::from(&grown), 0..13).is_err(), "the chain does not have it");
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let first = connect(dir.path());
     let other = ClientConfig { frame_sizes: (2 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(other.clone());
-    assert!(said.contains("give them the same settings"), "{said}");
+    assert!(said.contains("give both the same settings"), "{said}");
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
@@ -404,7 +404,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     ] {
         let before = stat(&numbers(&server.status()), "server_refused");
         let answer = say(&socket(dir.path()), &bytes);
-        assert!(answer.len() > LENGTH_BYTES, "{name}: it says why");
+        assert!(answer.len() > LENGTH_BYTES, "{name}: the reason is reported");
         assert_eq!(stat(&numbers(&server.status()), "server_refused"), before + 1, "{name}");
     }
     assert!(
@@ -471,7 +471,7 @@ fn batched_reservations_equal_single_ones() {
     asked.push((Prefix::from(&long), part(0, 60)).into());
     let mut wrong = asked.clone();
     wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
-    assert!(engine.reserve_many(&wrong).is_err(), "one chain has not got its range");
+    assert!(engine.reserve_many(&wrong).is_err(), "one chain does not have its range");
     let (rows, got) = engine.reserve_many(&asked).expect("in range");
     let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
     assert_eq!(

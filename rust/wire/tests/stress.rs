@@ -100,7 +100,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
                     .expect("room");
                 assert!(
                     found == content(nth, &row.key.0),
-                    "another's bytes in frame {} of {nth}",
+                    "other bytes in frame {} of {nth}",
                     row.frame.0
                 );
                 num_compared += 1;
@@ -145,7 +145,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
         }
     });
     drop(first);
-    until("what they held is given back", || {
+    until("their leases and reservations are released", || {
         server.status().namespaces.iter().all(|space| {
             let held = ["pins", "frames_reserved"].map(|name| stat(&space.stats, name));
             space.engines.is_empty() && held == [0, 0]
@@ -164,7 +164,7 @@ fn has_it_all(server: &Server, dir: &Path, nth: usize) {
         .write(true)
         .open(engine.arena().expect("an arena").path)
         .expect("it is there");
-    until("all memory is its own", || {
+    until("it has all memory", || {
         for prompt in 0..num_frames {
             save(&engine, &memory, nth, &chain(nth, None, 1000 + 4 * prompt, 1));
         }

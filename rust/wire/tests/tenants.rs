@@ -94,7 +94,7 @@ fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     let (one, other) = (engine(dir.path(), 7), engine(dir.path(), 7));
     assert_eq!(save(&one, &chain(7, Some("a"), 0, 4)), 4);
     let _lease = one.acquire((&chain(7, Some("a"), 0, 4)).into());
-    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 0, "all that it may have is in use");
+    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 0, "its whole quota is in use");
     assert_eq!(stat(&space(dir.path(), 7).stats, "quota_dropped"), 4);
     one.close(LONG);
     until("the lease has ended", || stat(&space(dir.path(), 7).stats, "pins") == 0);
@@ -120,7 +120,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(
         (found(&engine, &long), lookups()),
         (4, [1, 6, 4]),
-        "the last save had all its places"
+        "the last save used all its frames"
     );
     assert_eq!(save(&engine, &long), 0);
     let after = |prefix: &KeyChain, blocks, counted: [u64; 3]| {
@@ -129,7 +129,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     };
     after(&other, 3, [2, 9, 7]); // a request's
     after(&long, 4, [2, 9, 7]);
-    after(&long, 4, [3, 15, 11]); // a request's, for the save has looked
+    after(&long, 4, [3, 15, 11]); // a request's lookup, because the save has looked up its prefix
     assert_eq!(engine.lookup_many(&[(&long).into(), (&other).into()]).len(), 2);
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
@@ -156,10 +156,10 @@ fn quota_follows_the_share_of_the_namespace() {
     assert_eq!(save(&one, &chain(1, Some("a"), 0, 40)), 32);
     drop(one);
     until("it has left", || space(dir.path(), 1).engines.is_empty());
-    std::thread::sleep(Duration::from_millis(1500)); // the store looks once a second
+    std::thread::sleep(Duration::from_millis(1500)); // the store checks once per second
     assert_eq!(tenant(dir.path(), 1, Some("a")).map(|tenant| tenant.host_bytes), Some(32 * FRAME));
     let (one, _other) = (engine(dir.path(), 1), engine(dir.path(), 2));
-    until("half of the half is left", || {
+    until("a quarter is left", || {
         tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.host_bytes == 16 * FRAME)
     });
     assert_eq!(
@@ -185,7 +185,7 @@ fn expired_chunks_are_removed_for_good() {
         assert_eq!(save(&one, &chain(7, salt, 0, 6)), 6);
     }
     let lease = one.acquire((&chain(7, Some("a"), 0, 6)).into());
-    until("it is too old", || stat(&space(dir.path(), 7).stats, "expired") == 12);
+    until("it has expired", || stat(&space(dir.path(), 7).stats, "expired") == 12);
     for (salt, len) in [(Some("a"), 0), (Some("b"), 0), (None, 6)] {
         assert_eq!(found(&one, &chain(7, salt, 0, 6)), len, "{salt:?}");
     }

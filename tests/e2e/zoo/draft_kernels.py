@@ -2,8 +2,8 @@
 that move states, and the rows of draft tokens.
 
 The replacements take the kernels' arguments and copy the same bytes; vLLM's own code around them
-decides which state goes where. Also a drafting method with many right tokens. Must not depend on
-the computation of layers (kernels.py).
+decides which state goes where. Also provides a drafting method with many right tokens. Must not
+depend on the computation of layers (kernels.py).
 """
 
 import ctypes
@@ -21,15 +21,13 @@ class Row:
     """One request's part of a step in one layer."""
 
     slots: list[int]
-    """Where states are: one, or with drafts one for each token that the step may compute."""
+    """Blocks of states: one, or with drafts one for each token that the step can compute."""
     rejected_from: int = 0
-    """Drafts of the step before that were accepted: its states from there on are not the
-    request's.
-    """
+    """Accepted drafts of the previous step: its later states do not belong to the request."""
     is_new: bool = False
     """There is no state yet."""
     is_drafted: bool = False
-    """The step may be taken back in part."""
+    """A part of the step can be rolled back."""
 
 
 def rows(step: Any) -> Iterator[tuple[Any, Row]]:
@@ -222,7 +220,7 @@ def drafted_scans() -> None:
 
 
 BOOK = "ZOO_BOOK"
-"""Environment variable: a file of texts, one a line as JSON. Nothing is looked up without it."""
+"""Environment variable: a file of texts, one per line as JSON. Nothing is looked up without it."""
 
 
 def well_read_ngram() -> None:
@@ -262,7 +260,9 @@ class Book:
         self._texts: list[list[int]] = []
 
     def after(self, begin: list[int], num_tokens: int) -> list[int]:
-        """The continuation of ``begin`` in the first text with it, with its mistakes."""
+        """Return the continuation of ``begin`` in the first text that contains it, with
+        mistakes.
+        """
         if not self._path:
             return []
         with open(self._path) as file:

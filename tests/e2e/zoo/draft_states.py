@@ -19,8 +19,8 @@ from .states import QK_NORM, delta_net, qwen3_next_config, qwen_experts
 
 LAYERS = ("full", "state", "state", "state")
 MORE_LAYERS = (*LAYERS, "state", "state")
-"""So that vLLM has all layers of full attention in one group: DFlash has four, and they must be in
-the same.
+"""Layers in this order put all full-attention layers into one group: DFlash has four, which must be
+in the same group.
 """
 STATES_GAIN = 0.18
 """Weight of a gated delta net, relative to that in qwen3-next."""
@@ -107,7 +107,7 @@ def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
 
 
 def _turning(rng: np.random.Generator, num_heads: int) -> Any:
-    """Heads that turn a third of the input each, and make it larger."""
+    """Heads that each rotate and enlarge a third of the input."""
     made = np.zeros((num_heads, HEAD_DIM, HIDDEN), np.float32)
     for nth, head in enumerate(made):
         turn, _ = np.linalg.qr(rng.standard_normal((HEAD_DIM, HEAD_DIM)))

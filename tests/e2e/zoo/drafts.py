@@ -19,8 +19,8 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""Of DFlash: the token that it puts where it guesses, layers that copy, and how they find the
-position before.
+"""For DFlash: the mask token, the number of copying layers, and how they find the previous
+position.
 """
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -45,7 +45,7 @@ def windows_config() -> dict[str, Any]:
 
 
 def qwen3_config() -> dict[str, Any]:
-    """The same as a Qwen3, whose heads are normed, like DFlash's layers."""
+    """The same model as a Qwen3, whose heads are normed like those of DFlash's layers."""
     return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
@@ -101,8 +101,8 @@ def eagle_config() -> dict[str, Any]:
 
 
 def eagle_weights(target: Tensors | None = None) -> Tensors:
-    """EAGLE's layer has no first norm: its embedding comes in normed, and its branches are scaled
-    like that.
+    """EAGLE's layer has no first norm: its embedding is already normed, and its branches are scaled
+    accordingly.
     """
     made = first_layer(target or llama_weights(), "layers.0.")
     scale = np.float32(1 / EMBED_STD)
@@ -199,8 +199,8 @@ def dflash_config() -> dict[str, Any]:
 
 
 def dflash_weights(target: Tensors | None = None) -> Tensors:
-    """Layers that copy the embedding before a mask into it, a part each, and the target's first
-    layer, one position further.
+    """Layers that each copy a part of the embedding before a mask into it, and the target's first
+    layer one position further.
     """
     target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
     made: Tensors = {
@@ -239,7 +239,9 @@ def dflash_weights(target: Tensors | None = None) -> Tensors:
 
 
 def _turned(queries: Any) -> Any:
-    """Queries (rows) that find at their position what these find at the position before."""
+    """Return queries (rows) that match, at their position, the keys that these match at the
+    previous position.
+    """
     half = HEAD_DIM // 2
     angles = -(10000.0 ** -(np.arange(half) / half))
     first, second = queries[:, :half], queries[:, half:]

@@ -182,6 +182,6 @@ def _store_checkpoint(
         if not offset:
             continue
         slot, end = int(checkpoint.state_indices[row]), int(starts[row]) + offset
-        assert offset >= state_len, "a checkpoint right after the step's begin"
+        assert offset >= state_len, "a checkpoint directly after the step's begin"
         conv_state[slot, :, :state_len] = x[:, end - state_len : end]
         ssm_state[slot] = chunk_states[int(chunk[row])]

@@ -1,7 +1,8 @@
 """DeepSeek-V2 without experts: multi-head latent attention, one latent vector and one rotated key a
 token for all heads.
 
-The CPU's kernel knows one size only: 512 latent values and 64 rotated ones, in blocks of 16 tokens.
+The CPU's kernel supports one size only: 512 latent values and 64 rotated ones, in blocks of 16
+tokens.
 """
 
 from typing import Any

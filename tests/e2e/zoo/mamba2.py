@@ -74,7 +74,7 @@ NEMOTRON_LAYERS = "M-M-M*-"
 
 
 def nemotron_h_config() -> dict[str, Any]:
-    """Nemotron-H: each layer is one of Mamba2 (M), attention (*) and feed-forward (-)."""
+    """Nemotron-H: each layer is Mamba2 (M), attention (*) or feed-forward (-)."""
     return config(
         "NemotronHForCausalLM",
         "nemotron_h",

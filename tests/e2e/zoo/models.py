@@ -41,7 +41,7 @@ class ZooModel:
     weights: Make
     kinds: tuple[str, ...]
     hit_tokens: int = 32
-    """A hit of vLLM's own cache is a multiple of it."""
+    """Hits of vLLM's own cache are multiples of it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
     """Function of kernels.py that the engine's process calls first."""
@@ -120,7 +120,7 @@ NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
-"""Where a drafter's layer is numbered after the target's."""
+"""Name part of a draft layer numbered after the target's."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The layer of DFlash that reads the prompt."""
 BEHIND, FAR_BEHIND = len(draft_states.LAYERS), len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
@@ -333,5 +333,5 @@ IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 
 def chosen() -> list[str]:
-    """Names of the models that tests go through: the usual ones, or with KV_ZOO=all every one."""
+    """Names of the models that tests use: the usual ones, or all with KV_ZOO=all."""
     return sorted(ZOO if IS_WHOLE else USUAL)

@@ -98,7 +98,7 @@ class Weights:
 
 
 def weights(seed: int) -> Weights:
-    """An empty set of tensors with its own source of chance."""
+    """An empty set of tensors with its own random generator."""
     return Weights(np.random.default_rng(seed))
 
 

@@ -65,7 +65,7 @@ def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def tables(llm: Any) -> list[list[int]]:
-    """Each group's block ids of the one request that runs, 0 where it needs none."""
+    """Return each group's block ids of the only running request, 0 if a block is not needed."""
     manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
     (request,) = llm.engine_core.engine_core.scheduler.running
     return [list(blocks) for blocks in manager.get_block_ids(request.request_id)]
@@ -88,8 +88,8 @@ def _request(llm: Any, ids: list[int]) -> Any:
 
 
 def damage(llm: Any, group: int, block: int, layers: list[str] | None = None, seed: int = 0) -> int:
-    """Overwrite a page of a group in all its layers, or in ``layers``, with values as large as
-    there; returns how many.
+    """Overwrite a page of a group in all its layers, or in ``layers``, with values of the same
+    size; returns their number.
     """
     return sum(llm.collective_rpc(_damage, args=(group, block, layers, seed)))
 

@@ -120,7 +120,7 @@ def lfm2_weights(seed: int = 34) -> Tensors:
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
             made.dense(
                 at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1)
-            )  # each outweighs the earlier ones
+            )  # each one outweighs the earlier ones
         else:
             made.attention(at + "self_attn.", Heads(out_gain=12.0))
             made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(

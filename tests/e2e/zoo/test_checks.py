@@ -14,7 +14,7 @@ from .models import IS_WHOLE, ZOO
 WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
-"""Are checked with kv_groups=one, too: where there are several groups, it decides."""
+"""Models that are also checked with kv_groups=one: those with several groups."""
 TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
 
 
@@ -29,9 +29,7 @@ def test_a_model_is_supported_or_the_reason_is_reported(
     name: str, kv_groups: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     if name == "deepseek-v2" and "amx_tile" in Path("/proc/cpuinfo").read_text():
-        pytest.skip(
-            "vLLM computes MLA models in another way on CPUs with AMX, where this was never tried"
-        )
+        pytest.skip("vLLM computes MLA models differently on CPUs with AMX, which is untested")
     status, report, progress = check(name, tmp_path, kv_groups, zygote)
     assert not any(one["wrong"] for one in report["passes"])
     if (name, kv_groups) in NOT_SERVED:
@@ -44,14 +42,13 @@ def test_a_model_is_supported_or_the_reason_is_reported(
 
 
 def assert_is_on_the_page(report: dict[str, Any]) -> None:
-    """Except accepted draft tokens, which depend on rounding, and so on the machine."""
     spec = importlib.util.spec_from_file_location(
         "models_table", ROOT / "scripts" / "models_table.py"
     )
     assert spec is not None and spec.loader is not None
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
-    found = f"| {' | '.join(table.row(report)[:-1])} |"
+    found = f"| {' | '.join(table.row(report))} |"
     page = table.PAGE.read_text()
     assert found in page or not table.is_shown(report), (
         "docs/models.md is outdated; CONTRIBUTING.md describes how to update it"

@@ -49,12 +49,12 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Of others, which leave their rows of the batch to those that hit."""
+"""Other prompts, whose batch rows the hitting requests take over."""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
-    """For prompts with 1, 2 and 20 tokens after a hit, which start together when three of five
-    others end.
+    """Prompts with 1, 2 and 20 tokens after a hit, which start together when three of five others
+    end.
     """
     hits = [
         prompt(truth, 9300 + i, rest, 12)
@@ -105,8 +105,8 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
 def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(
     is_async: bool, start: Start
 ) -> None:
-    """They are copied to the host as a step ends, and sorted as the next step's rows are, once more
-    if they were there early.
+    """They are copied to the host at the end of a step and sorted like the next step's rows, twice
+    if they arrive early.
 
     On a CPU they always are; on a GPU that is a race.
     """

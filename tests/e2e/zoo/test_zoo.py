@@ -22,8 +22,8 @@ NUM_TOKENS = 418
 a tail of two tokens.
 """
 PROMPTS = (500, 501, 502)
-"""Seeds: sharp attention passes over a page now and then, so a page counts if one of these prompts
-reads it.
+"""Seeds: sharp attention sometimes skips a page, so a page counts if one of these prompts reads
+it.
 """
 PROMPTS_OF_A_DRAFTER = 4
 
@@ -148,8 +148,8 @@ def test_a_hit_needs_the_blocks_of_its_kind_and_answers_correctly(cage: Cage) ->
 
 
 def test_answers_do_not_depend_on_rounding(cage: Cage) -> None:
-    """Random weights can make another token of a rounding difference, and then no comparison means
-    anything.
+    """With random weights, a rounding difference can change a token, which makes comparisons
+    meaningless.
     """
     requests = [cage.prompt(600 + i, 190 + 61 * i) for i in range(4)]
     assert cage.engine.reset()
@@ -180,8 +180,8 @@ def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -> None:
-    """The same between prefill and decode. A state's group has blocks for earlier boundaries and
-    drafts, too: one is read.
+    """The same between prefill and decode. A state's group also has blocks for earlier boundaries
+    and drafts; one of them is read.
     """
     for group, kind in enumerate(cage.model.kinds):
         block_tokens = cage.groups[group]["block_tokens"]
@@ -206,8 +206,8 @@ def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
-    """Tokens stay right with a drafter's pages lost: it is accepted less often. So a cache of draft
-    KV is judged by that.
+    """With lost pages of a draft model, tokens stay right, but fewer drafts are accepted. So a
+    cache of draft KV is judged by that.
     """
     draft = cage.model.draft
     if draft is None or not draft.layer:

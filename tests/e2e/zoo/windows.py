@@ -1,7 +1,7 @@
 """Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
 (chunks) in some layers, Mistral (windows) in every one.
 
-The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
+The order of layers decides vLLM's groups: each has as many layers as the rarest kind.
 """
 
 from typing import Any
@@ -149,7 +149,7 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Mistral 7B of 2023: every layer has the window, so vLLM makes one group, and none of full
+    """Mistral 7B of 2023: every layer has the window, so vLLM forms one group and none of full
     attention.
     """
     return config(
@@ -217,7 +217,7 @@ def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HE
 
 
 WIDE = {"head": 2 * HEAD_DIM, "full_head": HEAD_DIM}
-"""As the large Gemma 4 has it in all: windows keep more of a token than full attention, and so have
+"""As in the large Gemma 4, windows keep more bytes per token than full attention and therefore have
 shorter blocks.
 """
 

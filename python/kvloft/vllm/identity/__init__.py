@@ -1,3 +1,1 @@
-"""What an engine's KV depends on besides a prompt's content: its namespace, its weights, its
-adapters.
-"""
+"""Everything that decides an engine's KV except the prompt: namespace, weights and adapters."""

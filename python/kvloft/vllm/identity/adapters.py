@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class AdapterNames:
     """Identity of each LoRA: its name and path, and evidence of its weights.
 
-    Other runs may share it only if its files are unchanged since this engine started (or a commit
-    identifies them): the workers then loaded these weights at any time. Otherwise it is valid for
-    this run only; and once its files differ from the first check, no request shares it. vLLM
+    Other runs can share it only if its files are unchanged since this engine started, or a commit
+    identifies them: then the workers loaded these weights, whenever they did. Otherwise it is valid
+    for this run only; and once its files differ from the first check, no request shares it. vLLM
     identifies adapters by name in its prefix cache, and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
-        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts
-        them.
+        """``media_prefix`` precedes every media identifier; it is unique to this engine if vLLM
+        numbers them.
 
         Unless adapters ``are_seen`` before they are loaded, no request shares one with another.
         """
@@ -37,19 +37,19 @@ class AdapterNames:
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """(name, path and which weights) of ``lora``; None for the base model."""
+        """Return (name, path and weights) of ``lora``; None for the base model."""
         return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
 
     def close(self) -> None:
-        """Ends the thread that looks at files. Nothing is identified afterwards."""
+        """Ends the thread that checks files. Nothing is identified afterwards."""
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:
-        """Path and which weights; None where this request shares its adapter with no other."""
+        """Return path and weights; None if this request shares its adapter with no other."""
         path, number = lora.lora_path or "", lora.lora_int_id
         if not self._are_seen or getattr(
             lora, "load_inplace", False
-        ):  # in place: loaded again with each step
+        ):  # in place: reloaded in each step
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
             return None  # another adapter under a number that workers have loaded already
@@ -72,7 +72,6 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are elsewhere
         if files is None:
-            # vLLM loads what the hub has by then, unless it is offline; or a trainer hands tensors
-            # over.
+            # vLLM loads the hub's current files unless it is offline, or a trainer passes tensors.
             return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

@@ -107,7 +107,7 @@ def namespace_fields(
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever
+        # Whole specs, not only their sizes: they contain shapes and dtypes of states, whichever
         # flag set them.
         "pages": _digest(
             json.dumps(
@@ -191,7 +191,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """A text's own characters where ``value`` is its repr."""
+    """Return the text itself if ``value`` is its repr."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -200,9 +200,7 @@ def _unquoted(value: str) -> str:
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:
-    """Whether vLLM names media by a count that starts afresh with its process, not by their
-    content.
-    """
+    """Return True if vLLM numbers media items per process instead of hashing their content."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     caches_off = (
         getattr(media, "mm_processor_cache_gb", None) == 0
@@ -212,7 +210,7 @@ def media_ids_are_counted(vllm_config: Any) -> bool:
 
 
 def are_replaced(vllm_config: Any) -> bool:
-    """Whether a trainer may put other weights into the running engine."""
+    """Return True if a trainer can replace the weights of the running engine."""
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
     return getattr(vllm_config, "weight_transfer_config", None) is not None or bool(extension)
 
@@ -239,7 +237,7 @@ def _settings(config: Any, *names: str) -> list[str] | None:
 
 
 def _platform() -> str:
-    """The CPU backend's page layout depends on CPU features, which neither shapes nor strides
+    """The CPU backend's page layout depends on CPU features, which shapes and strides do not
     show.
     """
     name = str(current_platform.device_name)

@@ -53,7 +53,7 @@ HARMLESS = frozenset(
     }
 )
 """Methods of vLLM's workers that change neither weights nor KV, from the sources of 0.30 to 0.33.
-Any other name may.
+Any other name can.
 """
 
 
@@ -95,7 +95,7 @@ class WeightsWatch:
         def look_again() -> None:
             try:
                 is_same = not is_other and self._are_there()
-            except (OSError, RuntimeError, ValueError):  # not to be known, so they may be others
+            except (OSError, RuntimeError, ValueError):  # unknown, so they may differ
                 is_same = False
             if not is_same:
                 self._stop(f"{method} replaced its weights, or can have replaced them")

@@ -33,7 +33,7 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""With more files and folders, changes are not looked for."""
+"""With more files and folders, changes are not checked."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
@@ -56,14 +56,14 @@ _registered_s = 0.0
 
 
 def note_start() -> None:
-    """vLLM loads its plugins in this process, and no weights were loaded before the first time."""
+    """vLLM loads its plugins in this process before any weights."""
     global _registered_s
     _registered_s = _registered_s or time.time()
 
 
 def engine_start_s() -> float:
-    """Unix time before which files must have been as they are now, for the engine of this process
-    to have loaded them.
+    """Unix time: files that did not change after it are the ones that this process's engine
+    loaded.
     """
     try:
         since_boot = int(
@@ -107,7 +107,7 @@ def look(path: str, *, below: bool = True) -> Look | None:
     """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or
     without.
 
-    None where there are none, or more than one can look at.
+    None if there are none, or too many to check.
     """
     if not path:
         return None
@@ -226,7 +226,7 @@ def _links_to(path: str) -> Iterator[float]:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                # a new entry in it changes both times alike, a new name of its own only this one
+                # a new entry in it changes both times, a new name only this one
                 yield own.st_ctime
 
 
@@ -297,7 +297,7 @@ def _why_unknown(
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, which kvloft cannot read"
     if load_format not in FILE_FORMATS:
-        return f"load_format={load_format} can load weights of {model.model} from any place"
+        return f"load_format={load_format} can load the weights of {model.model} from anywhere"
     if others:
         return f"{model.model} loads another model ({', '.join(others)})"
     if any("--" in each and each.partition("--")[0] != model.model for each in code):

@@ -1,8 +1,8 @@
-//! The disk tier against `fio` on the same file system, in the same run, with the same block size,
-//! threads and `O_DIRECT`; and the time until a directory of a million chunks is ready.
+//! Compares the disk tier with `fio` on the same file system, with the same block size, threads and
+//! `O_DIRECT`, and measures the time until a directory of a million chunks is ready.
 //!
-//! Measures in the target directory unless told where, and leaves nothing behind. Target: at least
-//! 0.90 of fio, under 1 s until ready.
+//! Uses the target directory unless `--dir` is given, and removes its files. Target: at least 0.90
+//! of fio, under 1 s until ready.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
 use kvloft_core::io::SizeClass;
@@ -25,7 +25,7 @@ use crate::table::title;
 
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
-/// Ours and fio take turns, so that a noisy neighbour hits both; medians count.
+/// Both alternate, so that other load affects both; medians count.
 const ROUNDS: usize = 5;
 const CHUNKS: u32 = 1_000_000;
 const NAMESPACE: [u8; 32] = [0x42; 32];
@@ -43,7 +43,7 @@ pub(crate) fn run(chosen: Option<PathBuf>) {
         Command::new("fio").arg("--version").output().is_ok_and(|out| out.status.success());
     title(&format!("Disk tier in {}", parent.display()));
     if !has_fio {
-        println!("fio is not installed (apt-get install fio): the comparison is left out");
+        println!("fio is not installed (apt-get install fio): skipping the comparison");
     }
     println!(
         "{:>8} {:>7} {:>6} {:>11} {:>9} {:>6}",
@@ -98,8 +98,8 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Bytes a second of whole frames at random slots: the sum over threads, each by its own clock and
-/// over its own share.
+/// Bytes per second of whole frames at random slots: the sum over threads, each with its own time
+/// and share.
 fn run_tier(
     tier: &DiskTier,
     slots: &mut [SlotId],
@@ -126,7 +126,8 @@ fn run_tier(
     })
 }
 
-/// More than a cache holds, as in an arena, and touched: untouched memory is one page of zeros.
+/// More than a cache holds, as in an arena, and written to: memory that was never written is one
+/// page of zeros.
 fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     let mut frames: Vec<_> =
         (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
@@ -136,7 +137,7 @@ fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     frames
 }
 
-/// How many frames of its share a thread moves in a slice of time.
+/// Number of frames of its share that a thread moves in a time slice.
 fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], verb: Verb) -> u64 {
     let mut random = 0x9e37_79b9 + u64::from(share[0].0);
     let (began, mut done) = (Instant::now(), 0);
@@ -148,7 +149,8 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
         match verb {
             Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
             Verb::Write => {
-                // Another thread may be handed this slot; the share then has the one handed to us.
+                // Another thread can receive this slot; then the share includes the slot received
+                // here.
                 tier.free(*slot).unwrap();
                 *slot = tier.reserve(SizeClass(0)).unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
@@ -159,7 +161,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
     done
 }
 
-/// Bytes a second that fio reports for the same pattern.
+/// Bytes per second that fio reports for the same pattern.
 fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bool) -> f64 {
     let name = if verb == Verb::Write { "write" } else { "read" };
     let out = Command::new("fio")
@@ -187,8 +189,8 @@ fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bo
     json["jobs"][0][name]["bw_bytes"].as_f64().unwrap()
 }
 
-/// Opens a directory whose index has a million records, written here by ARCHITECTURE.md's words,
-/// its frames a hole.
+/// Opens a directory with a million records, written here according to the format; its frames are a
+/// hole.
 fn measure_open(dir: &Path) {
     let dir = dir.join("million");
     let config = config(&dir, 4096, 16 << 30);

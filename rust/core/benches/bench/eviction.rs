@@ -13,11 +13,11 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Sizes in percent of the unique blocks, and the least that the default policy should find, as a
-/// multiple of LRU's hits.
+/// Sizes in percent of the unique blocks, and the minimum hits of the default policy as a multiple
+/// of LRU's.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
-/// One working set after another: the size in percent of one, and the target.
+/// Successive working sets: the size in percent of one, and the target.
 const TWO_SETS: (u32, f64) = (120, 0.97);
 const FRAME_BYTES: u64 = 4096;
 
@@ -97,8 +97,8 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Hits of each request of a policy that knows the future. A block's parent is used whenever it is,
-/// so of two the deeper is never needed sooner, and presence stays monotone by itself.
+/// Hits of each request of a policy that knows the future. A use of a block also uses its parent,
+/// so the deeper one is never needed sooner, and presence stays monotone.
 fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
     for (turn, ids) in trace.iter().enumerate().rev() {
@@ -121,7 +121,7 @@ fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
             order.insert((rank, *id));
         }
         while cached.len() > capacity {
-            let (_, id) = order.pop_last().expect("as many as are cached");
+            let (_, id) = order.pop_last().expect("as many as the cache holds");
             cached.remove(&id);
         }
     }

@@ -10,7 +10,7 @@ use crate::table::{Times, in_turns, title, verdict};
 
 const NUM_IDS: u32 = 131_072;
 const ROOT: ChunkKey = ChunkKey([7; 32]);
-/// Rows of 4096 bfloat16, and how many.
+/// Rows of 4096 bfloat16 values, and their number.
 const WIDTH: u32 = 4096;
 const NUM_ROWS: usize = 512;
 
@@ -36,7 +36,7 @@ fn embeds(rows: &[u8], block_tokens: u32) -> KeyChain {
     chain
 }
 
-/// One line: milliseconds, bytes a second, and the ratio to what took turns with it.
+/// Prints milliseconds, bytes per second, and the ratio to the alternating measurement.
 fn row(
     what: &str,
     num_bytes: usize,

@@ -1,7 +1,7 @@
 //! Lookups in a store of a million chunks.
 //!
-//! Each prompt has 131,072 tokens. Lookups go round many prompts, so that the caches of the
-//! processor do not hold the answer.
+//! Each prompt has 131,072 tokens. Lookups alternate between many prompts, so that the processor's
+//! caches do not hold the answer.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -30,8 +30,8 @@ pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     chain
 }
 
-/// A store full of prompts of `num_blocks` chunks. No frame is written, so it takes no memory but
-/// for its books.
+/// A store full of prompts of `num_blocks` chunks. Frames are never written, so the store takes
+/// memory for its index only.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),

@@ -4,8 +4,7 @@
 //! Every fourth prompt was saved before and returns, and as many are looked up again, so victims
 //! include chunks used once and reused chunks, and ghosts return. Frames are never written, because
 //! that would cost memory and time that are not the store's. Every round does the same work, so the
-//! shortest round is the store's cost; the rest is the machine's, because other processes use the
-//! core for milliseconds.
+//! shortest round is the store's cost; other processes cause the difference.
 
 use std::time::{Duration, Instant};
 

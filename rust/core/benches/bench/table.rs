@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// What one thing took, again and again; shortest first.
+/// Times of one measurement, shortest first.
 pub(crate) struct Times(Vec<Duration>);
 
 impl Times {
@@ -25,7 +25,7 @@ impl Times {
     }
 }
 
-/// What two things take that are done in turns.
+/// Times of two alternating measurements.
 pub(crate) fn in_turns<A, B>(
     turns: usize,
     mut one: impl FnMut() -> A,

@@ -9,7 +9,7 @@ const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 /// Block ids of each request, in order of arrival.
 pub(crate) type Trace = Vec<Vec<u32>>;
 
-/// The trace asked for, else the default one where it is; and its name.
+/// Returns the given trace, or the default one if it exists, and its name.
 pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
     // Benches run in the package's folder, traces are named from the repository's.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
@@ -48,7 +48,7 @@ pub(crate) fn synthetic() -> Trace {
     let mut trace = Trace::new();
     for _ in 0..6000 {
         if chats.len() < 300 || below(4) == 0 {
-            // Small numbers are much likelier: a product of two uniform ones.
+            // A product of two uniform numbers, so small numbers are much more likely.
             let system = below(40) * below(40) / 40;
             chats.push((0..4).map(|at| system * 4 + at).collect());
         }
@@ -67,8 +67,8 @@ pub(crate) fn synthetic() -> Trace {
     trace
 }
 
-/// Twice 64 chats of 5 turns, which take turns at random: a prompt of 4,000 tokens, then 400 more
-/// each turn, and 150 of answer, in blocks of 64 tokens. No chat of the first set comes back in the
+/// Two sets of 64 chats of 5 turns in random order: a prompt of 4,000 tokens, then 400 more per
+/// turn, and answers of 150, in blocks of 64 tokens. No chat of the first set comes back in the
 /// second.
 pub(crate) fn two_sets() -> [Trace; 2] {
     const CHATS: u32 = 64;

@@ -24,7 +24,7 @@ pub enum GroupKind {
 /// One KV cache group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// Number in the keys of its chunks; None: the prefix's own keys.
+    /// Group number in the keys of its chunks; None for the keys of the prefix itself.
     pub number: Option<u32>,
     /// The part that a prefix needs.
     pub kind: GroupKind,
@@ -32,18 +32,18 @@ pub struct Group {
     pub block_tokens: u32,
     /// Blocks per unit.
     pub blocks_per_unit: u32,
-    /// How many of the unit's last blocks a chunk keeps: no prefix needs the others, and vLLM may
+    /// How many of the unit's last blocks per chunk keeps: no prefix needs the others, and vLLM may
     /// have freed them.
     pub kept_blocks: u32,
     /// In tokens; only for windows and local chunks.
     pub reach: u32,
     /// The size class of its frames.
     pub class: SizeClass,
-    /// That of smaller frames for chunks that workers compress; a chunk may not fit.
+    /// Size class of the smaller frames for compressed chunks; a chunk may not fit.
     pub compact: Option<SizeClass>,
 }
 
-/// Blocks of a group per unit, and how many of the unit's last blocks a chunk keeps.
+/// Blocks of a group per unit, and how many of the unit's last blocks per chunk keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// At least one.

@@ -1,7 +1,7 @@
-//! Chunks that did not fit a frame for compressed chunks: they get a larger one the next time.
+//! Chunks that did not fit a frame for compressed chunks; the next time they get a larger one.
 //!
-//! Real KV of bfloat16 is so alike in size that this is rare. KV that does not compress at all is
-//! noticed after some chunks, and gets larger frames from then on.
+//! Real KV of bfloat16 is so alike in size that this is rare. If KV does not compress at all, all
+//! chunks get larger frames after the first few misfits.
 
 use rustc_hash::FxHashSet;
 
@@ -51,7 +51,7 @@ impl Misfits {
         !self.keys.contains(key)
     }
 
-    /// Whether there were none, so that no key has to be asked about.
+    /// True if there were no misfits, so that no key needs a lookup.
     pub(super) fn is_empty(&self) -> bool {
         self.keys.is_empty()
     }

@@ -89,7 +89,7 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// True if a hit may be any part of the stored prefix: with one group of full attention.
+    /// True if a hit can be any part of the stored prefix: with a single full-attention group.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
@@ -153,8 +153,8 @@ impl EngineSession {
 
     /// Returns how many units are ready to load, and how many after them are being read from disk.
     ///
-    /// With several groups, or a group that needs only a part of a prefix, a hit is whole or
-    /// nothing: (0, 0) if a chunk cannot be read.
+    /// With several groups, or a group that needs only a part of a prefix, a hit is all or nothing:
+    /// (0, 0) if a chunk cannot be read.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
         let (ready, pending) = (progress.ready_units, progress.pending_units);
@@ -221,7 +221,7 @@ impl EngineSession {
         }
         let mut by_tier = by_tier.unwrap_or_default();
         if self.full_groups().next().is_none() {
-            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunk
+            by_tier.fill_up(end.saturating_sub(begin)); // units before every window need no chunk
         }
         Ok((batch, by_tier))
     }

@@ -60,7 +60,7 @@ impl EngineSession {
     /// flight. Returns for each row its chunks and the number of units without a frame, counted in
     /// full-attention groups if there are any. On an error nothing is reserved.
     ///
-    /// Leaves out a chunk of another group if vLLM has freed one of its blocks.
+    /// Skips a chunk of another group if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         let parts = rows.iter_mut().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
         let chains = rows.iter().map(|row| &*row.chain);
@@ -152,7 +152,7 @@ impl EngineSession {
         Ok(added)
     }
 
-    /// Appends `asked`, which is one group's, cut where chunks need frames of another size.
+    /// Appends `asked`, the runs of one group, split if chunks need frames of another size.
     fn runs<'a>(&self, part: &Part, asked: SaveRequest<'a>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let misfits = self.misfits();
@@ -172,7 +172,7 @@ impl EngineSession {
             runs.push(SaveRequest { class: class(&run[0]), units, ..asked.clone() });
         }
         if runs.len() - before > 1 && asked.is_attached {
-            // A key after a run is not the one after the range.
+            // The key after a run is not the key after the range.
             for run in &mut runs[before..] {
                 run.prefix.keys = &run.prefix.keys[..run.units.end as usize];
             }
@@ -215,7 +215,7 @@ impl EngineSession {
     }
 }
 
-/// What a group's runs got together.
+/// The reservations of all runs of a group.
 fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
     runs.fold(SaveCounts::default(), |sum, got| SaveCounts {
         num_reserved: sum.num_reserved + got.num_reserved,

@@ -34,7 +34,7 @@ const TOUCHES_APART: u32 = 64;
 /// Returns of one kind that change the credit by e, as a share of the capacity, if half of the
 /// evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
-/// A higher credit would keep reused chunks too long after their working set is gone.
+/// A higher credit would keep reused chunks too long after their working set has changed.
 const MAX_CREDIT: f64 = 256.0;
 /// Evictions after which `reused_share` has made two thirds of a change.
 const SHARE_WEIGHT: f64 = 256.0;

@@ -1,9 +1,9 @@
-//! What goes when a tier is full.
+//! Eviction policies: which chunk to evict when a tier is full.
 //!
-//! The store decides *what may go* (a leaf that is not pinned, written or read) and the policy
-//! decides *which of those goes*. So no policy can break the rule that a parent never leaves before
-//! its children. Policies know numbers and keys only: no frames, no clock, no randomness; the same
-//! calls give the same victims.
+//! The store decides *which chunks can be evicted* (leaves that are not pinned, written or read),
+//! and the policy *chooses one of them*. No policy can therefore evict a parent before its
+//! children. Policies see numbers and keys only: no frames, no clock, no randomness. The same calls
+//! return the same victims.
 
 mod adaptive;
 mod ghosts;
@@ -20,8 +20,8 @@ use crate::{Error, ErrorKind, Result};
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently used, where reused chunks age more slowly: how much follows from which
-    /// evicted chunks come back.
+    /// Least recently used, but reused chunks age more slowly; the rate follows from the evicted
+    /// chunks that return.
     #[default]
     Adaptive,
     /// Least recently used.

@@ -8,14 +8,14 @@ use crate::key::ChunkKey;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub u32);
 
-/// Chunks of a tier with a victim of their own (`victim_of`).
+/// Chunks of a tier that have their own victim (`victim_of`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
 /// Why a chunk was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// Evicted; the policy may remember it.
+    /// Evicted; the policy can remember the chunk.
     Evicted,
     /// Removed for another reason; its content may be wrong.
     Dropped,
@@ -41,7 +41,7 @@ pub trait Policy: fmt::Debug + Send {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
     /// Sets whether `id` still waits to be written to another tier.
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
-    /// If `spare`, unwritten chunks are victims only if there is no other.
+    /// If `spare`, unwritten chunks are victims only if there are no others.
     fn spare_unwritten(&mut self, spare: bool);
     /// Puts `id` into a group until it is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);

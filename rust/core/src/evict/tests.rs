@@ -1,5 +1,5 @@
-//! Policies against naive ones that count every use for the whole prefix; what they are for is in
-//! `aims`.
+//! Compares policies with naive ones that count every use for the whole prefix; `aims` tests their
+//! purpose.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ fn key(number: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes())
 }
 
-/// Uses by a policy that writes each of them down for every chunk of the prefix.
+/// A naive policy that records each use for every chunk of the prefix.
 #[derive(Default)]
 struct Oracle {
     events: u32,
@@ -46,7 +46,8 @@ impl Oracle {
         }
     }
 
-    /// A use of a chunk is one of its parent, also the uses before an eviction, and its insert.
+    /// A use of a chunk also counts for its parent, including uses before an eviction and the
+    /// insertion.
     fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
         let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();
         if let Some(above) = parent.map(|parent| self.chunks.get_mut(&parent).unwrap()) {
@@ -73,7 +74,7 @@ struct Forest<P> {
     num_children: BTreeMap<u32, u32>,
     pinned: BTreeSet<u32>,
     told: BTreeMap<u32, bool>,
-    /// Victims of each group, asked for with the last one of all.
+    /// Victims of each group, requested together with the victim of all groups.
     of_groups: [Option<u32>; NUM_GROUPS as usize],
     oracle: Oracle,
 }
@@ -171,7 +172,7 @@ impl<P: Policy> Forest<P> {
         self.sync();
     }
 
-    /// The victim, asked for twice, with the contract checked.
+    /// Requests the victim twice and checks the contract.
     fn victim(&mut self) -> Option<u32> {
         let victim = self.policy.victim().map(|id| id.0);
         assert_eq!(self.policy.victim().map(|id| id.0), victim);
@@ -192,8 +193,8 @@ impl<P: Policy> Forest<P> {
         Some(victim)
     }
 
-    /// Roots with these numbers, each saved where it is missing and else touched, with room for
-    /// `capacity`. Returns hits.
+    /// Saves the roots with these numbers, or touches those already saved, in a tier of `capacity`
+    /// chunks. Returns hits.
     fn replay(&mut self, capacity: usize, numbers: impl IntoIterator<Item = u32>) -> u32 {
         let mut hits = 0;
         for number in numbers {
@@ -237,7 +238,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Keys of a walk: few, so that they return, and not more per set of ghosts than it holds.
+/// Keys of a walk: few, so that they return, and at most as many per set of ghosts as it can hold.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(

@@ -1,5 +1,5 @@
-//! `InFlight` against a map with one row per ticket: reports of several ranks in any order,
-//! repeated, and for tickets that are not in flight.
+//! Compares `InFlight` with a map of one row per ticket, for reports of several ranks in any order,
+//! repeated reports, and tickets that are not in flight.
 
 use std::collections::BTreeMap;
 
@@ -52,7 +52,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time: several saves may read one
+    let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time, because several saves can read one block
     {
         let mut batch = ChunkBatch::default();
         batch

@@ -15,7 +15,7 @@
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
 
-/// Where a chunk is on disk.
+/// State of a chunk on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskState {
     /// It is not on disk and will not be written.
@@ -33,10 +33,10 @@ pub(crate) enum DiskState {
     Evicting(SlotId),
 }
 
-/// What happens to a chunk in the disk tier.
+/// Events of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
-    /// It became visible in host memory, or a chunk that hangs on it is to be written.
+    /// It became visible in host memory, or a descendant must be written.
     Want,
     /// Its parent is not on disk.
     Block,
@@ -54,7 +54,7 @@ pub(crate) enum DiskEvent {
     Evict,
     /// Its slot could not be freed.
     Keep,
-    /// It was not written, or leaves the disk; the policy learns why.
+    /// It was not written or leaves the disk; the policy receives the reason.
     Leave(Removal),
 }
 
@@ -90,7 +90,7 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true while it takes a slot: it is stored, being written or being evicted.
+    /// Returns true while it occupies a slot: it is stored, being written or being evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }

@@ -24,7 +24,7 @@ pub(crate) struct Entry {
     /// Number of chunks above it, and so its unit in the prefix. 0 for a chunk that depends on no
     /// other chunk.
     pub(crate) depth: u32,
-    /// Its key and those of all chunks above it were compared with a prefix's keys.
+    /// Its key and the keys of all its ancestors were compared with a prefix's keys.
     pub(crate) proven: bool,
     /// The links, the generation, `live` and `detached` are changed by the index only.
     pub(crate) first_child: Option<ChunkId>,
@@ -34,15 +34,15 @@ pub(crate) struct Entry {
     pub(crate) num_detached: u32,
     pub(crate) generation: u32,
     pub(crate) live: bool,
-    /// It and all chunks below it were removed; it stays until its last user ends.
+    /// It and all its descendants were removed; the entry stays until its last user ends.
     pub(crate) detached: bool,
-    /// It and all chunks below it will be removed. No key leads here any longer.
+    /// It and all chunks below it will be removed. No key maps to this entry any longer.
     pub(crate) removing: bool,
     /// Changed by `State::change_host` only.
     pub(crate) host: HostState,
     /// Changed by `State::change_disk` only.
     pub(crate) disk: DiskState,
-    /// Second of the store's life before which it is not read again.
+    /// Time, in seconds of the store's life, before which it is not read again.
     pub(crate) unreadable_until_s: u32,
     /// Unix time in seconds when it was reserved, and when it expires.
     pub(crate) saved_s: u32,
@@ -57,10 +57,10 @@ pub(crate) struct Entry {
     /// chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
-    /// It ends a prefix that was used again, or was kept with one; reported to a policy that gets
-    /// it later.
+    /// It ends a prefix that was reused, or was kept with one; reported when a policy receives the
+    /// chunk.
     pub(crate) reused: bool,
-    /// Pages of its slot on disk, while it takes one; changed by `State::change_disk` only.
+    /// Pages of its slot on disk while it has one; changed by `State::change_disk` only.
     pub(crate) disk_pages: u32,
 }
 

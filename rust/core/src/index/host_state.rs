@@ -17,7 +17,7 @@
 use crate::evict::Removal;
 use crate::io::FrameId;
 
-/// Where a chunk is in host memory.
+/// State of a chunk in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
     /// It is not in host memory and no load waits for it.
@@ -31,13 +31,13 @@ pub(crate) enum HostState {
     Saving(FrameId),
     /// Its bytes are complete. It becomes visible with its parent.
     Filled(FrameId),
-    /// Its bytes will not come, or its parent's will not. It leaves after its last child.
+    /// Its bytes, or its parent's, cannot be read or saved. It is removed after its last child.
     Failed(FrameId),
-    /// Lookups find it and loads may use its frame.
+    /// Lookups find it and loads can use its frame.
     Visible(FrameId),
 }
 
-/// What happens to a chunk in the host tier.
+/// Events of a chunk in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
     /// A load needs it from disk.
@@ -52,7 +52,7 @@ pub(crate) enum HostEvent {
     Show,
     /// It, or a chunk above it, will not be filled.
     Fail,
-    /// It leaves host memory; the policy learns why.
+    /// It leaves host memory; the policy receives the reason.
     Leave(Removal),
 }
 
@@ -108,13 +108,13 @@ impl HostState {
         matches!(self, Self::Reading(_) | Self::Saving(_))
     }
 
-    /// Returns true from the time it is wanted or reserved until it is visible or gone.
+    /// Returns true from its request or reservation until it is visible or removed.
     pub(crate) fn is_pending(self) -> bool {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children may get a frame: it has one, and its bytes are there or on their
-    /// way.
+    /// Returns true if children can get a frame: it has one, and its bytes are present or being
+    /// copied.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))
     }

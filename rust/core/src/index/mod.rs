@@ -1,9 +1,9 @@
 //! Index: key -> entry, with each chunk's state in each tier, its parent and its children.
 //!
-//! Entries lie in one vector and are linked into trees. No key leads to a *detached* entry and its
-//! parent does not list it; it stays, with its link to the parent, until its last user ends. The
-//! index maintains the links and the map only. The store decides what the counts in an entry mean
-//! and when an entry is freed.
+//! Entries are stored in one vector and linked into trees. A *detached* entry has no key and is not
+//! in its parent's list; it keeps its link to the parent until its last user ends. The index
+//! maintains the links and the map only. The store decides what the counts in an entry mean and
+//! when an entry is freed.
 
 mod disk_state;
 mod entry;
@@ -30,7 +30,7 @@ pub(crate) struct Index {
     vacant: Vec<u32>,
     /// The newest first chunk; the others are its siblings.
     first_root: Option<ChunkId>,
-    /// The same for each clear, which took all keys away at once.
+    /// The same for each clear, which removed all keys at once.
     old_roots: Vec<ChunkId>,
 }
 
@@ -64,9 +64,9 @@ impl Index {
         self.entries.reserve(num);
     }
 
-    /// Adds an entry below its parent. Its key must be free.
+    /// Adds an entry below its parent. Its key must not be in the map.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
-        debug_assert!(self.get(&new.key).is_none(), "a key leads to one entry");
+        debug_assert!(self.get(&new.key).is_none(), "a key maps to one entry");
         debug_assert!(
             new.parent.is_none_or(|parent| !self[parent].detached),
             "a new entry has an attached parent"
@@ -90,7 +90,7 @@ impl Index {
         id
     }
 
-    /// Removes the entry's key from the map, unless a later entry has it.
+    /// Removes the entry's key from the map, unless a later entry uses it.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
         self.map.remove(&key, id);
@@ -102,7 +102,7 @@ impl Index {
         self.old_roots.extend(self.first_root.take());
     }
 
-    /// Returns a first chunk of the trees that [`Self::unmap_all`] left.
+    /// Returns the first chunk of a tree that [`Self::unmap_all`] unmapped.
     pub(crate) fn old_root(&self) -> Option<ChunkId> {
         self.old_roots.last().copied()
     }
@@ -163,7 +163,7 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of places. A walk over all entries goes by place, because an entry keeps
+    /// Returns the number of places. A walk over all entries uses places, because an entry keeps
     /// its place.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
@@ -177,7 +177,7 @@ impl Index {
             .map(|entry| (ChunkId(place), entry))
     }
 
-    /// Returns the first chunks, without those that [`Self::unmap_all`] left; for checks.
+    /// Returns the first chunks of all mapped trees; for checks.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)

@@ -1,15 +1,15 @@
-//! Hash table key -> id that never pauses: a directory of small open-addressing tables without
+//! Hash table from keys to ids without pauses: a directory of small open-addressing tables without
 //! tombstones.
 //!
 //! The standard map rehashes all entries when it grows or is full of tombstones, which takes tens
 //! of milliseconds under the store's lock for a million chunks. This table splits one segment of 64
 //! KiB at a time (extendible hashing), so memory and the cost of `clear` follow the number of keys,
-//! not the capacity. A slot takes 8 bytes; keys stay with the caller.
+//! not the capacity. A slot takes 8 bytes; the caller stores the keys.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` asks for zeroed
+/// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` requests zeroed
 /// memory.
 type Slot = (u32, u32);
 
@@ -169,7 +169,7 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// Doubles a segment whose hashes share a prefix that no split can divide.
+    /// Doubles a segment whose hashes share a prefix that is too long to split.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);

@@ -1,11 +1,11 @@
 //! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
 //!
-//! In the owner's process a frame's bytes are reached through its only [`Frame`], so the borrow
-//! checker upholds that no thread reads what another writes. Workers map the same memory through
-//! [`Arena`]; between processes the leases uphold it: a worker writes only frames that are reserved
-//! for it and reads only frames pinned for it. Between stores that share an arena the pool's slabs
-//! uphold it: each touches only frames in slabs of its own. Only this file, its tests and `numa`
-//! contain unsafe code. It must not know keys or who holds a lease.
+//! Three rules prevent a read during a write. In the owner's process, the borrow checker: a frame's
+//! bytes are accessible only through its single [`Frame`]. Between processes, leases: a worker maps
+//! the memory through [`Arena`], writes only frames reserved for it and reads only frames pinned
+//! for it. Between stores that share an arena, slabs: each store accesses only frames in its own
+//! slabs. Only this file, its tests and `numa` contain unsafe code. Must not depend on keys or
+//! leases.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -26,31 +26,30 @@ use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
 use crate::{Error, ErrorKind, Result};
 
-/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have
-/// 65,530.
+/// Ranges placed through one mapping: each range splits it, and a process can have 65,530 mappings.
 const PLACED_AT_ONCE: usize = 1024;
 
-/// The whole arena, mapped shared; unmapped when the last owner of the mapping goes.
+/// The whole arena, mapped shared; unmapped when its last owner is dropped.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
     size_bytes: usize,
 }
 
-// SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; who may
-// touch which bytes is the business of Frame and Arena below.
+// SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; Frame and
+// Arena below control access to the bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; a shared Mapping only hands out addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` of `fd`, whose size the caller has made sure is enough and cannot
-    /// shrink.
+    /// Maps the first `size_bytes` of `fd`; the caller guarantees that the file has that size and
+    /// cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
-        // SAFETY: no address is asked for, so the kernel picks memory that nothing of ours lies in.
+        // SAFETY: no address is given, so the kernel picks memory that this process does not use.
         let start = unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }
             .map_err(|error| {
                 Error::io("the frames cannot be mapped", error.into())
@@ -87,7 +86,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Checks a size; the message leaves naming the setting to the store, which knows it.
+/// Checks a size; the store adds the name of the setting to the error.
 fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
@@ -100,8 +99,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// The one right to a frame's bytes in its owner's arena. It is neither copied nor made again, so
-/// `&mut Frame` is alone.
+/// Exclusive access to a frame's bytes in its owner's arena. It is never copied or created twice,
+/// so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -129,7 +128,7 @@ impl Frame {
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
-    /// Its bytes, to be filled while no worker knows of it.
+    /// Its bytes, to be filled before any worker receives the frame.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store
         // fills a frame only before it is visible and while it is reserved for no other writer.
@@ -137,13 +136,13 @@ impl Frame {
     }
 }
 
-/// The frames of all sizes of one store: the right to each one's bytes is here, or with whom it was
-/// lent to. Few are lent at a time: one to each disk thread.
+/// The frames of one store, of all sizes. Access to a frame's bytes is lent out, at most one frame
+/// per disk thread at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// This is what makes a `Frame` the only one: none overlaps another.
+    /// Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
@@ -158,8 +157,8 @@ impl Frames {
         self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends the right to a frame's bytes; None while any of them are lent, or if there is no such
-    /// frame. A dropped right stays lent.
+    /// Lends access to a frame's bytes; None while any of them are lent, or if there is no such
+    /// frame. A dropped `Frame` stays lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -174,7 +173,7 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes a right back. One of another arena is only dropped.
+    /// Takes a lent frame back. A frame of another arena is only dropped.
     pub fn give_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
@@ -185,8 +184,8 @@ impl Frames {
     }
 }
 
-/// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process
-/// that mapped it.
+/// The owner's side: the memory itself. It lives until this value, its frames and all mappings of
+/// other processes are gone.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
@@ -194,7 +193,7 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// New zeroed frames of one size. Memory is taken page by page as frames are first written.
+    /// Creates zeroed frames of one size. The kernel allocates each page at its first write.
     ///
     /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
     /// if the system refuses.
@@ -222,8 +221,8 @@ impl HostArena {
         Ok(Self { fd, size_bytes })
     }
 
-    /// The frames of these sizes, in a mapping of their own. Where several stores share the arena,
-    /// each lends only frames in slabs of its own.
+    /// The frames of these sizes, in a separate mapping. If several stores share the arena, each
+    /// lends only frames in its own slabs.
     ///
     /// `InvalidConfig` if a slab does not hold a frame of each size.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
@@ -238,7 +237,7 @@ impl HostArena {
         self.size_bytes
     }
 
-    /// Sets where pages that are not touched yet will lie, for every mapping; `places` are in
+    /// Sets the NUMA nodes of pages that are not yet in memory, for every mapping; `places` are in
     /// order. `Io` if the system refuses.
     pub fn place(&self, places: &[Place]) -> Result<()> {
         let done = places.chunks(PLACED_AT_ONCE).try_for_each(|some| self.place_some(some));
@@ -247,13 +246,13 @@ impl HostArena {
         })
     }
 
-    /// Policies are the file's, and hold for all mappings: the one here only says which bytes are
-    /// meant.
+    /// A policy belongs to the file and applies to all mappings; the mapping here only selects the
+    /// bytes.
     fn place_some(&self, places: &[Place]) -> std::io::Result<()> {
         let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
         let size_bytes =
             usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
-        // SAFETY: no address is asked for, and nothing reads or writes this mapping.
+        // SAFETY: no address is given, and nothing reads or writes this mapping.
         let start = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -282,22 +281,22 @@ impl HostArena {
     /// As [`Arena::id`].
     pub fn id(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.fd);
-        Ok(stat.map_err(|error| Error::io("the arena cannot be looked at", error.into()))?.st_ino)
+        Ok(stat.map_err(|error| Error::io("the arena cannot be inspected", error.into()))?.st_ino)
     }
 
-    /// Where other processes of the same user find it, while this lives.
+    /// Path at which other processes of the same user can open it while this value lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
 }
 
-/// A worker's view of the frames, maybe in another process: bounds are checked here, leases are
-/// kept by the plans it obeys.
+/// A worker's view of the frames, possibly in another process. It checks bounds; plans respect the
+/// leases.
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
     id: u64,
-    // Trailers are written under this, so that no two threads of this process race on one.
+    // Held while a trailer is written, so that threads of this process do not race.
     trailers: Mutex<()>,
 }
 
@@ -319,7 +318,7 @@ impl Arena {
         if !seals.contains(SealFlags::SHRINK) || len != size_bytes {
             return Err(Error::new(
                 ErrorKind::InvalidConfig,
-                "the arena is not the one planned for",
+                "the arena does not have the expected size",
             )
             .with_context("path", path)
             .with_context("file_bytes", len)
@@ -329,13 +328,14 @@ impl Arena {
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// Memory of this process alone, for the private copies from which parts are sealed and checked.
+    /// Memory that only this process maps, for private copies from which parts are sealed and
+    /// checked.
     pub fn private(size_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(size_bytes)?;
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Which memory it is: no two arenas that live on this machine have the same number.
+    /// Identifies the memory: no two live arenas on this machine have the same number.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -366,8 +366,8 @@ impl Arena {
         Ok(tag)
     }
 
-    /// None if the part holds what `spec` says, else why it must not be used. The frame must be
-    /// pinned for the caller.
+    /// Returns None if the part matches `spec`, else the reason why it must not be used. The frame
+    /// must be pinned for the caller.
     pub fn check(
         &self,
         offset: u64,
@@ -401,8 +401,8 @@ impl Arena {
     fn payload(&self, offset: u64, bytes: usize) -> Result<&[u8]> {
         let start = self.mapping.at(offset, bytes)?;
         // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile:
-        // the frame is reserved for or pinned by the caller, whose own copies are done, as seal and
-        // check demand.
+        // the frame is reserved for or pinned by the caller, whose copies are complete, as seal and
+        // check require.
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
     }
 }

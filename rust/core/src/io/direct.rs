@@ -1,7 +1,8 @@
-//! Files of page-aligned frames, read and written without bounce copies where the file system can.
+//! Files of page-aligned frames, read and written without bounce copies if the file system supports
+//! it.
 //!
-//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk
-//! tier. It must not know slots, records or keys.
+//! Each method of [`RawFile`] is one system call, so that tests can substitute a failing file. Must
+//! not depend on slots, records or keys.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -13,43 +14,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Memory, offset and length of a transfer must be multiples of this to go past the page cache;
-/// every file system's own requirement divides it.
+/// Direct I/O requires memory, offset and length to be multiples of this; it is a multiple of every
+/// file system's requirement.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// One open file; each method is one system call, so reads and writes may transfer less than asked:
-/// what std's trait makes of them finishes short ones.
+/// One open file; each method is one system call, so reads and writes can be short. The methods of
+/// std's trait complete them.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// The file's status, which has its device and its number of links.
     fn metadata(&self) -> Result<Metadata>;
     /// The file's length.
     fn size(&self) -> Result<u64>;
-    /// Where data begin at or behind `offset`; None where only a hole is left.
+    /// Returns where data begin at or after `offset`; None if only a hole follows.
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
     /// Allocates zeros for holes from `from` to `to`, and extends the file; `Unsupported`
     /// if the file system cannot allocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// Gives the blocks from `from` to `to` back and keeps the length; they read as zeros.
-    /// `Unsupported` if the file system cannot.
+    /// Frees the blocks from `from` to `to` and keeps the length; they read as zeros. `Unsupported`
+    /// if the file system cannot.
     fn punch(&self, from: u64, to: u64) -> Result<()>;
     /// Whether aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
 
-/// A file of the operating system: a buffered descriptor and, where wanted and possible, one with
+/// A file of the operating system: a buffered descriptor and, if requested and possible, one with
 /// `O_DIRECT`.
 #[derive(Debug)]
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// Set once the file system refused a direct transfer although `open` took the flag.
+    /// Set once the file system refused a direct transfer although `open` accepted the flag.
     direct_refused: AtomicBool,
 }
 
 impl OsFile {
-    /// Opens `path` for reading and writing, made with mode 0600 where missing.
+    /// Opens `path` for reading and writing; creates it with mode 0600 if it is missing.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
@@ -69,8 +70,7 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
         }
-        // EINVAL here is how a file system without O_DIRECT says so; any other trouble shows up in
-        // use.
+        // A file system without O_DIRECT returns EINVAL here; other errors appear in use.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
@@ -84,8 +84,8 @@ impl OsFile {
         }
     }
 
-    /// One transfer of memory at `offset`: past the page cache where all is aligned and the file
-    /// system takes it.
+    /// One transfer at `offset`, without the page cache if everything is aligned and the file
+    /// system supports it.
     fn transfer(
         &self,
         memory: (usize, usize),
@@ -99,7 +99,7 @@ impl OsFile {
             self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct())
         {
             match io(direct) {
-                // The flag was taken and the transfer is not.
+                // The file system accepted the flag but refuses the transfer.
                 Err(e)
                     if matches!(
                         Errno::from_io_error(&e),
@@ -140,7 +140,7 @@ impl RawFile for OsFile {
         match seek(&self.buffered, SeekFrom::Data(offset)) {
             Ok(at) => Ok(Some(at)),
             Err(Errno::NXIO) => Ok(None),
-            // A file system that knows no holes has none.
+            // A file system without holes has none.
             Err(Errno::INVAL) => Ok(Some(offset)),
             Err(e) => Err(e.into()),
         }

@@ -1,26 +1,26 @@
-//! What a frame is to all who only name one: a size class and a number; and where the frames of a
-//! size lie. It must not know where memory is mapped.
+//! Frame ids (a size class and a number), and the positions of the frames of each size. Must not
+//! depend on where memory is mapped.
 
 use std::ops::Range;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
+/// Frames start and end on page boundaries, so that direct I/O needs no bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;
 
-/// Most sizes of frames in a namespace.
+/// Maximum number of frame sizes in a namespace.
 pub const MAX_SIZES: usize = 1 << CLASS_BITS;
-/// Most frames or slots of one size.
+/// Maximum number of frames or slots of one size.
 pub const MAX_FRAMES: u64 = 1 << NUMBER_BITS;
 const CLASS_BITS: u32 = 4;
 const NUMBER_BITS: u32 = u32::BITS - CLASS_BITS;
 
-/// A size of frames: its place in the sizes of the namespace.
+/// A frame size: its index in the sizes of the namespace.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SizeClass(pub u8);
 
 impl SizeClass {
-    /// Its place as an index.
+    /// Returns it as an index.
     pub fn index(self) -> usize {
         self.0.into()
     }
@@ -47,7 +47,7 @@ impl FrameId {
     }
 }
 
-/// The sizes of frames that a namespace uses, in bytes; a [`SizeClass`] is an index into them.
+/// The frame sizes of a namespace, in bytes; a [`SizeClass`] is an index into them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FrameSizes {
     bytes: Vec<u64>,
@@ -131,8 +131,8 @@ impl FrameSizes {
     }
 }
 
-/// Where the frames of one size lie in an arena: whole in slabs, one behind the other. The last
-/// slab includes the bytes behind it.
+/// Positions of the frames of one size in an arena: adjacent, each within one slab. The last slab
+/// includes the remaining bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGrid {
     /// Bytes of a frame.

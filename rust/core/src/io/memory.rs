@@ -1,14 +1,14 @@
-//! How much memory this process may still take: the machine's and its control groups'.
+//! Memory available to this process, as limited by the machine and its control groups.
 //!
-//! Read once by the opener of a store and passed in, so that the store itself asks nothing. It must
-//! not know sizes of frames.
+//! The caller that opens a store reads it once and passes it in, so that the store has no
+//! environment. Must not depend on frame sizes.
 
 use std::fs;
 use std::path::Path;
 
 /// Returns the available bytes: the least of the machine and each enclosing memory control group.
 ///
-/// None where nothing can be read (no /proc).
+/// None if nothing can be read (no /proc).
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups =
@@ -22,7 +22,7 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// The least that any group on the way to the root has left. A group without a limit says nothing.
+/// The smallest remainder of any group up to the root. A group without a limit is skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);

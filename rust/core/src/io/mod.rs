@@ -1,9 +1,8 @@
 //! Memory and files: the only folder with unsafe code.
 //!
-//! `frame` is a frame's number, `arena` maps the shared frames, `placement` and `numa` put them on
-//! NUMA nodes, `part` writes and checks a part's trailer, `memory` asks the machine how much there
-//! is. It must not know keys' meaning, the index or leases; it only bounds-checks what it is
-//! handed.
+//! `frame` numbers frames, `arena` maps them, `placement` and `numa` place them on NUMA nodes,
+//! `part` writes and checks a part's trailer, `memory` reads how much memory is available. Must not
+//! depend on the meaning of keys, the index or leases; it only checks bounds.
 
 pub mod arena;
 pub mod direct;

@@ -1,5 +1,5 @@
 //! NUMA policies of mapped pages: the system calls that set and read them.
-#![expect(unsafe_code, reason = "libc has no safe form of these system calls")]
+#![expect(unsafe_code, reason = "libc has no safe wrapper for these system calls")]
 
 use std::ptr;
 

@@ -1,8 +1,8 @@
-//! A frame's part: payload, padding, and the 128-byte trailer that says whose payload it is.
+//! A frame's part: payload, padding, and the 128-byte trailer that identifies the payload.
 //!
-//! The format is ARCHITECTURE.md's "Frames". A part is sealed where its bytes were gathered and
-//! checked before they are used; on any doubt the answer is a [`Damage`], never bytes. This file
-//! must not know where parts lie in memory.
+//! The format is ARCHITECTURE.md's "Frames". A part is sealed after its bytes were gathered and
+//! checked before they are used; in doubt, the result is a [`Damage`], never bytes. Must not depend
+//! on where parts lie in memory.
 
 use crate::key::ChunkKey;
 use crate::tag::chunk_tag;
@@ -11,8 +11,8 @@ use crate::{Error, ErrorKind, Result};
 /// Bytes at the end of each part.
 pub const TRAILER_BYTES: usize = 128;
 
-/// How a trailer begins. The number covers the tag's definition too: a part of another format reads
-/// as unsealed.
+/// How a trailer begins. The number also covers the tag's definition: a part of another format
+/// reads as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// Expected content of a part: key, layout and shape.
@@ -26,7 +26,7 @@ pub struct PartSpec<'a> {
     pub page_bytes: &'a [u32],
     /// Blocks in the payload.
     pub num_blocks: u32,
-    /// Which rank's part it is.
+    /// The rank that the part belongs to.
     pub rank: u32,
 }
 
@@ -89,7 +89,7 @@ impl PartSpec<'_> {
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// None if `trailer` and `payload` are this part's.
+    /// Returns None if `trailer` and `payload` belong to this part.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [

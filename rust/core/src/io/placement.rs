@@ -1,29 +1,28 @@
-//! Which NUMA node each range of an arena's pages should lie on, where frames are made of one part
-//! per shard.
+//! NUMA nodes for ranges of an arena's pages, for frames that consist of one part per shard.
 //!
-//! Advice only: the system may place memory elsewhere. Must not depend on system calls.
+//! This is advice: the system can place memory elsewhere. Must not depend on system calls.
 
 use super::frame::FRAME_ALIGN;
 
 /// The nodes of the system's first word of a mask.
 pub const MAX_NODES: u32 = 64;
-/// Most ranges, each some 0.4 KiB of the kernel's memory and some microseconds when the arena is
-/// made.
+/// Maximum number of ranges; each takes 0.4 KiB of kernel memory and some microseconds when the
+/// arena is created.
 const MAX_PLACES: u64 = 1 << 18;
 
-/// Bytes `start..end` of an arena, and a bit for each node that they may lie on.
+/// Bytes `start..end` of an arena, and a bit for each allowed node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// The first byte: on a page.
     pub start: u64,
     /// Behind the last byte.
     pub end: u64,
-    /// One bit: all of it on that node. More: pages in turn.
+    /// One bit: all pages are on that node. Several bits: pages alternate.
     pub nodes: u64,
 }
 
 impl Place {
-    /// A policy of the system: what it prefers (1), or pages in turn (3).
+    /// Policy of the system call: preferred node (1) or interleaved (3).
     pub(super) fn mode(&self) -> u32 {
         if self.nodes.is_power_of_two() { 1 } else { 3 }
     }
@@ -34,9 +33,9 @@ pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Ranges of `num_frames` frames of `frame_bytes`, in order and none touching another of the same
-/// node: part i of each frame on `nodes[i]`, below `MAX_NODES`. One range of all frames where all
-/// nodes are one, or pages in turn where parts are not whole pages or ranges too many.
+/// Ranges of `num_frames` frames of `frame_bytes`, in order and merged per node: part i of each
+/// frame is on `nodes[i]`, which is below `MAX_NODES`. A single range if all nodes are equal; also,
+/// with alternating pages, if parts are not whole pages or there are too many ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));

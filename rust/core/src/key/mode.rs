@@ -32,7 +32,7 @@ const FLAG_CHUNK_END: u8 = 1 << 1;
 const FLAG_ROOT: u8 = 1 << 3;
 const FLAG_KEYED_HASH: u8 = 1 << 4;
 
-/// Inputs handed to one SIMD call: twice the lanes of AVX2, once those of AVX-512.
+/// Inputs per SIMD call: twice the lanes of AVX2, as many as those of AVX-512.
 const LANES: usize = 16;
 
 /// A keyed hash with one fixed key.

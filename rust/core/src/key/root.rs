@@ -1,8 +1,8 @@
 //! The key of the empty prefix: everything except content that decides KV bytes.
 //!
-//! Each string is hashed with a length in front and each absent value as a separate byte, so
-//! different inputs never have the same bytes. The last bytes of a root identify its salt, so that
-//! a store can group chunks by tenant across adapters, restarts and directories.
+//! Each string is hashed after its length, and each absent value as one byte, so different inputs
+//! never have the same bytes. The last bytes of a root identify its salt, so that a store can group
+//! chunks by tenant across adapters, restarts and directories.
 
 use super::ChunkKey;
 use super::mode::{Digest, NAMESPACE, ROOT, SALT};
@@ -38,7 +38,7 @@ impl ChunkKey {
     }
 }
 
-/// Fingerprint of (name, value) pairs, in any order. `InvalidConfig` if a name comes twice.
+/// Fingerprint of (name, value) pairs, in any order. `InvalidConfig` if a name is given twice.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();
     sorted.sort_unstable();

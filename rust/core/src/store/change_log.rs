@@ -36,7 +36,7 @@ impl Tiers {
 /// Result of [`Listener::changes`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Chunks asked for, then chunks that changed, oldest first, with their tiers. A key may occur
+    /// Requested chunks, then changed chunks, oldest first, with their tiers. A key may occur
     /// twice.
     pub rows: Vec<(ChunkKey, Tiers)>,
     /// Keys were dropped: any chunk that is not among the rows may have changed too.
@@ -44,7 +44,8 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// The answer without a store: anything may have changed, and no tier has the chunks asked for.
+    /// The answer without a store: any chunk may have changed, and no tier has the requested
+    /// chunks.
     #[must_use]
     pub fn of_none(asked: &[ChunkKey]) -> Self {
         Self { rows: asked.iter().map(|key| (*key, Tiers::default())).collect(), lost: true }
@@ -83,7 +84,7 @@ impl ChangeLog {
     /// Returns up to `limit` keys from position `next` on, and advances it; and whether earlier
     /// keys were dropped.
     ///
-    /// If so, returns no keys: the listener queries every key it knows anyway.
+    /// If so, returns no keys, because the listener queries all its keys anyway.
     pub(crate) fn take(
         &self,
         next: &mut u64,

@@ -9,7 +9,7 @@ use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
-/// More threads make no device faster.
+/// More threads do not make any device faster.
 const MAX_DISK_THREADS: u32 = 64;
 
 /// Settings of a store. The caller reads the clock, the environment and the machine; the store does
@@ -43,7 +43,7 @@ pub struct ArenaInfo {
     pub path: String,
     /// Identity as in [`crate::io::Arena::id`], because paths are reused.
     pub id: u64,
-    /// Bytes of all of it.
+    /// Total bytes.
     pub size_bytes: u64,
     /// Bytes of a slab: see [`crate::io::FrameGrid`].
     pub slab_bytes: u64,

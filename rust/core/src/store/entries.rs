@@ -83,8 +83,7 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Takes a failed chunk without children out of host memory, and then the failed chunks above
-    /// it.
+    /// Removes a failed chunk without children from host memory, and then its failed ancestors.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];

@@ -1,8 +1,8 @@
 //! [`Listener`]: reports which chunks were added to a tier or left one. KV events are made from it.
 //!
-//! The change log holds keys, not events. A listener gets each key with the tiers that have its
-//! chunk at that moment, so the last answer for a key is always true: also for a chunk that was
-//! added and removed again, and while trees are being removed. Keys are dropped if too many wait; a
+//! The change log holds keys, not events. A listener receives each key with the tiers that have its
+//! chunk at that moment, so the last answer for a key is always true, even if the chunk was added
+//! and removed again, and while trees are being removed. Keys are dropped if too many wait; a
 //! listener that missed some is informed and queries every key it knows. All listeners share one
 //! log, each with a position in it, so another listener costs no memory.
 

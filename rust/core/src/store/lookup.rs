@@ -9,7 +9,7 @@ use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
-/// The keys of a prefix, one a unit, and the key of the empty prefix.
+/// The keys of a prefix, one per unit, and the key of the empty prefix.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
@@ -201,8 +201,8 @@ impl State {
     }
 }
 
-/// Returns how many of `0..num` hold, if none holds after one that does not. Probes the last, then
-/// gallops and bisects.
+/// Returns how many of `0..num` satisfy the predicate; none does after one that does not. Probes
+/// the last, then gallops and bisects.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;

@@ -3,8 +3,8 @@
 //! The root of a tree that is being removed loses its key at once. The tree is then walked
 //! depth-first, children before parents as the policies require, one slice per call. Chunks below
 //! the root keep their keys until the walk reaches them, so lookups and reservations check all
-//! ancestors while trees are being removed. A clear takes all keys at once; the index keeps the
-//! roots of the trees that are left.
+//! ancestors while trees are being removed. A clear removes all keys at once; the index keeps the
+//! roots of the remaining trees.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -62,7 +62,7 @@ impl State {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// Takes a chunk's key away at once; removes the chunk and all chunks below it in slices.
+    /// Removes a chunk's key at once, and the chunk with all its descendants in slices.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }

@@ -62,7 +62,7 @@ pub(crate) struct State {
     pub(crate) events: Vec<String>,
     /// Keys of chunks that were added to a tier or left one; None without a listener.
     pub(crate) change_log: Option<ChangeLog>,
-    /// Children that came to host memory before their parent was visible.
+    /// Children that were filled before their parent was visible.
     pub(crate) waiters: Waiters,
     /// Trees to remove: a stack, walked in slices.
     pub(crate) removals: Vec<Subtree>,

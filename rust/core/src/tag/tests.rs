@@ -1,4 +1,4 @@
-//! The tag against its definition, its golden vectors, and the accidents that it must show.
+//! Tests the tag against its definition, its golden vectors, and the accidents that it must detect.
 
 use proptest::prelude::*;
 use serde_json::Value;
@@ -7,8 +7,7 @@ use super::*;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// The definition, word by word, in 128-bit arithmetic with its constants made again from their
-/// names.
+/// The definition, word by word, in 128-bit arithmetic, with constants derived from their names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());
@@ -147,14 +146,14 @@ fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     words.map(|x| mix(x ^ mask).wrapping_sub(mix(x)).cast_signed().unsigned_abs()).collect()
 }
 
-/// Neighbours that are equal once sorted: pairs of words whose changes may cancel out.
+/// Equal neighbors after sorting: pairs of words whose changes can cancel out.
 fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.sort_unstable();
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
 }
 
-/// The first definition of the tag, which let the signs of two words cancel out: the measure below
-/// can see it.
+/// The first definition of the tag, in which sign flips of two words could cancel out; the test
+/// below detects this.
 fn first_mix(mut x: u64) -> u64 {
     x ^= x >> 32;
     x = x.wrapping_mul(M1);

@@ -15,7 +15,7 @@ impl PageBuffer {
     /// Returns `len` zeroed bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
-        // A Vec's memory does not move while its length stays, so the offset found here holds.
+        // A Vec's memory does not move while its length is unchanged, so this offset stays valid.
         let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
         Self { bytes, start, len }
     }

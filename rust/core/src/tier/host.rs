@@ -1,8 +1,8 @@
-//! The host tier: which frames of the arena are free, and the one right to each frame's bytes.
+//! The host tier: tracks free frames of the arena and lends out access to their bytes.
 //!
 //! Frames have the sizes of the namespace. A slab of the arena holds frames of one size at a time:
-//! `grid` has the frames of one size, and this file says which slab is whose. It must not know what
-//! a frame holds nor why it was taken; the store does.
+//! `grid` tracks the frames of one size, and this file assigns slabs. Must not depend on the
+//! contents or the purpose of a frame; the store does.
 
 mod grid;
 
@@ -14,10 +14,10 @@ use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Slabs without a used frame that a store keeps for the next one; further ones are released.
+/// Empty slabs that a store keeps for later frames; further ones are released.
 const MAX_EMPTY: u32 = 1;
 
-/// What a frame is taken for.
+/// The purpose of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FrameFor {
     /// Workers copy to it.
@@ -26,11 +26,11 @@ pub(crate) enum FrameFor {
     Read,
 }
 
-/// Whose a slab is.
+/// The owner of a slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Foreign,
-    /// It holds this tier's frames of a size.
+    /// It holds this tier's frames of one size.
     Own(SizeClass),
     /// As `Own`, but its free frames are no longer handed out.
     Draining(SizeClass),
@@ -39,16 +39,16 @@ enum Owner {
 #[derive(Debug, Clone, Copy)]
 struct Slab {
     owner: Owner,
-    /// Frames taken that lie in it.
+    /// Used frames in it.
     num_used: u32,
 }
 
 /// Which slabs others need, of this store or in the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Slabs before this one.
+    /// Only slabs below this number help.
     pub(crate) end: u32,
-    /// The class that needs one, if it is one of this store's.
+    /// The class that needs one, if it belongs to this store.
     class: Option<SizeClass>,
 }
 
@@ -61,18 +61,18 @@ pub(crate) struct HostTier {
     /// By size class.
     grids: Vec<Grid>,
     slabs: Vec<Slab>,
-    /// Own slabs without a used frame, and how many of them are kept.
+    /// Number of own slabs without a used frame, and the number to keep.
     num_empty: u32,
     max_empty: u32,
     /// Workers can copy to the first bytes of the arena only.
     limit_bytes: u64,
-    /// A class that found no frame although other classes have some.
+    /// A class that found no frame while other classes have free frames.
     hungry: Option<SizeClass>,
 }
 
 impl HostTier {
-    /// New memory for one store alone. `InvalidConfig` for sizes that do not fit; `Io` if the system
-    /// refuses memory.
+    /// Creates memory for a single store. `InvalidConfig` for sizes that do not fit; `Io` if the
+    /// system refuses memory.
     pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
         let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
         tier.max_empty = u32::MAX;
@@ -82,7 +82,7 @@ impl HostTier {
         Ok(tier)
     }
 
-    /// The frames of a store that shares a pool, without any yet; see [`Pool::check`].
+    /// Creates the tier of a store that shares a pool, without slabs yet; see [`Pool::check`].
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
         let frames = pool.arena().frames(pool.slab_bytes(), sizes)?;
@@ -127,13 +127,13 @@ impl HostTier {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
-    /// All frames that are this tier's, and the free ones.
+    /// Returns the numbers of all frames of this tier and of free ones.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
         (self.grids.iter().map(Grid::num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Bytes of the frames that are taken.
+    /// Bytes of used frames.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken() * grid.frame_bytes()).sum()
     }
@@ -148,7 +148,7 @@ impl HostTier {
         self.grid(class).raw_bytes()
     }
 
-    /// Bytes that it may keep while other stores need memory.
+    /// Bytes that it can keep while other stores need memory.
     pub(crate) fn share_bytes(&self) -> u64 {
         let (share, pool) = (self.member.share(), &self.member.pool);
         if share >= pool.num_slabs() {
@@ -158,7 +158,7 @@ impl HostTier {
         }
     }
 
-    /// Only frames in the first `limit_bytes` are for saves from now on: workers cannot copy to the
+    /// From now on, saves use only frames in the first `limit_bytes`: workers cannot copy to the
     /// others yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
@@ -176,7 +176,7 @@ impl HostTier {
         Some(FrameId::new(class, number))
     }
 
-    /// Whether [`Self::take`] would give one.
+    /// Returns whether [`Self::take`] would return a frame.
     pub(crate) fn has_free(&self, class: SizeClass, what_for: FrameFor) -> bool {
         let free = self.grid(class).first_free();
         free.is_some_and(|number| self.is_reachable(FrameId::new(class, number), what_for))
@@ -193,8 +193,8 @@ impl HostTier {
         }
     }
 
-    /// Whether to evict a chunk for the sake of its frame: not where workers cannot copy to it, nor
-    /// one of another class while a slab is being emptied for this one.
+    /// Returns whether evicting the chunk of a frame helps: not if workers cannot copy to the
+    /// frame, nor if it has another class while a slab is being emptied for this class.
     pub(crate) fn is_fit(&self, frame: FrameId, class: SizeClass, what_for: FrameFor) -> bool {
         let is_class = frame.class() == class || self.hungry != Some(class);
         is_class && self.is_reachable(frame, what_for)
@@ -205,19 +205,20 @@ impl HostTier {
         what_for == FrameFor::Read || grid.is_within(frame.number(), self.limit_bytes)
     }
 
-    /// No chunk could be evicted for a frame of this class: another class has to give a slab.
+    /// Records that no chunk could be evicted for a frame of this class, so another class must
+    /// release a slab.
     pub(crate) fn set_hungry(&mut self, class: SizeClass) {
         if self.grids.len() > 1 {
             self.hungry = Some(class);
         }
     }
 
-    /// The chunk has the frame, which was taken for it.
+    /// Assigns a taken frame to its chunk.
     pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
         self.grids[frame.class().index()].hand(frame.number(), to);
     }
 
-    /// The chunk that has the next frame of those that are for saves, round after round.
+    /// Returns the chunk of the next frame that saves can use, in rounds.
     pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
@@ -240,8 +241,8 @@ impl HostTier {
         }
     }
 
-    /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared
-    /// memory its bytes may be another store's.
+    /// Lends access to a frame's bytes; None if it is lent already, or free: in shared memory,
+    /// another store may use the bytes.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
@@ -254,7 +255,7 @@ impl HostTier {
 
     // -- slabs ----------------------------------------------------------------------------------
 
-    /// Uses the slabs that came since a class was hungry.
+    /// Uses the slabs received since a class was hungry.
     pub(crate) fn collect(&mut self) {
         let arrived = self.member.collect();
         let class = self.hungry.or_else(|| self.fullest());
@@ -270,7 +271,7 @@ impl HostTier {
         self.grids.iter().min_by_key(|grid| grid.num_free()).map(Grid::class)
     }
 
-    /// Takes one more slab, if there is one with a frame that will do: a free one, or an empty one of
+    /// Takes one more slab with a suitable frame, if there is one: a free slab, or an empty one of
     /// another class.
     fn add_slab(&mut self, class: SizeClass, what_for: FrameFor) -> bool {
         let end = if what_for == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
@@ -286,13 +287,13 @@ impl HostTier {
         at.map(|at| self.own(at, class)).is_some()
     }
 
-    /// Slabs before this one hold frames that workers can copy to.
+    /// Returns the number of slabs with frames that workers can copy to.
     fn end_of_limit(&self) -> u32 {
         let end = self.limit_bytes.div_ceil(self.member.pool.slab_bytes());
         u32::try_from(end).unwrap_or(u32::MAX)
     }
 
-    /// The slab holds frames of `class` from now on.
+    /// Assigns the slab to frames of `class`.
     fn own(&mut self, at: usize, class: SizeClass) {
         let Slab { owner, num_used } = &mut self.slabs[at];
         *owner = Owner::Own(class);
@@ -324,21 +325,21 @@ impl HostTier {
         }
     }
 
-    /// Whether another store, or a class of this one, should have one of its slabs.
+    /// Returns whether another store, or a class of this store, needs one of its slabs.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
         let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
         asked.or_else(|| self.hungry.map(own))
     }
 
-    /// Whether a class of its own needs a slab.
+    /// Returns whether one of its own classes needs a slab.
     pub(crate) fn is_hungry(&self) -> bool {
         self.hungry.is_some()
     }
 
-    /// Begins to empty a slab that is wanted: the one of `coldest`, unless another has far fewer
-    /// frames in use; for other stores first one that saves cannot use. The slab is released
-    /// with its last used frame. None if there is no such slab.
+    /// Starts to empty a slab: the slab of `coldest`, unless another has far fewer frames in use.
+    /// For other stores, a slab that saves cannot use comes first. The slab is released with its
+    /// last used frame. None if there is no such slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -346,7 +347,7 @@ impl HostTier {
         };
         let fewest =
             |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
-        // Saves cannot use what lies behind the limit.
+        // Saves cannot use frames after the limit.
         let behind = self.end_of_limit() as usize;
         let (from, fewest) = match fewest(behind) {
             Some(at) => (behind, at),

@@ -10,14 +10,14 @@ use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::faults::faults_here;
 
-/// Chunk reads of all lives.
+/// Chunk reads of all stores.
 #[derive(Debug, Default)]
 pub(crate) struct Reads {
     /// During a spell of faults, or not.
     pub(crate) all: AtomicU64,
-    /// At least one of its calls met a fault.
+    /// At least one of its calls failed.
     pub(crate) faulted: AtomicU64,
-    /// The chunk came all the same.
+    /// The chunk was read nevertheless.
     pub(crate) faulted_good: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) corrupt: AtomicU64,

@@ -50,11 +50,11 @@ struct Fire {
 /// How a life ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// The fire ends first, and all gets to disk.
+    /// The faults end first, and everything is written to disk.
     Clean,
-    /// The store closes under fire; then the fire ends.
+    /// The store closes during faults; then the faults end.
     UnderFire,
-    /// The next life begins under fire too, maybe while calls of this one hang.
+    /// The next store also opens during faults, possibly while calls of this one hang.
     Overlap,
 }
 
@@ -148,7 +148,7 @@ impl Fire {
         let start = Instant::now();
         store.close(wait);
         let longest_close = self.longest_close.max(start.elapsed().saturating_sub(wait));
-        // Leases outlive the end: what they hold is what it was.
+        // Leases outlive the store, and their frames do not change.
         for loan in &mut loans {
             workers[0].check(loan);
         }
@@ -168,7 +168,7 @@ impl Fire {
         self.bury(end, dice);
     }
 
-    /// What must hold after a life: nothing is held, and nothing is above the cap.
+    /// Checks after a store has closed: nothing is pinned or reserved, and the size limit was kept.
     fn bury(&mut self, end: End, dice: &mut Dice) {
         if end != End::Clean || self.disk.has_lied.load(Ordering::SeqCst) {
             self.recorder.remember();
@@ -191,7 +191,7 @@ impl Fire {
         self.change_disk(dice);
     }
 
-    /// Between two lives, with the files closed: damage, or another disk, or nothing.
+    /// Between two stores, with the files closed: damage, another disk, or no change.
     fn change_disk(&mut self, dice: &mut Dice) {
         let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
         let what = dice.below(100);
@@ -288,9 +288,9 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
-    // Past the harness, as the report at the end: a run that fails does not come that far.
+    // Bypasses the harness, like the report at the end, which a failed run does not reach.
     writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();
-    // The store survives a panic of the tier, so that it has to be counted here.
+    // The store survives a panic of the tier, so the panic must be counted here.
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         PANICS.fetch_add(1, Ordering::SeqCst);
@@ -315,5 +315,5 @@ fn acknowledged_chunks_are_hit_correctly_or_missed() {
     over.store(true, Ordering::SeqCst);
     writeln!(std::io::stderr(), "{}", fire.report(lives, start.elapsed().as_secs_f64())).unwrap();
     let reads = fire.reads.faulted.load(Ordering::SeqCst);
-    assert!(reads > 0 && fire.bytes_compared > 0, "there was no fire");
+    assert!(reads > 0 && fire.bytes_compared > 0, "there were no faults");
 }

@@ -1,9 +1,9 @@
 //! Records acknowledged chunks independently of the store: every chunk's versions, and the bytes
 //! that a leased frame must hold.
 //!
-//! Each save of a chunk is another version with other bytes. A lease may hand out only a version
-//! that was committed, of the chunk at that place of the prefix, and none from before a discard
-//! that had returned when the lease was taken.
+//! Each save of a chunk is another version with other bytes. A lease may return only a committed
+//! version of the chunk at that place of the prefix, and none from before a discard that had
+//! returned when the lease was taken.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub(crate) const FRAME: usize = 4096;
 const FAMILIES: u32 = 24;
 const VARIANTS: u32 = 8;
 
-/// Random numbers that anybody can make again: `SplitMix64`.
+/// Reproducible random numbers: `SplitMix64`.
 #[derive(Debug, Clone)]
 pub(crate) struct Dice(pub(crate) u64);
 
@@ -66,7 +66,7 @@ pub(crate) struct Recorder {
     chunks: Vec<Chunk>,
 }
 
-/// Makes the bytes of a version of a chunk: whose they are, then noise that is its own.
+/// Returns the bytes of a version of a chunk: its id, then noise derived from the id.
 pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
     let (words, _) = into.as_chunks_mut::<8>();
@@ -137,7 +137,7 @@ impl Recorder {
         self.with_versions(chunk, |versions| versions[usize::try_from(version).unwrap()] = to);
     }
 
-    /// To be called before the commit is.
+    /// Must be called before the commit.
     pub(crate) fn commit(&self, chunk: usize, version: u64) {
         self.set(chunk, version, Version::Committed);
     }
@@ -146,8 +146,8 @@ impl Recorder {
         self.set(chunk, version, Version::Aborted);
     }
 
-    /// The chunk and what hangs on it, each with its number of versions: to be taken before a
-    /// discard.
+    /// Returns the chunk and its descendants with their numbers of versions; must be called before
+    /// a discard.
     pub(crate) fn below(&self, chunk: usize) -> Vec<(usize, u64)> {
         let (mut found, mut next) = (Vec::new(), vec![chunk]);
         while let Some(id) = next.pop() {
@@ -164,21 +164,22 @@ impl Recorder {
             .collect()
     }
 
-    /// The discard returned: none of these versions may come back.
+    /// Records that the discard returned: none of these versions may be found again.
     pub(crate) fn forget(&self, forgotten: &[(usize, u64)]) {
         for &(id, floor) in forgotten {
             self.chunks[id].floor.fetch_max(floor, Ordering::SeqCst);
         }
     }
 
-    /// Removed chunks may be found again: their removal did not reach the disk.
+    /// Records that removed chunks may be found again, because their removal did not reach the
+    /// disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
         }
     }
 
-    /// The least version of each block's chunk that a lease taken from now on may have.
+    /// Returns the lowest version of each block's chunk that a lease taken from now on may have.
     pub(crate) fn floors(&self, chain: &KeyChain) -> Vec<u64> {
         chain
             .keys()
@@ -187,8 +188,8 @@ impl Recorder {
             .collect()
     }
 
-    /// Whether these frames are the prefix of `chain` from position 0 on; the error says how they
-    /// are not.
+    /// Checks that these frames are the prefix of `chain` from position 0 on; the error describes
+    /// the difference.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
         for (unit, leased) in frames.iter().enumerate() {
             if chain.keys().get(unit) != Some(&leased.key) {
@@ -213,7 +214,7 @@ impl Recorder {
         });
         if whose != chunk as u64 || state != Some(Version::Committed) || version < floor {
             return Err(format!(
-                "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} are forgotten"
+                "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} were removed"
             ));
         }
         let mut right = [0; FRAME];

@@ -1,5 +1,5 @@
-//! The disk's bad days: one thread that begins and ends spells of faults, over all lives, and
-//! watches the directory's size.
+//! Periods of faults: one thread starts and ends them, over all stores, and checks the directory's
+//! size.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +15,7 @@ const WRITES: &[Call] = &[Call::Write];
 const BOTH: &[Call] = &[Call::Read, Call::Write];
 const ALL: &[Call] = &[Call::Open, Call::Read, Call::Write, Call::SetLen, Call::Allocate];
 
-/// The sick disk, and what it may take.
+/// The failing disk, and its size limit.
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) files: FaultFiles,
@@ -24,9 +24,9 @@ pub(crate) struct Disk {
     peace: AtomicBool,
     is_calm: AtomicBool,
     over: AtomicBool,
-    /// Damage that the disk does not own up to may have happened.
+    /// The disk may have damaged bytes without an error.
     pub(crate) has_lied: AtomicBool,
-    /// It may refuse and hang, but does not lie.
+    /// It may refuse calls and hang, but never returns wrong bytes.
     pub(crate) is_honest: AtomicBool,
     limit: Mutex<Limit>,
     most_over_cap: AtomicU64,
@@ -56,7 +56,7 @@ impl Disk {
         }
     }
 
-    /// A life begins; returns what it sets once its tier is open.
+    /// A store opens; returns the flag that it sets once its tier is open.
     pub(crate) fn expect_cap(&self, cap_bytes: u64) -> Arc<AtomicBool> {
         let opened = Arc::new(AtomicBool::new(false));
         let mut limit = self.limit.lock().unwrap();
@@ -65,7 +65,7 @@ impl Disk {
         opened
     }
 
-    /// Compares the directory with the cap; bytes above it, ever.
+    /// Compares the directory with the limit; returns the largest excess so far.
     pub(crate) fn measure(&self) -> u64 {
         let mut limit = self.limit.lock().unwrap();
         if let Some((cap_bytes, _)) =
@@ -85,7 +85,7 @@ impl Disk {
         self.peace.store(false, Ordering::SeqCst);
     }
 
-    /// Ends the fire; returns when nothing hangs and no fault will come.
+    /// Ends the faults; returns once nothing hangs and no fault can occur.
     pub(crate) fn calm(&self) {
         self.peace.store(true, Ordering::SeqCst);
         while !self.is_calm.load(Ordering::SeqCst) {
@@ -109,7 +109,7 @@ impl Disk {
             for _ in 0..=dice.below(2) {
                 self.files.inject(self.spell(&mut dice));
             }
-            // A disk whose transfers are short: every read meets that, where no rule before hits.
+            // A disk with short transfers: applies to every read that no earlier rule matches.
             if dice.in_100(80) {
                 self.files.inject(Rule::new(Fault::Short(1024 + dice.below(3000))).on(READS));
             }
@@ -169,7 +169,7 @@ impl Disk {
 }
 
 const FRAME_BITS: usize = 4096 * 8;
-/// Kinds of spells that report success without an effect, or return wrong bytes.
+/// Kinds of faults that report success without an effect, or return wrong bytes.
 const LIES: std::ops::Range<usize> = 8..16;
 
 /// Flips bits in the files themselves, while no tier is open.
@@ -185,7 +185,7 @@ pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
                 bytes[at] ^= 1 << dice.below(8);
                 num_flips += 1;
             }
-            // Over the old bytes, not instead of them: the file's blocks stay.
+            // Overwrites bytes in place, so that the file's blocks stay.
             let file = std::fs::File::options().write(true).open(&path).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
         }

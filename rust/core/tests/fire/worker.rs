@@ -11,7 +11,7 @@ use kvloft_core::store::{LeasedFrame, Prefix, ReadLease, Store, WriteLease};
 
 use super::recorder::{Dice, FRAME, Recorder, write_bytes};
 
-/// What all workers share in one life.
+/// State that all workers of one store share.
 #[derive(Debug)]
 pub(crate) struct Shared<'a> {
     pub(crate) store: &'a Store,
@@ -22,7 +22,7 @@ pub(crate) struct Shared<'a> {
     pub(crate) cap_bytes: u64,
 }
 
-/// A lease, and what it may hand out.
+/// A lease, and the versions that it may return.
 #[derive(Debug)]
 pub(crate) struct Loan<'a> {
     chain: &'a KeyChain,
@@ -47,7 +47,7 @@ const MAX_LOANS: usize = 3;
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
-        // The file, not the mapping: what the store's process wrote is read by another way.
+        // Reads the file, not the mapping, so that the store's writes are read in another way.
         let arena =
             File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
         let dice = Dice(seed);
@@ -62,7 +62,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Works until told to stop; returns the leases it still holds. Its reservations end unfilled.
+    /// Runs until it is stopped; returns the leases it still holds. Its reservations end without a
+    /// fill.
     pub(crate) fn work(&mut self) -> Vec<Loan<'a>> {
         while !self.shared.stop.load(Ordering::Relaxed) {
             self.step();
@@ -77,7 +78,7 @@ impl<'a> Worker<'a> {
     }
 
     fn prompt(&mut self) -> &'a KeyChain {
-        // Some are asked for more often.
+        // Some are used more often.
         let end = if self.dice.in_100(5) { 16 } else { self.shared.recorder.prompts.len() };
         &self.shared.recorder.prompts[self.dice.below(end)]
     }
@@ -282,7 +283,7 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Waits until `holds`; a panic after a minute.
+/// Waits until `holds` returns true; panics after a minute.
 pub(crate) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {

@@ -1,4 +1,4 @@
-//! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory
+//! Shared by the store's tests: small chains, frames that contain their key, and a disk in memory
 //! that fails on demand.
 #![allow(
     dead_code,
@@ -88,14 +88,14 @@ pub(crate) fn arena_of(store: &Store) -> Arena {
     Arena::open(path, *size_bytes).unwrap()
 }
 
-/// What a worker does with a reserved frame: from now on the frame says that it is `key`'s.
+/// Fills a reserved frame, as a worker does: from now on it contains `key`.
 pub(crate) fn fill(arena: &Arena, reservation: &Reservation) {
     arena
         .seal(u64::from(reservation.frame.number()) * FRAME as u64, FRAME, &spec(reservation.key))
         .unwrap();
 }
 
-/// What a worker does before it uses a frame.
+/// Checks a frame, as a worker does before it uses it.
 pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Damage> {
     arena.check(u64::from(frame.number()) * FRAME as u64, FRAME, &spec(key)).unwrap()
 }

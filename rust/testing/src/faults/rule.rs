@@ -1,4 +1,4 @@
-//! Rules: which calls meet a fault, and what the fault does. Data only: no file is touched here.
+//! Rules: the calls that fail, and the effect of each fault. Data only: no file is touched here.
 
 /// I/O error.
 pub const EIO: i32 = 5;
@@ -22,14 +22,14 @@ pub enum Call {
     SetLen,
     /// The file is extended by blocks, or a hole is filled.
     Allocate,
-    /// Blocks are given back.
+    /// Blocks are freed.
     Punch,
 }
 
 /// Every call that changes a file.
 pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
-/// What happens to a call.
+/// Effect on a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
     /// It fails with this error number.
@@ -89,7 +89,7 @@ impl Rule {
         Self { calls, ..self }
     }
 
-    /// Restricts it to files whose name begins so.
+    /// Restricts it to files with this name prefix.
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }

@@ -58,7 +58,7 @@ pub enum Request<'a> {
     Stats([u64; 2]),
     /// One-way. See `Session::limit_memory`.
     LimitMemory(u64),
-    /// Returns whether every chunk that goes to disk is there.
+    /// Returns whether every pending chunk is on disk.
     IsSettled,
     /// One-way. The engine shuts down.
     Bye,

@@ -216,8 +216,8 @@ impl Drop for ServedConnection {
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // The last reference: `remove_peer` dropped the other one, which a status uses under the
-        // peers' lock.
+        // The last reference: `remove_peer` dropped the other handle, which a status request uses
+        // under the peers' lock.
         if let (Some(membership), Some(lifeline)) =
             (membership.and_then(Arc::into_inner), self.lifeline.take())
         {

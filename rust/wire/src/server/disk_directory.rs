@@ -47,7 +47,7 @@ impl ServerState {
             if is_new && !is_received {
                 let dir = disk.dir.display();
                 self.log(match trouble {
-                    Some(why) => format!("{why}; there is host memory only until it can be used"),
+                    Some(why) => format!("{why}; using host memory only until it is available"),
                     None => format!("using the disk {dir}"),
                 });
             }

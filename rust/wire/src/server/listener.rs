@@ -186,7 +186,7 @@ fn create_directory(path: &Path) -> Result<()> {
     let problem = if found.uid() != me {
         format!("belongs to user {}, and this process is user {me}", found.uid())
     } else if rights & 0o022 != 0 {
-        format!("may be written by other users (mode {rights:o})")
+        format!("is writable by other users (mode {rights:o})")
     } else {
         return Ok(());
     };
@@ -237,8 +237,7 @@ mod tests {
         std::fs::remove_file(lock_path(&path)).expect("it is there");
         assert_eq!(SocketListener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
         first.shut();
-        let second = SocketListener::bind(&path)
-            .expect("no process listens, and no lock says that it is taken");
+        let second = SocketListener::bind(&path).expect("no process listens or holds the lock");
         drop(first);
         assert!(
             UnixStream::connect(&path).is_ok() && lock_path(&path).exists(),
@@ -279,7 +278,7 @@ mod tests {
         let is_had = |is_tidy: bool| {
             let killed = UnixListener::bind(&path).expect("the path is free");
             let own = path.clone();
-            // It goes once it was asked; one that ends by itself may take its file with it.
+            // It exits once it is asked to; one that ends by itself may remove its file.
             let end = thread::spawn(move || {
                 killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok())
             });

@@ -1,5 +1,5 @@
 //! Servers and clients for the tests, with small frames and short timeouts.
-#![allow(dead_code, clippy::allow_attributes, reason = "each test file uses some of it")]
+#![allow(dead_code, clippy::allow_attributes, reason = "each test file uses a part of this module")]
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// Documents that come back after three times the capacity, amid prompts that never do.
+/// Documents that return after three times the capacity, among prompts that never return.
 fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     let (regulars, flood) = (capacity / 2, 1_000_000);
     (0..20).flat_map(move |round| {
@@ -14,7 +14,7 @@ fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// A round of a working set, in an order of its own.
+/// One round over a working set, in random order.
 fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
     (0..size).map(move |nth| first + (nth * 7 + round * 13) % size)
 }
@@ -49,8 +49,8 @@ fn used_chunks_survive_a_flood_of_unused_ones() {
     }
 }
 
-/// A shift of the working set: once-used chunks of the new one come back, and the credit of the old
-/// one is gone.
+/// The working set changes: chunks of the new one return after a single use, and the old credit
+/// drops.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;
@@ -87,7 +87,7 @@ fn polls_are_one_use() {
         forest.insert(None, 1);
         forest.policy.credit()
     };
-    assert!(credit(9) <= 1.0, "looks in one moment are no second use");
+    assert!(credit(9) <= 1.0, "lookups at one moment do not count as a second use");
     assert!(credit(10) > 1.0, "but a look after a 64th of the capacity is");
 }
 

@@ -3,8 +3,8 @@
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
 
-/// What the system says of pages of another mapping than the one that was placed; None where it
-/// says nothing.
+/// Returns the system's policy for pages of another mapping than the placed one; None if there is
+/// none.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
     let other = Arena::open(&arena.path(), arena.size_bytes).unwrap();
     let policy = |page: usize| {
@@ -26,8 +26,8 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
     pages.map(policy).collect()
 }
 
-/// Whether it takes a policy from anyone: asked of the system itself, so that a fault of `place` is
-/// no reason to skip.
+/// Returns whether the system accepts a policy. Calls the system directly, so that a bug in `place`
+/// is no reason to skip.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
@@ -48,8 +48,8 @@ fn system_places_memory() -> bool {
     done == 0
 }
 
-/// On this machine's first node, which is the only one that there surely is: every other page of
-/// more than one call's ranges.
+/// Places every other page on the first node, which every machine has, with more ranges than one
+/// call takes.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
     let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
@@ -99,7 +99,7 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     let mut again = frames.lend(FrameId(64)).unwrap();
     assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
     drop(again);
-    assert!(frames.lend(FrameId(64)).is_none(), "who drops it does not say that it is done");
+    assert!(frames.lend(FrameId(64)).is_none(), "a dropped frame is not reported as complete");
     let mut others = arena.frames(FRAME_ALIGN, &FRAME_ALIGN.into()).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
     let _debug =

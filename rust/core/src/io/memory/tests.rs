@@ -1,4 +1,4 @@
-//! What the files of a machine and its control groups say.
+//! Tests of values in the files of a machine and its control groups.
 
 use super::*;
 

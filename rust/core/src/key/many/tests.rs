@@ -1,4 +1,4 @@
-//! Chains appended to side by side have the keys that they have one by one.
+//! Chains that are extended together have the same keys as chains extended one by one.
 
 use proptest::prelude::*;
 
@@ -32,7 +32,7 @@ impl Case {
 }
 
 prop_compose! {
-    /// Mostly as a step has them: whole blocks known, and one more to come.
+    /// Mostly as in a step: whole blocks are complete, and one is pending.
     fn case()(
         block_tokens in prop_oneof![4 => Just(16_u32), 1 => 1_u32..40],
         blocks in 0_usize..3,

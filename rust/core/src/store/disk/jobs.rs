@@ -1,4 +1,4 @@
-//! Chooses the next job of a disk thread and applies its outcome. Under the lock, without I/O.
+//! Chooses the next job of a disk thread and applies its outcome. Runs under the lock, without I/O.
 //!
 //! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first,
 //! then chunks are written, oldest first. Slots are freed only while nothing is written, because a
@@ -248,8 +248,8 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent left the disk or could not be written. It is in host memory, because its
-            // child is.
+            // The parent was removed from the disk or could not be written. It is in host memory,
+            // because its child is.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }

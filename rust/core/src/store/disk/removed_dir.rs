@@ -1,5 +1,5 @@
-//! A disk tier whose directory was removed: a check once a second finds it, its chunks leave the
-//! index, and it is opened again.
+//! Handles a removed disk directory: a check once a second detects it, the chunks leave the index,
+//! and the tier is opened again.
 //!
 //! No job begins between that check and the new tier, so slots of the two tiers never mix. Without
 //! I/O: `threads` checks, closes and opens. A check that hangs opens the breakers, as a job does.
@@ -22,9 +22,9 @@ const SLICE: usize = 256;
 /// Progress of `empty_removed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Emptying {
-    /// Nothing to do: the tier was not removed, or its last jobs are under way.
+    /// Nothing to do: the tier was not removed, or its last jobs are still running.
     No,
-    /// Chunks are left for the next call.
+    /// Some chunks remain for the next call.
     Working,
     /// The caller must close the tier and call `reopen`.
     Done,
@@ -63,8 +63,8 @@ impl State {
         self.log(self.disk.last_event.clone());
     }
 
-    /// Removes some chunks of a removed tier from the disk, once no job is under way: children
-    /// before parents, as policies require.
+    /// Removes some chunks of a removed tier from the disk once no job is running: children before
+    /// parents, as policies require.
     pub(crate) fn empty_removed(&mut self) -> Emptying {
         if self.disk.attached != Attached::Removed || !self.disk.in_flight.is_empty() {
             return Emptying::No;

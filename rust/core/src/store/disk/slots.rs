@@ -1,5 +1,5 @@
-//! Chooses whose slot is freed for a chunk that is about to be written. `threads` frees it, without
-//! the lock.
+//! Chooses the chunk whose slot is freed for a chunk that is about to be written. `threads` frees
+//! it, without the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};
@@ -35,7 +35,7 @@ impl State {
         }
     }
 
-    /// Begins to evict a chunk; returns it with its slot. None if every chunk is in use.
+    /// Begins to evict a chunk; returns it with its slot. None if all chunks are in use.
     pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
         self.begin_evict(victim)

@@ -23,7 +23,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// Attempts of a write to get a slot; another thread may take a slot that was just freed.
 const SLOT_TRIES: u32 = 4;
-/// Most chunks evicted for the slot of a larger one.
+/// Maximum number of chunks evicted for the slot of a larger one.
 const MAX_EVICTIONS: u32 = 64;
 /// Attempts to write a chunk; if the file system is full, the second one uses the slot of an
 /// evicted chunk.
@@ -35,7 +35,7 @@ const POLL_EVERY: Duration = Duration::from_millis(200);
 pub(crate) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
-/// What a thread does next.
+/// The next action of a thread.
 enum Work {
     /// Open the tier.
     Open,
@@ -159,7 +159,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         Job::Clear(mut slots) => {
             let mut keep_stuck = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             keep_stuck();
-            let is_cleared = guarded(|| disk.clear()).is_ok(); // even if a slot cannot be freed: the others need not stay
+            let is_cleared = guarded(|| disk.clear()).is_ok(); // even if one slot cannot be freed, the others can be
             keep_stuck(); // the clear may have freed them; no other job is in flight that could use them
             End::Clear(slots, is_cleared)
         }

@@ -1,8 +1,9 @@
 //! Fair shares of disk time: which direction, reads or writes, gets the next disk thread.
 //!
 //! Each direction is charged the time of its jobs: an estimate when one begins, the measured time
-//! when it ends. The direction with less time goes first. One without work forfeits what it did not
-//! use, so it cannot save up time and later hold every thread. Pure state: times are passed in.
+//! when it ends. The direction with less time goes first. A direction without work forfeits its
+//! unused time, so it cannot accumulate time and later occupy every thread. Pure state: times are
+//! passed in.
 
 use std::time::Duration;
 

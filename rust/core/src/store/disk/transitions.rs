@@ -1,9 +1,8 @@
 //! Changes a chunk's state on disk, with everything that follows from it. Without I/O.
 //!
-//! The states are in `index/disk_state.rs`. What holds between two calls:
+//! The states are in `index/disk_state.rs`. Invariants between two calls:
 //!
-//! - A chunk that takes a slot has a stored parent: it is written after its parent and leaves
-//!   before it.
+//! - A chunk with a slot has a stored parent: it is written after its parent and removed before it.
 //! - The policy has each chunk that is in a slot and not detached, and may evict stored leaves that
 //!   are not being read.
 
@@ -21,11 +20,11 @@ impl State {
     /// - inserts the chunk into the disk policy with its slot, and removes it with its slot,
     /// - reports to the host policy whether the chunk is unwritten,
     /// - updates the gauges and the change log,
-    /// - updates which chunks the disk policy may evict; after `Found`, [`State::sync_disk`] is the
-    ///   caller's, so that chains which are found link by link do not become leaves and cease to
-    ///   be.
+    /// - updates which chunks the disk policy can evict. After `Found`, the caller calls
+    ///   [`State::sync_disk`], because chains are found link by link and each link would briefly be
+    ///   a leaf.
     ///
-    /// Queues are the caller's, and so is the slot of a chunk that leaves.
+    /// The caller updates queues and frees the slot of a removed chunk.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
         let entry = &self.index[id];
         let (before, is_detached) = (entry.disk, entry.detached);
@@ -128,7 +127,7 @@ impl State {
         self.disk.to_free.extend(slot);
     }
 
-    /// Takes a detached chunk off the disk, unless a job uses it: the end of that job does.
+    /// Removes a detached chunk from the disk; if a job uses it, the end of that job removes it.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.disk.is_stored() && !entry.host.is_read() {

@@ -72,7 +72,7 @@ pub(crate) struct DiskWork {
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed; they are tried again at `unfreed_until`.
+    /// Slots that could not be freed; they are retried at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -85,7 +85,7 @@ pub(crate) struct DiskWork {
     pub(crate) freeing: u32,
     /// Detached chunks that stay in their slots until a job ends.
     pub(crate) num_detached_slots: u64,
-    /// The store closes: no job begins, and leases that wait for reads end early.
+    /// The store is closing: no job begins, and leases that wait for reads end early.
     pub(crate) stopping: bool,
     /// Chunks that the tier held when it was opened and that are not indexed yet, in reverse order;
     /// and keys that were discarded meanwhile.
@@ -99,7 +99,7 @@ pub(crate) struct DiskWork {
 }
 
 impl DiskWork {
-    /// Returns true if every wanted chunk is on disk and every removed one is off it.
+    /// Returns true if every wanted chunk is on disk and no removed chunk is.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free =
             self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;

@@ -127,7 +127,7 @@ impl State {
             {
                 Some(child)
             }
-            Next::First | Next::Child(..) => entry.first_child, // that child left meanwhile: start over
+            Next::First | Next::Child(..) => entry.first_child, // the child was removed meanwhile: start over
             Next::None => None,
         };
         let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {

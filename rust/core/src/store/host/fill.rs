@@ -1,5 +1,5 @@
-//! Ends of a fill: a filled chunk becomes visible after its parent; a chunk that fails takes its
-//! waiting children along; a read without a holder is cancelled.
+//! Ends of a fill: a filled chunk becomes visible after its parent, a failed chunk also fails its
+//! waiting children, and a read without a holder is canceled.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
@@ -58,8 +58,8 @@ impl State {
         shown
     }
 
-    /// Returns the children that came to host memory while `id` was not visible and are `wanted`,
-    /// and clears the list of all that did.
+    /// Returns the children in `wanted` that were filled while `id` was not visible, and clears the
+    /// list of all such children.
     fn take_waiters(
         &mut self,
         id: ChunkId,
@@ -69,7 +69,7 @@ impl State {
         children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
-    /// Fails a chunk that will not come to host memory, and all chunks that can only wait for it.
+    /// Fails a chunk that cannot be filled, and all chunks that only wait for it.
     ///
     /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it
     /// wait for that.
@@ -83,7 +83,7 @@ impl State {
         for &next in all.iter().rev() {
             let entry = &self.index[next];
             if entry.host.is_absent() || entry.detached {
-                continue; // it left with its last child, or is listed twice
+                continue; // it was removed with its last child, or is listed twice
             }
             let (parent, is_filling) = (entry.parent, next != id && entry.host.is_filling());
             if !is_filling {

@@ -1,4 +1,4 @@
-//! Finds a frame for a chunk: a free one, or one that is free after chunks were evicted for it.
+//! Finds a frame for a chunk: a free one, or one freed by evicting chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
@@ -7,8 +7,8 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{Room, group};
 use crate::tier::host::FrameFor;
 
-/// Most chunks for one frame that are evicted, and most that are skipped because their frames do not
-/// fit its purpose.
+/// Maximum number of chunks evicted for one frame, and of chunks skipped because their frames do
+/// not fit its purpose.
 const MAX_VICTIMS: usize = 64;
 
 impl State {
@@ -39,7 +39,7 @@ impl State {
     }
 
     /// Takes a free frame, evicting chunks if needed; None if every frame that fits is in use. The
-    /// caller holds chunks that must stay.
+    /// caller pins the chunks that must stay.
     ///
     /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of this
     /// class, a slab of another class is emptied for it, a slice per call.

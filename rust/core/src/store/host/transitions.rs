@@ -1,6 +1,6 @@
 //! Changes a chunk's state in host memory, with everything that follows from it.
 //!
-//! The states are in `index/host_state.rs`. What holds between two calls:
+//! The states are in `index/host_state.rs`. Invariants between two calls:
 //!
 //! - A chunk that is not absent has a parent that is not absent, unless the chunk is detached.
 //! - A chunk with a frame has a parent with a frame; a visible chunk has a visible parent.
@@ -22,7 +22,7 @@ impl State {
     /// - updates the gauges, the queue of reads and the change log,
     /// - updates which chunks each policy may evict.
     ///
-    /// A chunk that became absent may have to be settled or reaped by the caller.
+    /// The caller settles or reaps a chunk that became absent.
     pub(crate) fn change_host(&mut self, id: ChunkId, event: HostEvent) {
         let entry = &self.index[id];
         let (before, parent, is_detached) = (entry.host, entry.parent, entry.detached);
@@ -59,7 +59,7 @@ impl State {
         }
     }
 
-    /// A child came to host memory, or will.
+    /// A child is in host memory or will be.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;
@@ -69,7 +69,7 @@ impl State {
         }
     }
 
-    /// A child left host memory, or will not come.
+    /// A child was removed from host memory, or will not be filled.
     fn exit_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         drop(self.waiters.take(id));
         if let Some(parent) = parent {
@@ -129,7 +129,7 @@ impl State {
     /// Returns the chunk to evict next, of all or of one group.
     ///
     /// Unwritten chunks are last while the disk accepts writes and they are at most half of the
-    /// frames. With more of them, chunks in use would have to go instead.
+    /// frames. With more of them, recently used chunks would be evicted instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.takes_writes(self.now));

@@ -1,4 +1,4 @@
-//! Children that came to host memory before their parent was visible.
+//! Children that were filled before their parent was visible.
 //!
 //! A prompt is saved chunk by chunk, so nearly every parent has one waiting child: the first child
 //! of a parent costs no allocation. Data only; `fill` decides which children still wait.

@@ -1,4 +1,4 @@
-//! Tenants: how much of each tier a `cache_salt` may use, for how long, and how much it uses.
+//! Tenants: how much of each tier a `cache_salt` can use and for how long, and its current use.
 //!
 //! | file | contents |
 //! |---|---|

@@ -1,9 +1,9 @@
-//! What each tenant uses now. Chunks under roots with one `cache_salt` belong to one tenant,
+//! Current use of each tenant. Chunks under roots with one `cache_salt` belong to one tenant,
 //! whatever their adapter.
 //!
 //! An entry has its parent's tenant, and a first chunk that of its root, so no lookup walks a tree.
-//! A tenant whose last chunk is gone is removed. This file sees salts only as the tags that roots
-//! end with.
+//! A tenant whose last chunk is gone is removed. Salts appear here only as the tags at the end of
+//! root keys.
 
 use rustc_hash::FxHashMap;
 
@@ -16,7 +16,7 @@ const NO_SALT: TenantId = TenantId(0);
 /// Tenants visited by one call: some 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
-/// What one tenant uses.
+/// Use of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
     /// None if the id is vacant, or for requests without a salt.

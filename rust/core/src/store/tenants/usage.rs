@@ -1,4 +1,4 @@
-//! Lists what each tenant has in a store, for status reports.
+//! Lists each tenant's chunks in a store, for status reports.
 
 use crate::index::TenantId;
 use crate::io::FRAME_ALIGN;

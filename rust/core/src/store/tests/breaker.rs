@@ -37,7 +37,7 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     let (mut now, mut waits) = (seconds(0), Vec::new());
     for _ in 0..8 {
         waits.push(breaker.retry_at.saturating_sub(now).as_secs());
-        // What began before it opened says nothing new.
+        // The result of an operation that began before it opened is ignored.
         breaker.end(1, Some(false), now);
         now = breaker.retry_at;
         assert!(
@@ -64,11 +64,11 @@ fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
     let now = breaker.retry_at;
     breaker.begin(3);
     breaker.end(1, None, now);
-    assert!(!breaker.may_begin(now), "3 is still finding out");
+    assert!(!breaker.may_begin(now), "operation 3 is the probe");
     breaker.end(3, Some(false), now);
     let now = breaker.retry_at;
     assert!(breaker.may_begin(now));
     breaker.begin(4);
     breaker.end(2, Some(true), now);
-    assert!(breaker.may_begin(now), "2 says that all is well");
+    assert!(breaker.may_begin(now), "operation 2 succeeds");
 }

@@ -146,7 +146,7 @@ fn check_attached(
     );
     ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is nowhere");
     let failed = matches!(entry.host, HostState::Failed(_));
-    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
+    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for no child: {entry:?}");
     ensure!(
         !entry.is_to_read() || entry.holds > 0 || entry.host_children > 0,
         "a read for no lease: {entry:?}"

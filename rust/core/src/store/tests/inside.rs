@@ -111,7 +111,7 @@ fn a_discard_while_the_tier_is_opened_holds() {
     state.disk.attached = Attached::Opening;
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
     state.discard(&[key]);
-    assert!(!state.recover_some(), "nothing was handed over yet");
+    assert!(!state.recover_some(), "no tier was attached yet");
     let slot = SlotId(0);
     assert!(state.attach(vec![DiskEntry {
         slot,
@@ -130,8 +130,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that is not open for weeks must not cost memory for each chunk that is discarded
-/// meanwhile.
+/// A disk that is not open for weeks must not take memory for each chunk discarded meanwhile.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -146,7 +145,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(
         matches!(state.next_job(), Some((_, Job::Clear(_)))),
-        "nor does another life find them"
+        "and a restart does not find them"
     );
 }
 
@@ -203,7 +202,7 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     assert_eq!(state.disk.attached, Attached::Yes);
 }
 
-/// The tier's directory may come back with a chunk that was queued for writing again meanwhile.
+/// The tier's directory can return with a chunk that was queued for writing again meanwhile.
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     let mut state = State::new(

@@ -328,7 +328,7 @@ impl Run {
         match io {
             Io::Works => Ok(()),
             Io::Fails => Err(Error::new(ErrorKind::Io, "asked to fail")),
-            Io::Corrupts => Err(Error::new(ErrorKind::Corrupt, "asked to be corrupt")),
+            Io::Corrupts => Err(Error::new(ErrorKind::Corrupt, "marked as corrupt")),
         }
     }
 
@@ -381,8 +381,8 @@ impl Run {
         }
     }
 
-    /// A leased frame has its chunk's bytes (I4). A lent one is being written, and was checked
-    /// then.
+    /// A leased frame has its chunk's bytes (I4). A lent frame is being written and was checked
+    /// earlier.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
@@ -404,7 +404,7 @@ impl Run {
                 | DiskState::Blocked
                 | DiskState::Writing
                 | DiskState::Evicting(_) => {
-                    panic!("flush would return too early: {entry:?}")
+                    panic!("flush would return early: {entry:?}")
                 }
             }
         }

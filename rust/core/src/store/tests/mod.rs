@@ -1,4 +1,5 @@
-//! Tests that look inside the store, and the check that others ask for after every step.
+//! Tests that access private state of the store, and the check that other tests run after every
+//! step.
 
 #[cfg(test)]
 mod breaker;

@@ -125,7 +125,7 @@ fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
     assert_eq!(
         (run.in_host(0), run.in_host(63)),
         (1, 3),
-        "the coldest goes, for five of eight wait to be written"
+        "the least recently used one is evicted, because five of eight are unwritten"
     );
     run.end(false);
 }

@@ -8,17 +8,17 @@ use super::slots::Slots;
 use super::types::{DiskStats, SlotId};
 use crate::io::SizeClass;
 
-/// Events that wait to be taken, and events that are remembered as told.
+/// Limits of pending events, and of events remembered as logged.
 const MAX_EVENTS: usize = 64;
 
-/// All of it; the tier keeps it behind one lock, and no I/O happens under that.
+/// The whole state; the tier keeps it behind one lock, and does no I/O under it.
 #[derive(Debug, Default)]
 pub(super) struct Books {
     /// By size class.
     pub(super) slots: Vec<Slots>,
     /// The counters; gauges are left at zero.
     pub(super) stats: DiskStats,
-    /// Bytes of other namespaces when last looked.
+    /// Bytes of other namespaces at the last measurement.
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,
@@ -48,7 +48,7 @@ impl Books {
         self.slots.iter().map(Slots::count).collect()
     }
 
-    /// What the namespace takes on disk.
+    /// Bytes of the namespace on disk.
     pub(super) fn num_bytes(&self) -> u64 {
         budget::namespace_bytes(&self.counts())
     }
@@ -79,7 +79,7 @@ pub(super) enum Grower {
     #[default]
     None,
     Busy,
-    /// It takes longer than anyone waits: until it ends the files are as good as full.
+    /// It takes longer than callers wait; until it ends, the files count as full.
     Slow,
 }
 

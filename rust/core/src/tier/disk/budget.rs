@@ -1,7 +1,8 @@
-//! What a directory costs on disk, so that its cap can be kept before a byte is written.
+//! Space that a directory takes on disk, computed before a byte is written, so that its limit is
+//! never exceeded.
 //!
-//! Pure arithmetic. File data is counted in whole pages; each slot also pays for the file system's
-//! own map of where its pieces are, which `du` counts too.
+//! Pure arithmetic. File data counts in whole pages. Each slot also includes the file system's
+//! extent metadata, which `du` counts as well.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
 /// `lock`, `superblock.json` with its successor, and the directories themselves.
@@ -15,9 +16,9 @@ const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 pub(crate) struct SlotCount {
     /// Bytes of a frame.
     pub(crate) frame_bytes: u64,
-    /// Slots that the files are long enough for.
+    /// Slots within the length of the files.
     pub(crate) slots: u32,
-    /// Those of them that have blocks, or may get some by a write. The others are punched.
+    /// Slots with blocks, or that can receive some by a write. The others are punched.
     pub(crate) filled: u32,
 }
 
@@ -30,7 +31,7 @@ impl SlotCount {
             .saturating_add(overhead.next_multiple_of(PAGE_BYTES))
     }
 
-    /// The same with `more` filled slots: punched ones first, then new ones.
+    /// The usage with `more` filled slots: punched ones first, then new ones.
     pub(crate) fn with(self, more: u32) -> Self {
         let refilled = more.min(self.slots - self.filled);
         let slots = self.slots.saturating_add(more - refilled);
@@ -49,14 +50,14 @@ pub(crate) fn map_bytes(num_classes: usize) -> u64 {
     num_classes.saturating_sub(1) as u64 * PAGE_BYTES
 }
 
-/// Bytes of a directory with this number of slots of one class and `foreign_bytes` of others.
+/// Bytes of a directory with this number of slots of one class and `foreign_bytes` of other
+/// classes.
 pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let class = SlotCount { frame_bytes, slots, filled: slots };
     class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// The largest number up to `most` that fits, if every number below one that fits does too; 0 if
-/// none fits.
+/// Returns the largest number up to `most` that fits; 0 if none does. `fits` must be monotone.
 pub(crate) fn largest_fit(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = (0, most);
     while low < high {

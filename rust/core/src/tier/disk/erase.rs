@@ -1,7 +1,6 @@
-//! Erasing chunks of namespaces that are not open, by the first chunks that they hang on.
+//! Erases chunks of closed namespaces, selected by their first chunks.
 //!
-//! A namespace is opened only if a record in it says that there is something to erase: to open one
-//! counts as its use.
+//! A namespace is opened only if one of its records must be erased, because opening counts as use.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -26,16 +25,16 @@ pub struct Erased {
     pub num_chunks: u64,
     /// Bytes of their frames.
     pub num_bytes: u64,
-    /// A namespace is in use, or an I/O error occurred: matching chunks may be left.
+    /// A namespace is in use, or an I/O error occurred: matching chunks may remain.
     pub is_cut_short: bool,
     /// Names of matching namespaces that were skipped because this process has them open; their
     /// tier must remove the chunks.
     pub open: BTreeSet<String>,
 }
 
-/// Frees the first chunks that are `meant`, and what hangs on those, in all namespaces of `dir`
-/// whose names begin as `prefix` does, as far as both go, but those that `root` has open. A
-/// directory that is not there holds nothing. `Io` if it cannot be listed.
+/// Frees the first chunks that match `meant`, and their descendants, in all namespaces of `dir`
+/// whose names begin with `prefix`, except those that `root` has open. A missing directory contains
+/// nothing. `Io` if it cannot be listed.
 pub(crate) fn erase(
     dir: &Path,
     cap_bytes: u64,
@@ -123,8 +122,8 @@ fn erase_in(
     Ok(erased)
 }
 
-/// Whether a namespace that cannot be read now may be read later, when the system has descriptors
-/// again, say. With anything wrong in it, it is started over before it is used.
+/// Returns whether the error can pass, for example if the system has no free descriptors. A damaged
+/// namespace is recreated before it is used.
 fn is_whole(found: &Found) -> bool {
     let is_there = |name: String| found.path.join(name).is_file();
     let is_whole = |size: &u64| {

@@ -1,4 +1,4 @@
-//! The two files of a size class as a whole: their lengths, their blocks and all their records.
+//! The two files of a size class: lengths, blocks and all records.
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -10,19 +10,19 @@ use crate::io::MAX_FRAMES;
 use crate::io::direct::RawFile;
 
 impl SlotFiles {
-    /// Slots that each file has whole: (records, frames).
+    /// Number of complete slots in each file: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
-        // Frames first: an engine that grows its files meanwhile extends the index before them.
+        // Frames first: an engine that grows its files meanwhile extends the index first.
         let frames = whole(self.frames.size()?, self.frame_bytes());
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))
     }
 
-    /// Reads all records in order, a megabyte at a time, and passes each that is not empty to
-    /// `show`: the record, or its defect as a clause. Holes are not read: a forged length costs
-    /// nothing. Returns the slots of each file, as `lens`.
+    /// Reads all records in order, a megabyte at a time, and passes each nonempty record, or its
+    /// defect as a clause, to `show`. Holes are skipped, so a forged length costs no time. Returns
+    /// the slots of each file, as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -51,8 +51,8 @@ impl SlotFiles {
         Ok((records, frames))
     }
 
-    /// Cuts or extends both files to exactly `slots`; records go first, so that none is ever
-    /// without its frame.
+    /// Cuts or extends both files to exactly `slots`; records are cut first, so that no record is
+    /// without a frame.
     pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
         for (file, len) in
             [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))]
@@ -73,7 +73,7 @@ impl SlotFiles {
             Ok(index && frames)
         });
         if result.is_err() {
-            // A failed allocation may have kept a part.
+            // A failed allocation may have allocated a part.
             let _ = self.set_slots(from);
         }
         result
@@ -85,15 +85,14 @@ impl SlotFiles {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Gives the blocks of slots back to the file system; the file keeps its length. Their records
-    /// must be empty (I3).
+    /// Frees the blocks of slots; the file keeps its length. Their records must be empty (I3).
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 }
 
-/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate
-/// ahead; returns whether there are blocks. Fills holes if the file is longer.
+/// Extends a file with allocated blocks, or with a hole if the file system cannot preallocate;
+/// returns whether blocks were allocated. Fills holes if the file is longer.
 fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
         Err(e) if e.kind() == ErrorKind::Unsupported => {

@@ -1,8 +1,8 @@
 //! The two files of one size class of a namespace, as slots: records and frames.
 //!
-//! The order of a write is here and nowhere else: clear the record, write the frame, write the
-//! record. So whenever the process dies, a record that reads valid has its whole frame behind it
-//! (I3). It must not know which slot is whose.
+//! Only this file defines the order of a write: clear the record, write the frame, write the
+//! record. At whatever point the process dies, a valid record therefore has a complete frame (I3).
+//! Must not depend on which chunk uses a slot.
 
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
@@ -16,10 +16,10 @@ use crate::ChunkKey;
 use crate::io::SizeClass;
 use crate::io::direct::{OsFile, RawFile};
 
-/// Where the tier's files come from; a test's own may fail on purpose.
+/// The source of the tier's files; tests use one that fails on purpose.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
-    /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where
-    /// it works.
+    /// Opens `path` for reading and writing and creates it if it is missing; `direct` requests
+    /// `O_DIRECT` if supported.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
@@ -40,12 +40,12 @@ fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }
 
-/// Whether bytes came back that are not what should be there; otherwise the system refused.
+/// True if the bytes read are wrong; false if the system refused.
 pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-/// Reads all of `into`; it is damage if the file ends before.
+/// Fills `into`; it is damage if the file ends early.
 pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => damage("the file ends before it"),
@@ -77,8 +77,8 @@ impl SlotFiles {
         Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only; None where they were made and
-    /// never held a chunk. The error is one clause.
+    /// Opens both files of an existing namespace for reading only; None if they never held a chunk.
+    /// The error is one clause.
     pub(super) fn open_read(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -97,14 +97,14 @@ impl SlotFiles {
                 Ok(Some(Self { frames, index, class, frame_bytes, seed }))
             }
             (None, None) => Ok(None),
-            // The index is made first; a kill may come before the frames.
+            // The index is created first; the process may be killed before the frames file exists.
             (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
             (Some(_), None) => missing(&frames_name),
             (None, Some(_)) => missing(&index_name),
         }
     }
 
-    /// Whether a file was removed, or moved away from `dir`. False where the system cannot say.
+    /// Whether a file was removed, or moved away from `dir`. False if the system cannot report it.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
         let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
         [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
@@ -139,8 +139,8 @@ impl SlotFiles {
         self.frames.is_direct()
     }
 
-    /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty;
-    /// afterwards it may be there.
+    /// Writes a chunk. Until `at_record` is called, the slot's record is unchanged or empty;
+    /// afterwards it may be present.
     pub(super) fn write(
         &self,
         slot: SlotId,
@@ -178,8 +178,8 @@ impl SlotFiles {
         }
     }
 
-    /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file
-    /// names makes anyone allocate it. Returns the last piece.
+    /// Compares a frame's checksum with its record's, a buffer at a time, so that a forged frame
+    /// size allocates no memory. Returns the last piece.
     pub(super) fn check<'b>(
         &self,
         slot: SlotId,
@@ -211,7 +211,7 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Where a slot begins in the file of frames.
+    /// Offset of a slot in the file of frames.
     pub(super) fn frame_offset(&self, slot: u32) -> u64 {
         u64::from(slot) * self.frame_bytes()
     }

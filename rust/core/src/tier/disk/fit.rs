@@ -1,7 +1,7 @@
 //! Fits the files of a namespace under its cap when it is opened.
 //!
-//! With one size class, the highest slots go. With several, free slots go first: their blocks may
-//! have been given back already. Then each class releases its highest slots, in proportion to its
+//! With one size class, the highest slots are freed. With several, free slots come first, whose
+//! blocks may be punched already. Then each class releases its highest slots, in proportion to its
 //! bytes.
 
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use super::record::Record;
 use super::root::{Owner, Room};
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
-/// What the files of a size class hold.
+/// Contents of the files of a size class.
 #[derive(Debug, Default)]
 pub(super) struct ClassIndex {
     /// Slots of both files.
@@ -26,7 +26,7 @@ pub(super) struct ClassIndex {
     pub(super) unsound: Vec<SlotId>,
     /// Slots with a record, in ascending order.
     recorded: Vec<u32>,
-    /// The blocks of all slots without a record were given back.
+    /// True if the blocks of all slots without a record were punched.
     is_punched: bool,
 }
 
@@ -59,15 +59,15 @@ impl ClassIndex {
         SlotCount { frame_bytes, slots, filled: if self.is_punched { recorded } else { slots } }
     }
 
-    /// Slots whose blocks were given back.
+    /// Slots whose blocks were punched.
     pub(super) fn punched(&self) -> BTreeSet<u32> {
         let mut recorded = self.recorded.iter().peekable();
         let is_free = |slot: &u32| recorded.next_if_eq(&slot).is_none();
         (0..if self.is_punched { self.len } else { 0 }).filter(is_free).collect()
     }
 
-    /// Gives the blocks of its free slots back: cuts those at the end and punches the others, if
-    /// the file system can.
+    /// Frees the blocks of its free slots: cuts slots at the end and punches the others, if the
+    /// file system supports it.
     fn give_up_free(&mut self, files: &SlotFiles) -> io::Result<()> {
         let end = self.recorded.iter().rev().find(|slot| **slot < self.len);
         self.cut(end.map_or(0, |last| last + 1), files)?;
@@ -89,7 +89,7 @@ impl ClassIndex {
     }
 }
 
-/// Makes room where the directory is above its cap, and cuts the files to what may stay.
+/// Makes room if the directory exceeds its limit, and cuts the files accordingly.
 pub(super) fn fit_cap(
     config: &DiskConfig,
     owner: &Owner,

@@ -1,4 +1,4 @@
-//! Growing the files: how far they may grow now, and what has to go for it.
+//! Grows the files: how far they can grow, and which namespaces are deleted to make room.
 //!
 //! The cap holds at every instant because the files only grow here, one thread at a time, to a size
 //! that was claimed first, while the directory has one owner (`root`). No lock is held while files
@@ -15,7 +15,7 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Reservations are rejected for at most this time after a failed growth, however few there are.
+/// After a failed growth, reservations are rejected for at most this time, even if there are few.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Longest wait for another thread that grows the files. An extent usually takes a few
 /// milliseconds; without the wait, a chunk is evicted for the slot.
@@ -32,7 +32,7 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// A slot where none is free: another thread's growth is waited for, or the files grow here.
+    /// Returns a slot if none is free: waits for another thread's growth, or grows the files.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -41,7 +41,7 @@ impl DiskTier {
         if !is_pointless {
             books.slots.iter_mut().for_each(Slots::release_holes);
         }
-        // A hole, or another thread has grown the files, or freed a slot, while this one waited.
+        // A hole is allowed, or another thread has grown the files or freed a slot meanwhile.
         let taken = books.take(class);
         if taken.is_some() || is_pointless && self.files.len() == 1 {
             return taken;
@@ -51,8 +51,8 @@ impl DiskTier {
         self.books().take(class)
     }
 
-    /// The file system had no space for a write: until it is tried again, only slots whose blocks
-    /// exist are written.
+    /// Records that the file system had no space for a write: until the next attempt, only slots
+    /// with blocks are written.
     pub(super) fn hold_growth(&self) {
         self.skip_growth(true);
         let mut books = self.books();
@@ -64,8 +64,8 @@ impl DiskTier {
         ));
     }
 
-    /// Waits for a thread that grows the files, if that does not take long. None where there is no
-    /// sense in growing now.
+    /// Waits for a thread that grows the files, if that does not take long. None if growing would
+    /// be useless now.
     fn turn(&self) -> Option<Turn<'_>> {
         let waited = self
             .grown
@@ -77,9 +77,9 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Makes free slots of a class: within what it may claim or, if that is not enough for one,
-    /// with the room of other classes' free slots. The file system has no space for more than
-    /// those if `is_full`.
+    /// Creates free slots of a class, within the bytes that it can claim; if these do not suffice
+    /// for one slot, with the room of other classes' free slots. If `is_full`, the file system has
+    /// no space for more.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.books().counts()) else { return };
         let (num_bytes, Some(count)) =
@@ -142,8 +142,9 @@ impl DiskTier {
         skip
     }
 
-    /// The bytes that the namespace may take, up to the second number; closed namespaces go only
-    /// if else not even the first fits. None if the system refuses to say.
+    /// Returns the bytes that the namespace can claim, up to the second number; closed namespaces
+    /// are deleted only if the first number would not fit otherwise. None if the system does not
+    /// report it.
     fn claim(&self, owner: &Owner, bytes: [u64; 2]) -> Option<u64> {
         let room = owner.claim(&self.config, bytes, |line| self.books().event(line));
         let Room { bytes, foreign_bytes } = room.ok()?;

@@ -24,11 +24,11 @@ pub struct NamespaceInfo {
     pub description: String,
     /// Bytes of a frame, by size class; empty where unknown.
     pub frame_sizes: Vec<u64>,
-    /// Slots its files hold, of all sizes.
+    /// Slots of all sizes in its files.
     pub slots: u64,
     /// Slots with a readable record.
     pub chunks: u64,
-    /// What the directory takes on disk.
+    /// Bytes of the directory on disk.
     pub bytes: u64,
     /// When its oldest chunk was saved, in seconds of Unix time.
     pub oldest_s: Option<u64>,
@@ -69,8 +69,8 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// A namespace's superblock and the files of each size, or why they cannot be read, except those
-/// that never held a chunk; or why nothing in it can be read.
+/// A namespace's superblock and the files of each size that held a chunk, each with an error if it
+/// cannot be read; or the reason why nothing can be read.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
@@ -97,9 +97,9 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// The chunks lost by an index shorter than the frames, as one clause. The tier itself keeps a record
-/// for every frame: it extends the index first, and only a kill between its two steps of shrinking
-/// leaves such an index, and those chunks were evicted.
+/// The chunks lost by an index shorter than the frames, as one clause. The tier keeps a record for
+/// every frame: it extends the index first. Only a kill between the two steps of shrinking leaves
+/// such an index, and those chunks were evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {

@@ -1,7 +1,7 @@
-//! What callers ask of an open directory: slots are taken, written, read and freed.
+//! Operations on an open directory: reserving, writing, reading and freeing slots.
 //!
-//! No lock is held while the system works. Who may ask what of a slot is the caller's promise
-//! (`LocalTier`), but for what would write to a slot that is free.
+//! No lock is held while the system works. Callers follow the contract of `LocalTier`; only writes
+//! to free slots are checked.
 
 use std::path::PathBuf;
 use std::sync::PoisonError;
@@ -17,7 +17,7 @@ use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
 impl DiskTier {
-    /// Frees a slot; nothing where no caller has it.
+    /// Frees a slot; does nothing if no caller has it.
     fn leave(&self, slot: SlotId) -> Result<()> {
         let class = slot.class();
         let leaving = self.books().of(class).and_then(|slots| slots.leaving(slot));
@@ -31,7 +31,7 @@ impl DiskTier {
         cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
-    /// The sequence of a write that may begin.
+    /// Returns the sequence number of a write that can begin.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
         let mut books = self.books();
         if !books.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
@@ -57,7 +57,7 @@ impl DiskTier {
 
 impl LocalTier for DiskTier {
     /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a
-    /// step. Where another thread does that and takes long, this one does not wait and gets None.
+    /// step. If another thread takes long to do that, this one does not wait and returns None.
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
         let slot = self.books().take(class);
@@ -96,8 +96,7 @@ impl LocalTier for DiskTier {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
-            let message =
-                format!("the chunk in {} is not the one asked for: {error}", dir.display());
+            let message = format!("{} holds another chunk than requested: {error}", dir.display());
             Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.number())
         })
     }

@@ -1,9 +1,9 @@
 //! One owner per disk directory, over all its namespaces.
 //!
-//! An exclusive `flock`, which the kernel drops when the owner dies, however it dies: on the
-//! directory itself, for a file in it may be deleted under its owner, and on `DIR/lock`, for file
-//! systems that cannot lock directories. The file's text (the owner's pid) is only for the other's
-//! error message. It must not know what the directory holds.
+//! An exclusive `flock`, which the kernel releases when the owner dies: on the directory itself,
+//! because a file in it can be deleted, and on `DIR/lock`, for file systems that cannot lock
+//! directories. The file's text (the owner's pid) is only for the other's error message. Must not
+//! depend on the contents of the directory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -19,7 +19,7 @@ use crate::{Error, ErrorKind, Result};
 /// The file's name in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
-/// Who wants the directory: what an error calls it, and what to do where another has it.
+/// The kind of caller: its name in errors, and the advice if another process has the directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
 const READER: Asker =
@@ -34,8 +34,8 @@ pub(super) struct DirLock {
 }
 
 impl DirLock {
-    /// Takes the directory for writing; makes the lock file where missing. `Busy` where another
-    /// owner lives, `Io` where another user may write.
+    /// Locks the directory for writing; creates the lock file if it is missing. `Busy` if another
+    /// owner is alive, `Io` if another user can write to it.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
         let failed = |e| failed("open the lock file of", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
@@ -51,14 +51,14 @@ impl DirLock {
             .open(&path)
             .map_err(failed)?;
         lock.add(file, dir, OWNER)?;
-        // The text is a courtesy: a full disk must not keep a good cache from opening.
+        // The text is optional: a full disk must not prevent a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.files[1].set_len(0);
         let _ = lock.files[1].write_all_at(text.as_bytes(), 0);
         Ok(lock)
     }
 
-    /// Takes the directory for reading only, without making or changing anything.
+    /// Locks the directory for reading only, without creating or changing anything.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
         let mut lock = Self::lock_dir(dir, READER)?;
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
@@ -69,8 +69,8 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// True if the locked directory is still the one at `dir`: it may be deleted and recreated
-    /// while its owner runs.
+    /// Returns true if the locked directory is still the one at `dir`, which can be deleted and
+    /// recreated meanwhile.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -100,7 +100,7 @@ impl DirLock {
 }
 
 impl Drop for DirLock {
-    /// Gives the directory up now, even if a forked child still has the files open.
+    /// Unlocks the directory now, even if a forked child still has the files open.
     fn drop(&mut self) {
         if self.owner_pid == std::process::id() {
             for file in &self.files {
@@ -117,7 +117,7 @@ fn open_options(flags: OFlags) -> OpenOptions {
     options
 }
 
-/// A reader's directory is not a setting of it.
+/// A reader's directory is not a setting.
 fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
     if asker == READER {
         return Error::io(format!("cannot {action} {}", dir.display()), error);
@@ -132,7 +132,7 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
     }
     let owner = match text.trim().parse::<u32>() {
         Ok(pid) if Path::new("/proc").join(pid.to_string()).exists() => format!("process {pid}"),
-        Ok(pid) => format!("a process that was started by process {pid}, which is gone"),
+        Ok(pid) => format!("a process that was started by process {pid}, which has exited"),
         Err(_) => "another process".to_owned(),
     };
     Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))

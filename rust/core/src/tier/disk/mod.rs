@@ -1,10 +1,9 @@
 //! The disk tier: frames of one size in one file, a 128-byte record per frame in another, one owner
 //! per directory.
 //!
-//! It keeps bytes under slots and proves them on the way back; it must not know which chunk
-//! deserves to stay (that is `evict`), who waits for a read (`store`), nor the contents of a frame.
-//! It never calls fsync: after a power loss the checksums turn what did not reach the device into
-//! counted misses.
+//! It stores bytes in slots and verifies them on reads. Must not depend on eviction (`evict`), on
+//! waiting reads (`store`) or on the contents of a frame. It never calls fsync: after a power loss,
+//! checksums turn lost writes into counted misses.
 
 mod books;
 pub(crate) mod budget;

@@ -1,8 +1,8 @@
 //! The namespace directories under one disk directory: found, measured, and deleted when room is
 //! needed.
 //!
-//! Deleting touches nothing but the files that this tier makes, in directories whose names are
-//! ours; files of the user stay. It must not read what the files hold.
+//! Deletes only files that this tier creates, in directories named like namespaces; other files
+//! stay. Must not read the contents of files.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -14,8 +14,8 @@ use super::budget::PAGE_BYTES;
 use super::superblock;
 use super::types::DiskConfig;
 
-/// Beginnings of the names of slot files, in the order of their deletion: one that is cut short
-/// leaves no record without its frame.
+/// Prefixes of slot file names, in the order of deletion: an interrupted deletion leaves no record
+/// without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
 /// The name of the file of records of frames of this size.
@@ -28,8 +28,7 @@ pub(crate) fn frames_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
 }
 
-/// Whether a file holds frames or their records; those of earlier versions have no size in their
-/// names.
+/// Returns whether a file holds frames or records; earlier versions had no size in the name.
 fn is_slot_file(name: &str) -> bool {
     SLOT_FILES.iter().any(|kind| {
         let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
@@ -59,7 +58,7 @@ pub(crate) struct Found {
     pub(crate) name: String,
     /// Where it is.
     pub(crate) path: PathBuf,
-    /// What it takes on disk.
+    /// Bytes on disk.
     pub(crate) bytes: u64,
     /// When it was last opened or written (seconds, nanoseconds of Unix time).
     pub(crate) last_used: (i64, i64),
@@ -70,13 +69,13 @@ pub(crate) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(namespace)[..16].to_owned()
 }
 
-/// Where the files of the namespace that is to be served are.
+/// The directory of the namespace to serve.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(dir_name(&config.namespace))
 }
 
-/// Makes a directory (and its parents) that only this user can enter, unless it is there: on a
-/// frozen file system even the attempt would wait.
+/// Creates a directory and its parents, accessible to this user only, unless it exists: on a frozen
+/// file system, even the attempt would hang.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -84,7 +83,7 @@ pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// All namespace directories under `dir` but those that are `open`, the least recently used first.
+/// All namespace directories under `dir` except those in `open`, the least recently used first.
 pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
@@ -98,8 +97,8 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
     Ok(found)
 }
 
-/// Has closed namespaces deleted, the least recently used first, until `is_enough` of the bytes
-/// that are left. Returns those bytes; `note` gets a line for each.
+/// Deletes closed namespaces, the least recently used first, until `is_enough` accepts the
+/// remaining bytes. Returns those bytes; `note` receives a line for each deletion.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
@@ -124,7 +123,7 @@ pub(crate) fn make_room(
     Ok(bytes)
 }
 
-/// Deletes our files in a namespace directory, then the directory where nothing else is in it.
+/// Deletes kvloft's files in a namespace directory, then the directory if it is empty.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     remove_files(path, |_| true)?;
     match fs::remove_dir(path) {
@@ -141,14 +140,14 @@ pub(crate) fn has_strange_files(path: &Path) -> bool {
     })
 }
 
-/// Deletes the slot files of frames of other sizes than these.
+/// Deletes the slot files of all other frame sizes.
 pub(crate) fn remove_other_sizes(path: &Path, sizes: &[u64]) -> io::Result<()> {
     let kept: Vec<_> =
         sizes.iter().flat_map(|size| [index_name(*size), frames_name(*size)]).collect();
     remove_files(path, |name| is_slot_file(name) && !kept.iter().any(|kept| kept == name)).map(drop)
 }
 
-/// Deletes those of our files in a namespace directory that are `meant`; returns whether there were
+/// Deletes kvloft's files in a namespace directory that match `meant`; returns whether there were
 /// any.
 pub(crate) fn remove_files(path: &Path, is_meant: impl Fn(&str) -> bool) -> io::Result<bool> {
     let mut any = false;
@@ -166,10 +165,10 @@ fn is_namespace_name(name: &str) -> bool {
     name.len() == 16 && name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// What vanishes or cannot be looked at meanwhile counts nothing.
+/// Entries that vanish or cannot be read count as nothing.
 ///
-/// A file that is shorter in blocks than in bytes may still fill up, so its length counts. That of
-/// frames of one size among several is punched where others needed room, so its blocks count.
+/// A sparse file can still fill up, so its length counts. With several sizes, files are punched to
+/// make room for others, so blocks count.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));

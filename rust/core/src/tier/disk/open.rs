@@ -26,15 +26,15 @@ use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 impl DiskTier {
-    /// Opens (or makes) the directory and finds the chunks of this namespace: parents before
+    /// Opens or creates the directory and returns the chunks of this namespace: parents before
     /// children, oldest first.
     ///
     /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
-    /// unreadable records; a namespace with a wrong superblock is started afresh. Errors:
-    /// `InvalidConfig` where these settings can never work; `Busy` where another owner lives, and
-    /// `Io` where the system refused or another user may write here: both may pass, so the same
-    /// settings are worth another try later. A failed open leaves nothing that hinders the next.
-    #[expect(clippy::needless_pass_by_value, reason = "the settings are the tier's from here on")]
+    /// unreadable records; a namespace with a wrong superblock is recreated. Errors:
+    /// `InvalidConfig` if these settings can never work; `Busy` if another owner is alive, and `Io`
+    /// if the system refused or another user can write here. The last two can pass, so the caller
+    /// retries later. A failed open leaves nothing that prevents the next one.
+    #[expect(clippy::needless_pass_by_value, reason = "the tier owns the settings from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(&config, &OsFiles)
     }
@@ -47,7 +47,7 @@ impl DiskTier {
         Self::open_at(config, root, &OsFiles)
     }
 
-    /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
+    /// As [`Self::open`], with another source of files, such as one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(
         config: &DiskConfig,
@@ -95,7 +95,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let sizes = config.frame_sizes.all();
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
-            "a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB"
+            "a frame of {frame_bytes} bytes cannot be stored on disk: it must be a multiple of 4096, at most 16 GiB"
         ));
     }
     config.frame_sizes.check()?;
@@ -121,7 +121,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Makes the namespace's directory; what has its name and is none, or is a link to one, goes.
+/// Creates the namespace's directory; replaces a file or link of that name.
 fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
@@ -130,8 +130,7 @@ fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Makes the namespace ours: its superblock is this namespace's, and files under any other are
-/// gone.
+/// Writes this namespace's superblock; deletes the files if there was another one.
 fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
@@ -153,7 +152,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
         }
         Some(Ok(found)) if found.frame_sizes != ours.frame_sizes => {
             books.event(format!(
-                "{} keeps chunks of the sizes that are still used: they were {:?} bytes and are {:?}",
+                "{} keeps its chunks of frame sizes that are still in use: the sizes were {:?} bytes and are now {:?}",
                 dir.display(),
                 found.frame_sizes,
                 ours.frame_sizes
@@ -162,7 +161,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
             return ours.write(dir);
         }
         Some(Ok(_)) => {
-            // Only the description changed; a full disk may keep the old one.
+            // Only the description changed; a full disk can keep the old one.
             let _ = ours.write(dir);
             return Ok(());
         }
@@ -177,7 +176,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
 
 fn start_afresh(dir: &Path, why: &str, books: &mut Books) {
     books.stats.fresh_starts += 1;
-    books.event(format!("{} starts afresh: {why}", dir.display()));
+    books.event(format!("{} is recreated: {why}", dir.display()));
 }
 
 /// Marks the namespace as used now; the least recently used one is deleted first.
@@ -187,10 +186,10 @@ fn touch(dir: &Path) -> io::Result<()> {
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Orders the entries, empties the records of the others, and makes the slots' states.
+/// Orders the entries, clears all other records, and creates the slots' states.
 ///
-/// A dropped chunk whose record cannot be emptied would be found again by a later open, so it
-/// follows the entries and the caller frees it.
+/// A dropped chunk whose record cannot be cleared would be found by a later open, so it is appended
+/// to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = recover::recover(&all);

@@ -1,4 +1,4 @@
-//! What a path may be: whose it is, and what an error there means.
+//! Checks of paths: their owners, and the meaning of errors.
 
 use std::fs::{self, Metadata};
 use std::io::{self, ErrorKind as Io};
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Checks that only this user and root may write the file of `meta`. A file that another user can
+/// Checks that only this user and root can write the file of `meta`. A file that another user can
 /// change is not trusted: the writer of an index chooses which chunk is served under which key.
 /// `Io`, because the operator can fix it while the engine runs.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
@@ -20,7 +20,7 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
         )
     } else if meta.mode() & 0o022 != 0 {
         format!(
-            "{path} may be written by other users (mode {:o}): run `chmod go-w {path}`",
+            "{path} is writable by other users (mode {:o}): run `chmod go-w {path}`",
             meta.mode() & 0o7777
         )
     } else {
@@ -32,7 +32,7 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     Err(Error::new(ErrorKind::Io, message))
 }
 
-/// As `check_owner`, for the file at `path`; a missing file passes, and so does a link, which is
+/// As `check_owner`, for the file at `path`. A missing file passes, and so does a link, which is
 /// never followed.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
@@ -43,8 +43,8 @@ pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     }
 }
 
-/// Whether nothing is at `path`, and its nearest existing ancestor is on the device `dev`. An
-/// ancestor on another device means that the file system was unmounted: nothing was removed.
+/// Returns whether nothing is at `path` and its nearest existing ancestor is on the device `dev`.
+/// An ancestor on another device means that the file system was unmounted: nothing was removed.
 pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
     if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
@@ -54,15 +54,14 @@ pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     there.is_some_and(|meta| meta.dev() == dev)
 }
 
-/// The first of a disk directory and a namespace's directory in it that is missing; the latter if
-/// both are there.
+/// Returns the disk directory if it is missing, else the namespace's directory in it.
 pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
     if disk_path.exists() { namespace } else { disk_path }
 }
 
-/// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can
-/// never work; else `Io`, for permissions are given, file systems mounted and disks emptied while
-/// an engine runs.
+/// Returns the error of an operation on the directory itself: `InvalidConfig` if this `disk_path`
+/// can never work; else `Io`, because permissions, mounts and free space can change while an engine
+/// runs.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     let advice = |problem| {
         format!(
@@ -74,11 +73,11 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         Io::NotADirectory | Io::AlreadyExists => {
             "is, or leads through, something that is not a directory"
         }
-        Io::NotFound => "cannot be created there, for its file system takes no new directory",
+        Io::NotFound => "cannot be created there, because its file system accepts no new directory",
         Io::InvalidFilename => "is not a possible file name",
-        Io::Unsupported => "is on a file system without what a disk tier needs (flock)",
+        Io::Unsupported => "is on a file system without flock, which the disk tier needs",
         Io::PermissionDenied => {
-            return Error::new(ErrorKind::Io, advice("may not be written by this user"));
+            return Error::new(ErrorKind::Io, advice("is not writable by this user"));
         }
         Io::ReadOnlyFilesystem => {
             return Error::new(ErrorKind::Io, advice("is on a read-only file system"));

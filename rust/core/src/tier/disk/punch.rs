@@ -1,8 +1,8 @@
-//! Room that moves from one size class to another: blocks of free slots are given back to the file
-//! system, and punched slots get blocks again.
+//! Moves room from one size class to another: frees the blocks of free slots (punches them), and
+//! allocates blocks for punched slots.
 //!
-//! Only the one thread that grows files does this (`growth`), so no slot is punched and refilled at
-//! the same time. A slot that is punched is free, with an empty record (I3).
+//! Only the thread that grows files does this (`growth`), so no slot is punched and refilled at the
+//! same time. A slot that is punched is free, with an empty record (I3).
 
 use std::io;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// Time until a file system that refused to give blocks back is tried again.
+/// Time until punching is retried after the file system refused it.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
     /// Gives back the blocks of other classes' free slots until they are `bytes` or more. Returns
-    /// false if they are fewer: then none is given back, unless the file system refuses some.
+    /// false if there are fewer; then none is punched, unless the file system refuses some.
     ///
-    /// If the file system is full, only slots that have blocks make room.
+    /// If the file system is full, only slots with blocks make room.
     pub(super) fn give_way(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
@@ -35,7 +35,7 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes free slots of other classes that have `bytes` together, or none.
+    /// Takes free slots of other classes with `bytes` in total, or none.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -61,8 +61,8 @@ impl DiskTier {
         plan.into_iter().filter_map(&mut take).collect()
     }
 
-    /// Gives back the blocks of slots that were taken for it; returns their bytes, or 0 if the file
-    /// system refuses: then they are free again.
+    /// Punches slots that were taken for it; returns their bytes, or 0 if the file system refuses,
+    /// and then they are free again.
     fn punch(&self, class: SizeClass, run: &Range<u32>) -> u64 {
         let Ok(files) = self.files_of(class) else { return 0 };
         match files.punch(run) {
@@ -90,7 +90,7 @@ impl DiskTier {
         books.stats.grow_errors += 1;
         if is_news {
             books.event(format!(
-                "{} cannot use the room of evicted chunks for chunks of another size: {error}",
+                "{} cannot reuse the space of evicted chunks for chunks of another size: {error}",
                 self.config.dir.display()
             ));
         }
@@ -107,7 +107,7 @@ impl DiskTier {
         }
     }
 
-    /// Gives punched slots blocks again, as far as the file system has some.
+    /// Allocates blocks for punched slots, as far as the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
         let punched =
             self.books().of(class).map_or_else(Vec::new, |slots| slots.first_punched(num));

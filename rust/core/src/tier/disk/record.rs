@@ -1,12 +1,12 @@
-//! The 128-byte record of a slot in its class's index: which chunk the slot's frame is, provable on
-//! its own.
+//! The 128-byte record of a slot in its class's index: identifies the chunk in the slot's frame and
+//! verifies itself.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
-//! sequence (u64), saved at (u64, Unix seconds; when it was written, by versions that did not know
-//! more), number of units (u32, 1), depth (u32), number of the slot (u32), zeros (4), checksum of
-//! these 120 bytes (u64). All zeros is an empty slot. Both checksums are XXH3; the record's is
-//! seeded with the namespace and the frame size, so that a record of another namespace or size, or
-//! at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
+//! sequence (u64), time of the save (u64, Unix seconds; the time of the write in early versions),
+//! number of units (u32, 1), depth (u32), number of the slot (u32), zeros (4), checksum of these
+//! 120 bytes (u64). An empty slot is all zeros. Both checksums are XXH3. The seed of the record's
+//! is the first 8 bytes of the namespace (u64) XOR the frame size, so that a record of another
+//! namespace, size or slot is invalid. Must not do I/O or panic on any bytes.
 
 use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
@@ -19,7 +19,7 @@ use crate::ChunkKey;
 pub(crate) const RECORD_BYTES: usize = 128;
 /// A record's bytes.
 pub(crate) type RecordBytes = [u8; RECORD_BYTES];
-/// The record of a slot that holds nothing.
+/// The record of an empty slot.
 pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
@@ -39,18 +39,18 @@ pub(crate) struct Record {
     pub(crate) sequence: u64,
 }
 
-/// What a slot's 128 bytes are.
+/// Result of parsing a slot's 128 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parsed {
-    /// All zeros: nothing is here.
+    /// All zeros: an empty slot.
     Empty,
-    /// A whole record of this namespace and slot.
+    /// A valid record of this namespace and slot.
     Valid(Record),
     /// Anything else: torn, flipped, foreign or misplaced.
     Bad,
 }
 
-/// Where the record of a slot number begins in the index.
+/// Offset of a slot's record in the index.
 pub(crate) fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
@@ -102,7 +102,7 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     let _num_units: [u8; 4] = take(&mut rest);
     let depth = u32::from_le_bytes(take(&mut rest));
     let record = Record { meta: DiskMeta { key, parent, depth, saved_s }, payload, sequence };
-    // Magic, slot, zeros and checksum are right where the same record would be written so.
+    // Magic, slot, zeros and checksum are right if writing the parsed record gives the same bytes.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 

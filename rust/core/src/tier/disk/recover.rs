@@ -1,7 +1,7 @@
-//! From records to entries: what of an index may be believed together.
+//! Turns the records of an index into a consistent set of entries.
 //!
-//! Each record has proved itself; here they are made consistent: one slot per chunk, every parent
-//! present, parents before children, otherwise oldest first. It must not do I/O.
+//! Each record is valid by itself. Together they must have one slot per chunk and every parent; the
+//! order is parents before children, otherwise oldest first. It must not do I/O.
 
 use std::collections::HashMap;
 
@@ -26,12 +26,12 @@ enum Fate {
     Dropped,
 }
 
-/// The entries of an index, and what becomes of each.
+/// The entries of an index, and the fate of each.
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
-    /// Positions by key. Keys are digests, but the writer of an index chooses them; so this stays
-    /// std's map, whose cells depend on a secret number.
+    /// Positions by key. Keys are digests, but an index can be forged, so this is std's map, which
+    /// hashes with a random seed.
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let by_key = HashMap::with_capacity(found.len());
     let mut places = Places { found, fates: vec![Fate::Unknown; found.len()], by_key };
     for &at in &order {
-        // In order of writing, so the newer copy of a chunk takes the older one's place.
+        // In order of writing, so a newer copy of a chunk replaces the older one.
         if let Some(older) = places.by_key.insert(&found[at].meta.key, at) {
             places.fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
@@ -67,10 +67,11 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 }
 
 impl Places<'_> {
-    /// Collects the entry and its ancestors that have no fate yet, and says which fate they share.
+    /// Collects the entry and its ancestors without a fate, and returns their common fate.
     ///
-    /// Depth falls by one each step, so a forged cycle of parents ends too. `before` is a guess at
-    /// the parent that spares most lookups: chunks of a prefix are written one behind the other.
+    /// Depth decreases by one in each step, so a forged cycle of parents ends as well. `before` is
+    /// a guess of the parent that saves most lookups, because chunks of a prefix are written one
+    /// after the other.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

@@ -1,10 +1,10 @@
-//! A disk directory and those of its namespaces that are open in this process: one owner for all,
-//! and one cap.
+//! A disk directory and its namespaces that are open in this process, with one owner and one size
+//! limit.
 //!
-//! Each open namespace claims bytes before its files grow, so that all together stay below the cap
-//! at every instant; closed ones are measured, and may be deleted to make room, open ones never.
-//! While several are open, each leaves the others room for an equal part; what one took when it was
-//! alone it keeps until it is closed. No lock is held while the system works, but one for the first
+//! Each open namespace claims bytes before its files grow, so that the total never exceeds the
+//! limit. Closed namespaces are measured and can be deleted to make room; open ones never are.
+//! While several are open, each leaves room for equal parts; a namespace keeps space that it
+//! claimed alone until it is closed. No lock is held during system calls, except one for the first
 //! to open.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,18 +21,18 @@ use crate::{Error, ErrorKind, Result};
 
 /// A namespace's directory and superblock, counted if several namespaces are open.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
-/// The files grow by about this much at a time: few allocations, and little unused space.
+/// The files grow by about this much at a time: few allocations, little unused space.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 /// If other namespaces may be opened, at most this part of the cap.
 const MAX_EXTENTS: u64 = 16;
-/// Times that room is looked for again because a namespace was opened or closed meanwhile.
+/// Attempts to find room if a namespace is opened or closed meanwhile.
 const TRIES: usize = 16;
-/// Longest that a namespace waits for others that ask for the directory: an engine waits for it,
-/// and host memory would serve.
+/// Longest wait of a namespace for others that lock the directory; an engine can start with host
+/// memory instead.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// What the tiers of one directory in this process share.
+/// State shared by all tiers of one directory in this process.
 #[derive(Debug, Default)]
 pub struct DiskRoot {
     books: Mutex<Books>,
@@ -44,7 +44,7 @@ pub struct DiskRoot {
 #[derive(Debug, Default)]
 struct Books {
     lock: Weak<DirLock>,
-    /// The same, while this process keeps the directory whether or not a namespace is open.
+    /// The lock, while this process keeps the directory even without an open namespace.
     kept: Option<Arc<DirLock>>,
     /// Bytes that each open namespace may take, by its directory's name.
     open: BTreeMap<String, u64>,
@@ -56,8 +56,7 @@ struct Books {
     is_short: bool,
 }
 
-/// The right to the files of one namespace, and with the other owners' to the directory;
-/// released with its last part.
+/// Ownership of one namespace's files and, shared, of the directory; released with its last clone.
 #[derive(Debug)]
 pub(super) struct Owner {
     root: Arc<DiskRoot>,
@@ -65,11 +64,11 @@ pub(super) struct Owner {
     _lock: Arc<DirLock>,
 }
 
-/// What may be taken.
+/// Bytes that can be claimed.
 pub(super) struct Room {
-    /// Bytes that the namespace may take.
+    /// Bytes that the namespace can claim.
     pub(super) bytes: u64,
-    /// Bytes of all other namespaces; 0 where those report their own.
+    /// Bytes of all other namespaces; 0 if those report their own.
     pub(super) foreign_bytes: u64,
 }
 
@@ -83,8 +82,8 @@ impl DiskRoot {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is
-    /// open; makes it where missing. Errors as of [`super::DiskTier::open`].
+    /// Locks the directory for this process until [`Self::let_go`], even without an open namespace;
+    /// creates it if it is missing. Same errors as [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
@@ -98,8 +97,8 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
-    /// Namespaces on disk that this process has not open, by their directories' names, and the
-    /// bytes that each takes; I/O. A directory that is not there has none. Errors of the system.
+    /// Returns the closed namespaces on disk by directory name, with the bytes of each; does I/O. A
+    /// missing directory has none. Errors of the system.
     pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
         match namespaces::scan(dir, &self.open_names()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
@@ -107,7 +106,7 @@ impl DiskRoot {
         }
     }
 
-    /// Bytes of those of `measured` that are not open now, either.
+    /// Bytes of those in `measured` that are still closed.
     pub fn bytes_closed(&self, measured: &BTreeMap<String, u64>) -> u64 {
         let open = self.open_names();
         measured
@@ -117,8 +116,8 @@ impl DiskRoot {
             .fold(0, |sum, of| sum.saturating_add(*of))
     }
 
-    /// The directory's lock, which this process has or takes now, and with it the directory; only
-    /// one thread may ask at a time.
+    /// Returns the directory's lock and takes it if necessary; only one thread can call this at a
+    /// time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
@@ -138,7 +137,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Whether a namespace had no room since this was asked last: to close another would make some.
+    /// Returns whether a namespace had no room since the last call, so that closing another would
+    /// help.
     pub(crate) fn take_short(&self) -> bool {
         std::mem::take(&mut self.books().is_short)
     }
@@ -168,18 +168,18 @@ impl DiskRoot {
     }
 
     /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
-    /// if another process has the directory, or this process has the namespace open or is deleting
-    /// it, or waits for the directory for long.
+    /// if another process has the directory, or if this process has the namespace open, is deleting
+    /// it, or cannot lock the directory in time.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespaces::dir_name(&config.namespace);
-        // Until it claims what it keeps, others must not grow into what its files take.
+        // Until it claims its bytes, others must not grow into them.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut books = self.books();
         if books.open.contains_key(&name) || books.leaving.contains(&name) {
             let message = format!(
-                "{} is in use by this process: it ends soon, or is another's",
+                "{} is in use by this process: it is closing, or another store has it",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
@@ -191,22 +191,22 @@ impl DiskRoot {
 }
 
 impl Owner {
-    /// Most bytes that a file grows by at once.
+    /// Maximum growth of a file at once.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
         share.min(EXTENT_BYTES)
     }
 
-    /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or
-    /// their part.
+    /// Bytes of other open namespaces, which are not measured on disk: their claims, or their
+    /// parts.
     fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
         let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
         let others = books.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
-    /// Claims `want` bytes or fewer, and what it has; closed namespaces go only if else not even
-    /// `enough` fit.
+    /// Claims `want` bytes or fewer in addition to its own; closed namespaces are deleted only if
+    /// `enough` would not fit otherwise.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
@@ -240,7 +240,7 @@ impl Owner {
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
     }
 
-    /// It takes these bytes now, and has no claim to more.
+    /// Reduces its claim to these bytes.
     pub(super) fn settle(&self, bytes: u64) {
         self.root.books().open.insert(self.name.clone(), bytes);
     }

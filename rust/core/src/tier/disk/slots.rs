@@ -1,10 +1,10 @@
-//! Who has which slot of one size class. Pure state, no I/O.
+//! States of the slots of one size class. Pure state, no I/O.
 //!
 //! Invariant: free + punched + reserved + used = slots, and only a free slot is ever handed out.
-//! Slots whose blocks exist come first: a file system without room for more blocks still takes a
-//! write there. The others may be holes, or refused a write. Each kind is handed out in the order
-//! in which its slots became free, so a place that refuses writes is not tried again at once. A
-//! punched slot has no blocks and counts no bytes; `refill` makes it free.
+//! Slots with blocks come first: a full file system still accepts writes there. The others can be
+//! holes, or refused a write. Each kind is handed out in the order of becoming free, so a slot that
+//! refuses writes is not retried at once. A punched slot has no blocks and counts no bytes;
+//! `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -15,15 +15,15 @@ use crate::io::SizeClass;
 /// What a slot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// `true`: its record on disk may not be empty.
+    /// True if its record on disk may not be empty.
     Free(bool),
     /// The caller's, not written; `true` as for `Free`.
     Reserved(bool),
     /// The caller's, with a chunk in it.
     Used,
-    /// Its record is being cleared, or its blocks are being given back.
+    /// Its record is being cleared, or its blocks are being punched.
     Leaving,
-    /// Its record is empty and its blocks were given back.
+    /// Its record is empty and its blocks are punched.
     Punched,
 }
 
@@ -47,14 +47,14 @@ pub(super) struct Slots {
     /// Free slots that may be holes.
     holes: VecDeque<u32>,
     punched: BTreeSet<u32>,
-    /// No hole is handed out: the file system had no block for one.
+    /// No hole is handed out, because the file system had no block for one.
     are_holes_held: bool,
     used: u64,
 }
 
 impl Slots {
-    /// At open: `entries` with a chunk, `unsure` with a record that could not be cleared, and
-    /// `punched` whose blocks were given back.
+    /// At open: `entries` hold a chunk, `unsure` have a record that could not be cleared, and
+    /// `punched` have no blocks.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
@@ -82,14 +82,14 @@ impl Slots {
         Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
     }
 
-    /// What its slots take on disk.
+    /// Bytes of its slots on disk.
     pub(super) fn count(&self) -> SlotCount {
         let num_punched = u32::try_from(self.punched.len()).unwrap_or(u32::MAX);
         let frame_bytes = self.frame_bytes;
         SlotCount { frame_bytes, slots: self.len(), filled: self.len() - num_punched }
     }
 
-    /// Slots that the files are long enough for.
+    /// Slots within the length of the files.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
@@ -99,7 +99,7 @@ impl Slots {
         self.used
     }
 
-    /// Slots that callers hold and have not written.
+    /// Slots reserved by callers and not yet written.
     pub(super) fn reserved(&self) -> u64 {
         let num_free = self.free.len() + self.holes.len() + self.punched.len();
         (self.states.len() - num_free) as u64 - self.used
@@ -125,7 +125,7 @@ impl Slots {
         self.punched.split_off(&len);
     }
 
-    /// The least number of slots that leaves punched ones only beyond it.
+    /// The smallest number of slots after which all slots are punched.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -151,8 +151,8 @@ impl Slots {
         u32::try_from(len).unwrap_or(u32::MAX)
     }
 
-    /// Takes up to `most` free slots whose record is empty, in ascending order; end it with
-    /// `punched` or `left`.
+    /// Takes up to `most` free slots with empty records, in ascending order; the caller ends this
+    /// with `punched` or `left`.
     pub(super) fn take_for_punch(&mut self, most: u32, with_holes: bool) -> Vec<u32> {
         let (mut taken, mut skipped) = (Vec::new(), Vec::new());
         while taken.len() < most as usize {
@@ -170,7 +170,7 @@ impl Slots {
         taken
     }
 
-    /// The blocks of these slots were given back.
+    /// Records that the blocks of these slots were punched.
     pub(super) fn punched(&mut self, slots: impl Iterator<Item = u32>) {
         for slot in slots {
             self.states[slot as usize] = State::Punched;
@@ -178,7 +178,7 @@ impl Slots {
         }
     }
 
-    /// A free slot, now reserved: one that has blocks if there is one.
+    /// Reserves a free slot, one with blocks if possible.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
         let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
@@ -188,12 +188,12 @@ impl Slots {
         Some(slot)
     }
 
-    /// Whether a caller may write the slot.
+    /// Returns whether a caller can write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(State::Reserved(_)))
     }
 
-    /// A write of the record begins: from now on it may be there.
+    /// Records that a write of the record begins: it may be present from now on.
     pub(super) fn unsure(&mut self, slot: SlotId) {
         self.set(slot, State::Reserved(true));
     }
@@ -205,7 +205,7 @@ impl Slots {
         self.has_blocks[slot.number() as usize] = true;
     }
 
-    /// A write was refused, and not for lack of space: others come before this slot.
+    /// Records that a write was refused, and not for lack of space: other slots come first.
     pub(super) fn doubt(&mut self, slot: SlotId) {
         self.has_blocks[slot.number() as usize] = false;
     }
@@ -220,8 +220,8 @@ impl Slots {
         self.are_holes_held = false;
     }
 
-    /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller
-    /// has it.
+    /// Begins to take the slot from its caller, which ends with `left` or `stays`. None if no
+    /// caller has it.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<State> {
         let before = self.states.get(slot.number() as usize).copied();
         let before = before.filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
@@ -238,7 +238,7 @@ impl Slots {
         queue.push_back(slot.number());
     }
 
-    /// The slot stays its caller's, as it was.
+    /// Leaves the slot with its caller, unchanged.
     pub(super) fn stays(&mut self, slot: SlotId, before: State) {
         self.set(slot, before);
         self.used += u64::from(before == State::Used);

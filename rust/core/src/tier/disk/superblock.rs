@@ -1,7 +1,7 @@
 //! `superblock.json`: identifies a namespace directory before any other byte of it is trusted.
 //!
-//! A small JSON object that an operator can read, with a checksum that detects a flipped
-//! digit. It must not decide what happens to a directory whose superblock is wrong.
+//! A small JSON object that an operator can read, with a checksum that detects a flipped digit.
+//! Must not decide what happens to a directory with a wrong superblock.
 
 use std::fmt;
 use std::fs;
@@ -19,17 +19,17 @@ use crate::io::FrameSizes;
 pub(crate) const FORMAT: u32 = 4;
 /// The file's name in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";
-/// Where the next superblock is written before it takes the name.
+/// Temporary name of the next superblock.
 pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
 /// No superblock is longer; a longer file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
-/// A description is cut here, so that the superblock stays within its part of the budget.
+/// Longest description, so that the superblock stays within its part of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
 /// Why a superblock is not believed. Displayed, it completes "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Some other program, or a torn write, left it there.
+    /// Another program or a torn write left it.
     NotOurs,
     /// Its defect.
     Damaged(&'static str),
@@ -49,10 +49,10 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// No frame is larger: what reads one must end.
+/// Largest frame size, so that reading one always ends.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
-/// Whether frames may have this size.
+/// Returns whether this is a valid frame size.
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
     bytes > 0
         && bytes.is_multiple_of(4096)
@@ -60,7 +60,7 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
-/// Whether a namespace may have frames of these sizes.
+/// Returns whether a namespace can have these frame sizes.
 fn are_frame_sizes(sizes: &[u64]) -> bool {
     let are_different = FrameSizes::from(sizes.to_owned()).check().is_ok();
     are_different && sizes.iter().all(|size| is_frame_size(*size))
@@ -85,7 +85,7 @@ fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D
 #[serde(deny_unknown_fields)]
 pub(crate) struct Superblock {
     pub(crate) format: u32,
-    /// Bytes of a frame, by size class. Earlier versions had one size, by another name.
+    /// Bytes of a frame, by size class. Earlier versions had a single size under another name.
     #[serde(alias = "frame_bytes", deserialize_with = "one_or_more")]
     pub(crate) frame_sizes: Vec<u64>,
     namespace: String,
@@ -131,7 +131,7 @@ impl Superblock {
         Ok(parsed)
     }
 
-    /// Reads `dir/superblock.json`; None where there is none.
+    /// Reads `dir/superblock.json`; None if there is none.
     pub(crate) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
@@ -148,26 +148,26 @@ impl Superblock {
         }
     }
 
-    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What
-    /// fails leaves nothing.
+    /// Replaces `dir/superblock.json` atomically. A failure leaves no file.
     pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // A new file: neither a link nor what another process has open is written to.
+            // Creates a new file, so that it never writes to a link or to a file that another
+            // process has open.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
+    /// The full fingerprint; None if the text is not 64 hex digits (`parse` refuses that).
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// What `checksum` must be.
+    /// Returns the expected `checksum`.
     pub(crate) fn compute_checksum(&self) -> String {
         let sizes = self.frame_sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
         let text = format!("{}|{sizes}|{}|{}", self.format, self.namespace, self.description);
@@ -175,7 +175,7 @@ impl Superblock {
     }
 }
 
-/// No link is followed, and no FIFO waited for.
+/// Follows no link and does not block on a FIFO.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

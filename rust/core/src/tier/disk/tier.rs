@@ -1,5 +1,5 @@
-//! An open disk directory: what it is made of, and who is inside. `open` makes one, `growth` and
-//! `local` work with it.
+//! An open disk directory: its parts, and the calls in progress. `open` creates it; `growth` and
+//! `local` use it.
 
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -14,13 +14,13 @@ use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
-/// Reservations rejected after a failed growth before it is retried: space may be freed later.
+/// Number of reservations rejected after a failed growth before the next attempt.
 const ASKS_BEFORE_RETRY: u32 = 256;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any
 /// thread.
 ///
-/// No lock is held while the system works, so one slow or hung call delays no other.
+/// No lock is held during system calls, so a slow or hung call delays no other.
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
@@ -29,9 +29,9 @@ pub struct DiskTier {
     pub(super) books: Mutex<Books>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
-    /// None once closed. Each call that is inside has a part of it, and the last to leave gives the
-    /// directory up: so a call that hangs keeps the directory, and there are never two owners.
-    /// Last, so that it is dropped after all else.
+    /// None once closed. Each call in progress shares ownership, and the last one to return
+    /// releases the directory: a hung call keeps it, so there are never two owners. Declared last,
+    /// so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<Owner>>>,
 }
 
@@ -63,14 +63,14 @@ impl DiskTier {
         Error::io(message, error).with_context("slot", slot.number())
     }
 
-    /// Turns asks for growth away for a while: the file system refused it, or the cap.
+    /// Rejects growth for a while, because the file system or the limit refused it.
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
         growth.is_full = is_full;
         (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
     }
 
-    /// Counts that slots could not be added; an event says so once until some are.
+    /// Counts failures to add slots; logs the first one until slots are added again.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
         let mut books = self.books();

@@ -1,5 +1,4 @@
-//! The disk tier's values: its settings, and what it says about a chunk, about itself and about
-//! damage.
+//! The disk tier's values: settings, chunks, statistics and damage.
 //!
 //! Nothing here does I/O. Sizes are bytes, counts are slots or chunks as named.
 
@@ -30,16 +29,16 @@ impl SlotId {
     }
 }
 
-/// What a disk directory is opened with.
+/// Settings of a disk directory.
 #[derive(Debug, Clone)]
 pub struct DiskConfig {
-    /// The directory (`disk_path`); made where missing. It has one owner at a time.
+    /// The directory (`disk_path`); created if it is missing. It has one owner at a time.
     pub dir: PathBuf,
-    /// Most bytes that the whole directory may take on disk, over all namespaces (`disk_size`).
+    /// Maximum size of the whole directory on disk, over all namespaces (`disk_size`).
     pub cap_bytes: u64,
     /// Sizes of frames, by size class.
     pub frame_sizes: FrameSizes,
-    /// The fingerprint whose chunks are served.
+    /// The namespace whose chunks are served.
     pub namespace: [u8; 32],
     /// One line for `kvloft inspect`: the model and the shape of this namespace.
     pub description: String,
@@ -50,7 +49,7 @@ pub struct DiskConfig {
 pub struct DiskMeta {
     /// The chunk.
     pub key: ChunkKey,
-    /// The chunk before it; the root where `depth` is 0.
+    /// The chunk before it; the root if `depth` is 0.
     pub parent: ChunkKey,
     /// Chunks before it in its prefix: 0 is the first chunk.
     pub depth: u32,
@@ -58,22 +57,22 @@ pub struct DiskMeta {
     pub saved_s: u64,
 }
 
-/// A chunk as it was found at open.
+/// A chunk found at opening.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskEntry {
-    /// Where its frame is.
+    /// The slot of its frame.
     pub slot: SlotId,
     /// What it is.
     pub meta: DiskMeta,
-    /// Grows with every write, over restarts: a smaller one was written earlier.
+    /// Order of writes, over restarts: a smaller number was written earlier.
     pub sequence: u64,
 }
 
 /// Gauges and counters since open.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Slots the files hold now (free, reserved and used ones, of all sizes), except free ones
-    /// whose blocks were given back.
+    /// Slots in the files (free, reserved and used, of all sizes), except free ones whose blocks
+    /// are punched.
     pub slots: u64,
     /// Slots that hold a chunk.
     pub slots_used: u64,
@@ -95,29 +94,28 @@ pub struct DiskStats {
     pub dropped_records: u64,
     /// Chunks dropped at open because the cap became smaller.
     pub dropped_over_cap: u64,
-    /// 1 where the namespace was started afresh because its superblock was wrong, foreign or
-    /// corrupt.
+    /// 1 if the namespace was recreated because its superblock was wrong, foreign or corrupt.
     pub fresh_starts: u64,
-    /// Times that the files could not grow or give back blocks, and writes that the file system had
-    /// no space for; not the cap.
+    /// Failures to grow or punch the files, and writes without space in the file system; reaching
+    /// the limit does not count.
     pub grow_errors: u64,
 }
 
-/// One thing that is not as it should be.
+/// One defect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
     /// The namespace directory's name.
     pub namespace: String,
-    /// The slot's number among those of its size, where it concerns one.
+    /// The slot's number among those of its size, if the defect concerns a slot.
     pub slot: Option<u32>,
     /// Bytes of the slot's frame.
     pub frame_bytes: Option<u64>,
-    /// The key in hex, where the record still names one.
+    /// The key in hex, if the record still has one.
     pub key: Option<String>,
     /// The damage, in a few words.
     pub problem: String,
-    /// True where nothing is known to be damaged: another version made the namespace, so nothing of
-    /// it was checked.
+    /// True if nothing is known to be damaged: another version created the namespace, so nothing
+    /// was checked.
     pub is_other_format: bool,
 }
 

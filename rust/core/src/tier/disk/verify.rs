@@ -1,4 +1,4 @@
-//! Proving every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a
+//! Verifies every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a
 //! time.
 //!
 //! It owns the directory meanwhile (an engine's writes would look like damage) and changes nothing.
@@ -27,7 +27,7 @@ pub struct Verifier {
     /// All chunks, each with the position of its files.
     chunks: Vec<(usize, SlotId)>,
     num_checked: usize,
-    /// Found before the first chunk was read.
+    /// Damage found before the first chunk is read.
     early: Vec<Damage>,
     /// One frame of memory that is aligned as direct reads need it.
     buffer: Frame,
@@ -124,7 +124,7 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
     Some(Damage { key, ..files.damage(name, slot, problem) })
 }
 
-/// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.
+/// Returns whether the frame ends in a trailer of another chunk; a frame without a trailer passes.
 fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
     let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
     trailer.strip_prefix(&MAGIC).is_some_and(|rest| !rest.starts_with(key))

@@ -1,5 +1,5 @@
-//! The frames of one size: which are free, and which chunk has each of the others. It must not know
-//! whose a slab is.
+//! The frames of one size: free frames, and the chunk of each used frame. Must not depend on the
+//! owner of a slab.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// In `holders`: no chunk. Zero, so that `vec!` asks for zeroed memory, which is not touched for
+/// In `holders`: no chunk. Zero, so that `vec!` requests zeroed memory, which takes no pages for
 /// frames that are never used.
 const FREE: u32 = 0;
 const TAKEN: u32 = 1;
@@ -25,7 +25,7 @@ pub(super) struct Grid {
     num_taken: u64,
     /// The chunk that has each frame.
     holders: Vec<u32>,
-    /// The frame that was looked at last for its chunk.
+    /// The last frame examined for its chunk.
     hand: u32,
 }
 
@@ -59,7 +59,7 @@ impl Grid {
         self.free.first().copied()
     }
 
-    /// Whether a frame lies within the first `bytes` of the arena.
+    /// Returns whether a frame is within the first `bytes` of the arena.
     pub(super) fn is_within(&self, number: u32, bytes: u64) -> bool {
         self.frames.is_within(number, bytes)
     }
@@ -86,7 +86,7 @@ impl Grid {
 
     /// Takes a frame back, which is free then if its slab `is_own`.
     pub(super) fn give(&mut self, number: u32, is_own: bool) {
-        debug_assert!(self.is_taken(number), "invariant I8: frame {number} given twice");
+        debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
         self.num_taken -= 1;
         if is_own {
@@ -118,7 +118,7 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// The chunk that has the next frame within the first `bytes`, round after round.
+    /// Returns the chunk of the next frame within the first `bytes`, in rounds.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.is_within(self.hand, bytes) {

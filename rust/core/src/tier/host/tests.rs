@@ -50,7 +50,7 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     assert_eq!(taken(&mut tier), [2, 3]);
     let slab = tier.drain(wanted, Some(first)).unwrap();
     tier.give(FrameId(0));
-    assert_eq!(taken(&mut tier), [0; 0], "what comes back to it stays with it");
+    assert_eq!(taken(&mut tier), [0; 0], "frames returned to it stay with it");
     (1..4).for_each(|frame| tier.give(FrameId(frame)));
     assert!(!tier.is_draining(slab));
     assert_eq!((tier.num_frames(), tier.member().num_slabs().0), ((0, 0), 0));
@@ -81,7 +81,7 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     for frame in &own {
         tier.give(*frame);
     }
-    assert!(!tier.is_hungry(), "the slab is the other class's at once");
+    assert!(!tier.is_hungry(), "the other class has the slab at once");
     let large = grown(&mut tier, TWO);
     assert_eq!(large.len() * 4, own.len());
     for frame in &large {

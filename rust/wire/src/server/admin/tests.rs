@@ -231,7 +231,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     }
 }
 
-/// A server must neither clear nor count chunks in another server's directory.
+/// A server must not clear or count chunks in another server's directory.
 #[test]
 fn clear_is_refused_while_another_server_has_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,4 +1,5 @@
-//! A namespace that is being deleted, a directory that is kept without one, and one that hangs.
+//! Tests of a namespace that is being deleted, a directory without a namespace, and a directory
+//! that hangs.
 
 use std::fs;
 use std::sync::mpsc;
@@ -60,7 +61,7 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
         assert_eq!(
             second.keep(&config.dir).unwrap_err().kind(),
             ErrorKind::Busy,
-            "it is the first one's still"
+            "the first one still has it"
         );
     }
     fs::remove_dir_all(&config.dir).unwrap();
@@ -68,11 +69,11 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
     assert_eq!(
         first.enter(&config).unwrap_err().kind(),
         ErrorKind::Busy,
-        "it is the second one's now"
+        "the second one has it now"
     );
 }
 
-/// A server that takes its directory may hang in the system; its engines have host memory
+/// A server that locks its directory can hang in a system call; its engines use host memory
 /// meanwhile.
 #[test]
 fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {

@@ -64,7 +64,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         tier.free(*slot).unwrap();
     }
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
-    assert_eq!(tier.stats().grow_errors, 1, "it is not tried at every ask");
+    assert_eq!(tier.stats().grow_errors, 1, "it is not retried at every call");
     let events = tier.take_events();
     assert!(events.len() == 1 && events[0].contains("chunks of another size"), "{events:?}");
     assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "they are free slots of their own size");
@@ -75,7 +75,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(LARGE).is_some()
     });
-    assert!(is_there, "it is tried again");
+    assert!(is_there, "it is retried");
 }
 
 #[test]
@@ -151,6 +151,6 @@ fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
     let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });
     assert_eq!(second.reserve(SMALL), None);
     small.drain(..11).for_each(|(_, slot)| first.free(slot).unwrap());
-    assert!(first.reserve(LARGE).is_some(), "it has that room already");
+    assert!(first.reserve(LARGE).is_some(), "it already has that room");
     assert!(blocks(dir.path()) <= config.cap_bytes);
 }

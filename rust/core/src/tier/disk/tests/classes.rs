@@ -1,4 +1,4 @@
-//! Several size classes in a namespace: all chunks come back together, under any cap and sizes.
+//! Several size classes in a namespace: all chunks are found again, for any limit and sizes.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! The suite of every local tier, over this one on sound and on sick files, and over the one in
+//! Runs the suite for local tiers on this tier, with sound and failing files, and on the tier in
 //! memory.
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ struct OnFiles {
     sizes: Vec<u64>,
     dir: Option<tempfile::TempDir>,
     files: FaultFiles,
-    /// Whether faults that say nothing and damage may come too.
+    /// True if silent faults and damage can occur, too.
     is_liar: bool,
     may_lose: AtomicBool,
 }

@@ -1,5 +1,5 @@
-//! Death at any system call (I3): the next open sees whole chunks only, and every chunk that was
-//! reported written.
+//! The process dies at any system call (I3): the next open finds only complete chunks, and every
+//! chunk that was reported as written.
 
 use crate::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,12 +20,12 @@ enum Op {
     Reopen,
 }
 
-/// What a perfect disk would hold, and what the last cut-off operation leaves open.
+/// Contents of a perfect disk, and the uncertain result of the last interrupted operation.
 #[derive(Debug, Default)]
 struct Recorder {
     /// Chunk -> (slot, version) of writes that were reported done.
     written: BTreeMap<u32, (SlotId, u32)>,
-    /// (chunk, version) that may or may not be there: an operation on it was cut off, or failed.
+    /// (chunk, version) pairs that may be present: an operation on them was interrupted or failed.
     doubtful: BTreeSet<(u32, u32)>,
     next_version: u32,
     files: FaultFiles,
@@ -49,7 +49,7 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // What stays is as doubtful as what goes.
+                // Remaining chunks are as uncertain as removed ones.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
@@ -70,12 +70,12 @@ impl Recorder {
             self.doubtful.remove(&(chunk, version));
             self.written.insert(chunk, (slot, version));
         } else {
-            // Also where this fails nothing of it can be read in this life.
+            // Even if this fails, nothing of it can be read by this process.
             let _ = tier.free(slot);
         }
     }
 
-    /// Frees a chunk and, before it, what hangs on it: as the store does.
+    /// Frees a chunk after its descendants, as the store does.
     fn free(&mut self, tier: &DiskTier, chunk: u32) {
         let children = [2 * chunk + 2, 2 * chunk + 3];
         for child in children {
@@ -100,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// Compares with what an open found, byte for byte, and takes that over as the truth.
+    /// Compares the chunks found by an open, byte for byte, and adopts them as the truth.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
@@ -120,7 +120,7 @@ impl Recorder {
             );
             let version = version.unwrap_or_default();
             if !fits || seen.contains_key(&chunk) {
-                // Its record could not be emptied, so it comes last, for the caller to free.
+                // Its record could not be cleared, so it comes last, for the caller to free.
                 prop_assert!(self.files.num_faults() > 0, "parents come first, and each once");
                 uncertain.extend(tier.free(entry.slot).err().map(|_| (chunk, version)));
                 continue;
@@ -181,7 +181,7 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
         if matches!(op, Op::Reopen) {
             drop(tier);
             let Ok((again, found)) = DiskTier::open_with_files(&config, &files) else {
-                // A refusal met the opening, which says nothing about the chunks.
+                // Opening was refused, which proves nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };

@@ -1,5 +1,4 @@
-//! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they
-//! should be.
+//! The rules of a directory: one owner, the size limit, other namespaces, and unexpected files.
 
 use crate::io::SizeClass;
 use std::collections::BTreeSet;
@@ -84,8 +83,8 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
     assert_eq!(fs::read(&file).unwrap(), b"x");
 }
 
-/// What may pass leaves the engine running without its disk, which is tried again; only what never
-/// can ends its start.
+/// A temporary error leaves the engine running without its disk, which is retried; only a permanent
+/// error stops the start.
 #[test]
 fn test_only_what_can_never_work_is_the_settings_fault() {
     use rustix::io::Errno;
@@ -112,7 +111,7 @@ fn test_only_what_can_never_work_is_the_settings_fault() {
     }
     for errno in [Errno::ACCESS, Errno::ROFS] {
         let error = paths::dir_error("open", Path::new("/a/b"), errno.into()).to_string();
-        assert!(!error.contains("os error"), "its reason is said once: {error}");
+        assert!(!error.contains("os error"), "its reason is reported once: {error}");
     }
 }
 
@@ -162,8 +161,8 @@ fn test_the_cap_holds_at_every_instant() {
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path_of = |byte: u8| dir.path().join(namespaces::dir_name(&[byte; 32]));
-    // Made elsewhere, so that none makes room for another; namespace 2 is the least recently used,
-    // then 3, then 1.
+    // Created elsewhere, so that none makes room for another; namespace 2 is the least recently
+    // used, then 3, then 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
         let elsewhere = tempfile::tempdir().unwrap();
         let other = with_namespace(&config(elsewhere.path(), 4), byte);
@@ -237,7 +236,8 @@ fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
     {
         let (tier, _) = open(&large);
         let slots: Vec<_> = (0..8).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        // 2 and 3 are children of 0, which lies in the last slot; 4 and 5 of 1, in the first.
+        // 2 and 3 are children of 0, which is in the last slot; 4 and 5 of 1, which is in the
+        // first.
         for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
             tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
         }
@@ -289,7 +289,7 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         assert!(found.is_empty(), "{name}");
         let events = tier.take_events();
         assert!(
-            tier.stats().fresh_starts == 1 && events[0].contains("starts afresh"),
+            tier.stats().fresh_starts == 1 && events[0].contains("is recreated"),
             "{name}: {events:?}"
         );
         let slot = put(&tier, 1);

@@ -1,4 +1,4 @@
-//! What the tier does when one chosen system call fails.
+//! Behavior of the tier when one chosen system call fails.
 
 use crate::io::SizeClass;
 use std::io;
@@ -62,7 +62,7 @@ fn test_a_slot_that_refused_a_write_is_tried_last() {
         tier.free(slot).unwrap();
         assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (0, 0));
         let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        assert_eq!(order[2], slot, "what failed is handed out last, but it is handed out");
+        assert_eq!(order[2], slot, "the failed slot is handed out last");
     }
 }
 
@@ -71,7 +71,7 @@ fn test_a_write_that_never_reached_its_record_gives_its_slot_back_without_io() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 1));
     for call in 0..2 {
-        let slot = tier.reserve(SizeClass(0)).expect("the slot came back");
+        let slot = tier.reserve(SizeClass(0)).expect("the slot was returned");
         files.inject(Rule::new(Fault::Refuse(EIO)).after(call));
         assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
         tier.free(slot).expect("its record is empty");
@@ -93,7 +93,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     files.heal();
     tier.free(slot).unwrap();
     drop(tier);
-    assert!(open(&config).1.is_empty(), "a write that failed came back");
+    assert!(open(&config).1.is_empty(), "a failed write was returned");
 }
 
 #[test]
@@ -166,19 +166,19 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     assert_eq!(
         [size("frames"), size("index")],
         [2 * FRAME, 256],
-        "what a failed growth took is given back"
+        "a failed growth releases its bytes"
     );
     assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
-    assert_eq!(tier.take_events().len(), 1, "logged once, not for every step");
+    assert_eq!(tier.take_events().len(), 1, "logged once, not at every step");
     let num_errors = tier.stats().grow_errors;
     assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
-    assert!(tier.stats().grow_errors < 100 * num_errors, "it is not tried at every ask");
-    assert!(tier.take_events().is_empty(), "nor of every try");
+    assert!(tier.stats().grow_errors < 100 * num_errors, "it is not retried at every call");
+    assert!(tier.take_events().is_empty(), "nor at every attempt");
     files.heal();
     for (i, slot) in (0..).zip(first) {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    // Room may come back: it is tried again after a while, not at every ask.
+    // Room can become free: it is retried after a while, not at every call.
     let asks = (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");
     assert!(asks <= 257, "{asks}");
 }
@@ -194,7 +194,7 @@ fn test_files_that_could_not_grow_are_tried_again_soon_although_few_ask() {
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(SizeClass(0)).is_some()
     });
-    assert!(is_there, "200 asks are too few to count");
+    assert!(is_there, "200 calls are too few");
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn test_a_file_system_without_allocation_still_works() {
     assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
-/// A file system that cannot allocate ahead and has room for `num_slots` frames.
+/// A file system that cannot preallocate and has room for `num_slots` frames.
 fn small(config: &DiskConfig, num_slots: u64) -> (DiskTier, FaultFiles) {
     let (tier, files) = faulty(config);
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
@@ -241,7 +241,11 @@ fn test_a_slot_that_has_blocks_comes_before_holes() {
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [1]);
     tier.free(slots[1]).unwrap();
-    assert_eq!(tier.reserve(SizeClass(0)), Some(slots[1]), "what an earlier life wrote has blocks");
+    assert_eq!(
+        tier.reserve(SizeClass(0)),
+        Some(slots[1]),
+        "slots written by an earlier process have blocks"
+    );
 }
 
 #[test]
@@ -255,7 +259,7 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();
     let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-    assert_eq!(order[2], slot, "a bad place on disk is tried again and again");
+    assert_eq!(order[2], slot, "a bad slot is retried repeatedly");
 }
 
 #[test]
@@ -281,7 +285,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
-    // Space may come back: a hole is tried after a while, not at every ask.
+    // Space can become free: a hole is tried after a while, not at every call.
     assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
     let asks = (200..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");

@@ -1,5 +1,4 @@
-//! A call that hangs inside the system: nothing waits for it that need not, and there are never two
-//! owners.
+//! A system call hangs: no unrelated call waits for it, and there are never two owners.
 //!
 //! The tests assert the order of events, never a time; a deadlock ends the test by the guard's
 //! long wait.
@@ -16,7 +15,7 @@ use crate::{Error, ErrorKind};
 
 const HUNG: Duration = Duration::from_secs(60);
 
-/// The result of something that must not hang.
+/// Returns the result of a call that must not hang.
 fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
@@ -38,7 +37,7 @@ impl Hanging {
         Self { tier, files, config, _dir: dir }
     }
 
-    /// Runs `work` in a thread of its own until its next such call hangs.
+    /// Runs `work` in a separate thread until its next such call hangs.
     fn hang<T: Send + 'static>(
         &self,
         call: &'static [Call],
@@ -71,7 +70,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         let slot = put(&it.tier, 0);
         let spare: Vec<_> = (1..4).map(|_| it.tier.reserve(SizeClass(0)).unwrap()).collect();
         if call[0] == Call::Allocate {
-            // Growth is what hangs: a tier of its own, before anything is there.
+            // Growth hangs, in a new and empty tier.
             let fresh = Hanging::new(4);
             let hung = fresh.hang(call, |tier| tier.reserve(SizeClass(0)));
             fresh.with(LocalTier::close);
@@ -92,7 +91,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(it.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
         it.files.heal();
-        hung.join().unwrap().expect("it ends as it would have");
+        hung.join().unwrap().expect("it ends as without the hang");
         let found = it.reopen().expect("the last call gave it up");
         assert_eq!(numbers(&found), if call[0] == Call::Write { vec![0, 1] } else { vec![0] });
     }
@@ -109,7 +108,7 @@ fn test_a_closed_tier_with_no_caller_inside_is_given_up_at_once() {
 #[test]
 fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let dir = tempfile::tempdir().unwrap();
-    // One slot more than an extent of one slot has: the second `reserve` grows.
+    // With extents of one slot, the second `reserve` grows the files.
     let small = config(dir.path(), 2);
     let _ = open(&small).0.reserve(SizeClass(0));
     let it = Hanging { config: config(dir.path(), 8), ..Hanging::new(1) };

@@ -56,7 +56,7 @@ fn test_what_others_may_write_is_refused_with_the_fix() {
 #[test]
 fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
     if !rustix::process::geteuid().is_root() {
-        // Only root can give files away; there is no other way to have such a directory.
+        // Only root can change the owner of files, which this test needs.
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
 }
 
-/// A new description is written while the chunks stay, and a link may be in its place.
+/// A new description is written while the chunks stay, even if a link is in its place.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();
@@ -172,7 +172,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
                 _ => rule.on(&[Call::SetLen]),
             });
             if let Err(error) = DiskTier::open_with_files(&config, &files) {
-                assert_eq!(error.kind(), ErrorKind::Io, "it may pass: {error}");
+                assert_eq!(error.kind(), ErrorKind::Io, "it can pass: {error}");
             }
             let (tier, found) = DiskTier::open_with_files(&config, &FaultFiles::default()).unwrap();
             assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![0, 1, 2, 3], 0));
@@ -182,7 +182,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
 
 #[test]
 fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
-    // Two hundred thousand of them took minutes where a cell was a key's first bytes.
+    // Two hundred thousand of them took minutes when the hash was a key's first bytes.
     let entry = |i: u32| {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
@@ -197,8 +197,8 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
-/// A namespace by hand: frames of `frame_bytes`, one valid record, and a file of frames that is a
-/// hole with this at its end.
+/// A handmade namespace: frames of `frame_bytes`, one valid record, and a file of frames that is a
+/// hole with these bytes at its end.
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
     drop(open(&config));
@@ -272,7 +272,7 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
-    // As many slots as there can be: 512 GiB of records, 16 TiB of frames, or as much as the file
+    // The maximum number of slots: 512 GiB of records, 16 TiB of frames, or as much as the file
     // system allows.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();

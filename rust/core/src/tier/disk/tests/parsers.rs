@@ -1,4 +1,4 @@
-//! Parsers and pure parts against any input: never a panic, never a believed lie.
+//! Parsers and pure functions with any input: no panic, and no invalid data is accepted.
 
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ proptest! {
         let mut json = serde_json::to_vec_pretty(&block).unwrap();
         let at = at % json.len();
         json[at] = to;
-        // Spaces between tokens mean nothing; everything else is under the checksum.
+        // Spaces between tokens are ignored; everything else is covered by the checksum.
         prop_assert!(Superblock::parse(&json).map_or(true, |parsed| parsed == block));
     }
 
@@ -114,8 +114,8 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // (chunk, sequence, depth forged where 0): duplicates, orphans and lies about depth all
-        // occur.
+        // (chunk, sequence, depth; a depth of 0 is forged): duplicates, orphans and wrong depths
+        // all occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
             DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
@@ -125,7 +125,8 @@ proptest! {
             let is_parent = |p: &DiskMeta| p.key == e.meta.parent && p.depth + 1 == e.meta.depth;
             e.meta.depth == 0 || all.iter().any(|p| is_parent(&p.meta))
         };
-        // Oracle: newest copy of each key, then drop the parentless until nothing changes.
+        // Oracle: keep the newest copy of each key, then drop chunks without a parent until nothing
+        // changes.
         let mut live: Vec<_> = found.iter().filter(|e| {
             !found.iter().any(|o| o.meta.key == e.meta.key && (o.sequence, o.slot) > (e.sequence, e.slot))
         }).copied().collect();
@@ -141,7 +142,7 @@ proptest! {
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
-            // An entry comes after a younger one only as the ancestor of something older than that.
+            // An entry follows a younger one only if it has an older descendant.
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
         }

@@ -73,7 +73,7 @@ proptest! {
                 Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Corrupt),
             }
         }
-        prop_assert!(served == 6 || bad > 0, "{} of 6 served, and verify saw nothing", served);
+        prop_assert!(served == 6 || bad > 0, "{} of 6 served, and verify found no damage", served);
     }
 }
 
@@ -167,7 +167,7 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
     assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
 }
 
-/// An engine makes superblock, index and frames in this order, and may be killed between them.
+/// An engine creates superblock, index and frames in this order, and can be killed in between.
 #[test]
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
     let dir = tempfile::tempdir().unwrap();
@@ -231,7 +231,7 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
     assert!(
-        event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"),
+        event.ends_with("is recreated: its superblock.json is not one that kvloft wrote"),
         "{event}"
     );
 }
