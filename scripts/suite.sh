@@ -70,16 +70,24 @@ full() {
 }
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
-all() {
-  phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
-  set -m # separate process groups, which end with this script
-  beside_engines >build/logs/beside.log 2>&1 </dev/null &
-  BESIDE=$!
-  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e & # bash runs no trap before a foreground command ends
-  ENGINES=$!
+# in_group COMMAND...: runs in the background, in a process group that ends with this script. In the foreground, bash would run no
+# trap before the command ends.
+GROUPS_TO_END=()
+in_group() {
+  set -m
+  "$@" </dev/null &
+  GROUPS_TO_END+=("-$!")
   set +m
-  trap 'kill -- "-$BESIDE" 2>/dev/null; kill -- "-$ENGINES" 2>/dev/null' EXIT
-  trap 'exit 130' INT TERM
+}
+trap '[ ${#GROUPS_TO_END[@]} = 0 ] || kill -- "${GROUPS_TO_END[@]}" 2>/dev/null' EXIT
+trap 'exit 130' INT TERM
+
+all() {
+  in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
+  wait $! || return
+  GROUPS_TO_END=()
+  in_group beside_engines >build/logs/beside.log 2>&1
+  in_group phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
   wait || true
   cat build/logs/beside.log
   [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED, they did not finish"
@@ -108,7 +116,8 @@ other_environments() {
 }
 
 case "${1:-}-$#" in
-  all-1 | full-2 | short-2) "$@" ;;
+  all-1) all ;;
+  full-2 | short-2) in_group "$@" && wait ;;
   *) echo "usage: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION" >&2 && exit 2 ;;
 esac
 printf '\n'

@@ -8,18 +8,21 @@ TEST_LAST_DEADLINE for tests marked short), tests that have not started by then 
 counted, in the summary and in the file TEST_LEFT_OUT.
 
 Leftovers: a test that leaves a thread or a process behind fails. Otherwise a later test would fail
-now and then, when the thread logs a warning or the process still runs.
+now and then, when the thread logs a warning or the process still runs. SIGTERM ends the tests as
+Ctrl-C does, so that fixtures end their processes.
 """
 
 import gc
 import importlib.metadata
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -69,6 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("timeout", None) is None:
         config.option.timeout = float(config.getini("timeout")) * PACE
     config.stash[LEFT_OUT] = 0
+    signal.signal(signal.SIGTERM, partial(_interrupt, os.getpid()))
+
+
+def _interrupt(tests: int, number: int, _frame: object) -> None:
+    """End the tests, once; a forked process ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    if os.getpid() != tests:
+        os.kill(os.getpid(), number)
+    raise KeyboardInterrupt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,9 @@
 """Tests that end early leave no process behind."""
 
+import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +11,30 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+WAIT_S = 60.0 * float(os.environ.get("TEST_PACE", "1"))
 START = "import pathlib, signal, sys; from e2e.client import Zygote"
 START += "; print(Zygote(pathlib.Path(sys.argv[1]))._process.pid, flush=True); signal.pause()"
+COMMAND = """#!/usr/bin/env bash
+[[ $1 == -c || $FIRST != env.sh && $0 == */env.sh ]] && exit 0
+echo "$(basename "$0")" >&"$STARTED"
+sleep 1000 &
+sleep 1000
+"""
+"""Replaces each command of `make test`: has a child, and runs until it is ended."""
+ENGINE_TEST = """
+import os, subprocess, time
+
+def test_engine():
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True, close_fds=False)
+    try:
+        os.write(int(os.environ["STARTED"]), b"engine\\n")
+        time.sleep(1000)
+    finally:
+        process.kill()
+        process.wait()
+"""
+"""Has a child in another session, as engines are: only the test can end it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -26,3 +50,80 @@ def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: 
     finally:
         signal.pidfd_send_signal(zygote, signal.SIGKILL)
         os.close(zygote)
+
+
+@pytest.mark.parametrize("first", ["env.sh", "cargo", "python"])
+def test_make_test_that_is_ended_ends_all_its_processes(tmp_path: Path, first: str) -> None:
+    """``first``: the command that runs by then, in the first phase or in one of two parallel
+    ones.
+    """
+    for name in ("scripts/env.sh", "bin/cargo", ".venv-0.32.0/bin/python"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(COMMAND)
+        path.chmod(0o755)
+    shutil.copy(REPOSITORY / "scripts" / "suite.sh", tmp_path / "scripts")
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    search_path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    assert_all_end(["make", "test"], tmp_path, first, FIRST=first, PATH=search_path)
+
+
+def test_tests_that_are_ended_clean_up(tmp_path: Path) -> None:
+    (tmp_path / "test_engine.py").write_text(ENGINE_TEST)
+    (tmp_path / "conftest.py").symlink_to(REPOSITORY / "tests" / "conftest.py")
+    options = ["-p", "no:cacheprovider", "-o", "timeout=600", "--rootdir=."]
+    argv = [sys.executable, "-m", "pytest", *options, "test_engine.py"]
+    assert_all_end(argv, tmp_path, "engine")
+
+
+def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> None:
+    """Run ``argv`` until a process below it writes the line ``started``, and end ``argv`` by
+    SIGTERM: no process below it may be left. Each of them has the pipe open.
+    """
+    reader, writer = os.pipe()
+    pipe = os.readlink(f"/proc/self/fd/{writer}")
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env=os.environ | env | {"STARTED": str(writer)},
+            pass_fds=[writer],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    os.close(writer)
+    lines = b""
+    try:
+        while started not in lines.decode().split("\n")[:-1]:
+            piece = read_in_time(reader)
+            assert piece, log.read_text()
+            lines += piece
+        process.terminate()
+        process.wait(WAIT_S)
+        while read_in_time(reader):
+            pass
+    finally:
+        os.close(reader)
+        for pid in holders(pipe):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def read_in_time(pipe: int) -> bytes:
+    """Return what was written; nothing if no process has the other end."""
+    assert select.select([pipe], [], [], WAIT_S)[0], "a process is left"
+    return os.read(pipe, 4096)
+
+
+def holders(pipe: str) -> list[int]:
+    """Return the processes that have the pipe open."""
+    found = []
+    for fds in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(fd) == pipe for fd in fds.iterdir()):
+                found.append(int(fds.parent.name))
+    return found

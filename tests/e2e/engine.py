@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import shapes
+from .zygote import end_with
 
 STALL_STEPS = 20000
 
@@ -387,11 +388,14 @@ class Engine:
 
 
 def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:
+    """Run ``run`` in a child, which ends with this process."""
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     status = 1
     try:
+        end_with(parent)
         os.setsid()
         _redirect(log)
         os.environ.update(env)
