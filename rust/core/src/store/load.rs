@@ -75,9 +75,10 @@ impl Held {
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks in host memory, and queues reads of the chunks after them.
+    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
+    /// here is a chunk's ancestry verified.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
-        let (host, any) = self.find(prefix);
+        let (host, any) = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host), ..Held::default() };
         if any > host {
             held.loads = self.want_reads(prefix, host, any);
