@@ -385,7 +385,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     ConfigError if it refuses.
     """
 
-def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
+def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Have the server at ``socket`` forget a namespace in every tier, for all its engines; returns
     how many chunks.
 

@@ -92,7 +92,7 @@ fn two_models_fill_their_shares_of_one_arena() {
         save(&stores[0], prompt, &[0, 1]);
         save(&stores[1], prompt, &[0, 1, 1]);
         for store in &stores {
-            store.give_way();
+            store.release_slab();
         }
     }
     let used: u64 = stores.iter().map(|store| stat(store, "host_used_bytes")).sum();

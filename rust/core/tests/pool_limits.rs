@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{ReadLease, Store, StoreConfig, Way};
+use kvloft_core::store::{ReadLease, SlabRelease, Store, StoreConfig};
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
@@ -72,13 +72,14 @@ fn is_there(store: &Store, prompt: u32) -> bool {
 
 fn all_give_way(stores: &[Store]) {
     for store in stores {
-        store.give_way();
+        store.release_slab();
     }
 }
 
 /// Has the store give way until it gave a slab.
 fn gives(store: &Store) -> bool {
-    (0..100).map(|_| store.give_way()).find(|way| *way != Way::Working) == Some(Way::Gave)
+    (0..100).map(|_| store.release_slab()).find(|outcome| *outcome != SlabRelease::InProgress)
+        == Some(SlabRelease::Released)
 }
 
 #[test]
@@ -107,7 +108,7 @@ fn a_store_with_all_slabs_makes_room_for_one_with_few() {
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
     stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
-    assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would do");
+    assert_eq!(stores[1].release_slab(), SlabRelease::NotNeeded, "none of its slabs would do");
     assert!(gives(&stores[0]), "though it has less than its share");
     assert_eq!(save(&stores[2], 0), 0);
     for prompt in 10..30 {

@@ -139,8 +139,8 @@ fn meta(number: u32) -> DiskMeta {
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames of
-/// `frame_bytes`.
+/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames
+/// of `frame_bytes`.
 fn open_full(
     [frame_bytes, other_bytes]: [usize; 2],
     num_frames: usize,

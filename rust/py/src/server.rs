@@ -109,7 +109,7 @@ pub(crate) fn server_status(
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
-pub(crate) fn server_forget(
+pub(crate) fn server_clear(
     py: Python<'_>,
     socket: PathBuf,
     namespace: &str,

@@ -320,13 +320,13 @@ impl Session {
         Ok(self.inner.being_read(blocks.as_deref()))
     }
 
-    /// Forget chunks (and what hangs on them) in every tier; returns how many were dropped.
+    /// Remove chunks, and all chunks below them, from every tier; return the number removed.
     fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
     }
 
-    /// Forget everything in every tier.
+    /// Remove everything from every tier.
     fn clear(&self, py: Python<'_>) {
         py.detach(|| self.inner.clear());
     }

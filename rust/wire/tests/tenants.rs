@@ -134,13 +134,13 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
     let state = chain(7, Some("a"), 2, 1);
-    let beside = SaveRequest {
+    let attached = SaveRequest {
         prefix: (&state).into(),
         units: 0..1,
         class: SizeClass(0),
         is_attached: true,
     };
-    assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
+    assert_eq!(engine.reserve_many(&[attached]).expect("in range").1[0].num_dropped, 1);
     after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
 }
 

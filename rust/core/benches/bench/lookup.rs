@@ -31,7 +31,7 @@ pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
 }
 
 /// A store full of prompts of `num_blocks` chunks. No frame is written, so it takes no memory but
-/// for its books.
+/// for its index.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),

@@ -94,8 +94,7 @@ impl EngineSession {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
-    // -- lookups and loads
-    // --------------------------------------------------------------------------------------
+    // -- lookups and loads ----------------------------------------------------------------------
 
     /// Returns the number of leading units that every full-attention group has stored: no hit is
     /// deeper. Without such a group, all units that have keys.
@@ -226,8 +225,7 @@ impl EngineSession {
         Ok((batch, by_tier))
     }
 
-    // -- saves
-    // --------------------------------------------------------------------------------------------------
+    // -- saves ----------------------------------------------------------------------------------
 
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank
     /// could not write. Tickets that are not in flight mean nothing. Those of `misfits`, which are

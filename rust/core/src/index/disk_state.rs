@@ -1,6 +1,6 @@
 //! Life of a chunk in the disk tier.
 //!
-//! | state \ event | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
+//! | state | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
 //! |---|---|---|---|---|---|---|---|---|---|---|
 //! | Absent | Queued | - | - | - | - | - | Stored | - | - | - |
 //! | Queued | - | Blocked | - | Absent | Writing | - | Stored | - | - | - |

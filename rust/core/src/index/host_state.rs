@@ -1,6 +1,6 @@
 //! Life of a chunk in the host tier.
 //!
-//! | state \ event | Want | Read | Reserve | Fill | Show | Fail | Leave |
+//! | state | Want | Read | Reserve | Fill | Show | Fail | Leave |
 //! |---|---|---|---|---|---|---|---|
 //! | Absent | Queued | - | Saving | - | - | - | - |
 //! | Queued | - | Reading | Saving | - | - | Absent | Absent |

@@ -44,8 +44,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` of `fd`, whose size the caller has made sure is enough and cannot
-    /// shrink.
+    /// Maps the first `size_bytes` of `fd`, whose size the caller has made sure is enough and
+    /// cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
@@ -67,8 +67,8 @@ impl Mapping {
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
         match (offset_in, end) {
             (Some(offset), Some(end)) if end <= self.size_bytes => {
-                // SAFETY: offset is at most the mapping's size, which is at most isize::MAX (checked
-                // before mapping).
+                // SAFETY: offset is at most the mapping's size, which is at most isize::MAX
+                // (checked before mapping).
                 Ok(unsafe { self.start.add(offset) })
             }
             _ => Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
@@ -122,10 +122,10 @@ impl Frame {
 
     /// Its bytes, while a lease keeps workers from writing to it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these bytes
-        // is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another store
-        // lends only frames in slabs of its own (HostTier). Workers write only frames that are
-        // reserved for them, and the store reads a frame only once it is visible.
+        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these
+        // bytes is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another
+        // store lends only frames in slabs of its own (HostTier). Workers write only frames that
+        // are reserved for them, and the store reads a frame only once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
@@ -204,8 +204,8 @@ impl HostArena {
         Ok((arena, frames))
     }
 
-    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of 4096;
-    /// `Io` if the system refuses.
+    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of
+    /// 4096; `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
@@ -329,7 +329,8 @@ impl Arena {
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// Memory of this process alone, for the private copies from which parts are sealed and checked.
+    /// Memory of this process alone, for the private copies from which parts are sealed and
+    /// checked.
     pub fn private(size_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(size_bytes)?;
         Self::open(&memory.path(), size_bytes)

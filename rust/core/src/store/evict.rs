@@ -17,7 +17,7 @@ use crate::store::disk::work::{Clearing, JobInFlight};
 use crate::store::open::Store;
 use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
-use crate::tier::disk::{self, DiskRoot, Erased};
+use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
 /// Entries visited by one call: some 0.2 ms.
 const SLICE: u32 = 2048;
@@ -62,8 +62,8 @@ impl Store {
                 _ => return self.evicted_since(before, true),
             }
         }
-        let is_erased = what.is_host_only || !walk.is_blind && self.wait_erased(deadline);
-        self.evicted_since(before, !is_erased)
+        let is_off_disk = what.is_host_only || !walk.is_blind && self.wait_off_disk(deadline);
+        self.evicted_since(before, !is_off_disk)
     }
 
     fn evicted_since(&self, before: Option<Evicted>, is_cut_short: bool) -> Evicted {
@@ -72,18 +72,18 @@ impl Store {
     }
 
     /// Waits until every chunk removed so far is off the disk.
-    fn wait_erased(&self, deadline: Instant) -> bool {
+    fn wait_off_disk(&self, deadline: Instant) -> bool {
         let Some(mark) = self.inner.with_state(State::new_ticket) else { return false };
         self.inner.wait(deadline, |state| {
-            let is_erased = state.is_erased(mark);
-            (is_erased || !state.disk.cannot_settle_by(state.now)).then_some(is_erased)
+            let is_off_disk = state.is_off_disk(mark);
+            (is_off_disk || !state.disk.cannot_settle_by(state.now)).then_some(is_off_disk)
         })
     }
 }
 
 impl State {
     /// Returns true if every chunk removed before `mark` is off the disk.
-    fn is_erased(&self, mark: u64) -> bool {
+    fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
             work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
@@ -191,16 +191,18 @@ impl State {
     }
 }
 
-/// Erases the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
+/// Removes the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
 /// names begin with `prefix`.
 ///
 /// `root` is that of the open stores. `Io` if the directory cannot be listed.
-pub fn erase_closed(
+pub fn remove_closed(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
     prefix: &str,
     salt: Option<SaltTag>,
-) -> Result<Erased> {
+) -> Result<RemovedChunks> {
     let is_meant = |root: &crate::ChunkKey| salt.is_none() || SaltTag::of_root(root) == salt;
-    disk::erase(&settings.dir, settings.cap_bytes, root, prefix, |first| is_meant(&first.parent))
+    disk::remove_closed(&settings.dir, settings.cap_bytes, root, prefix, |first| {
+        is_meant(&first.parent)
+    })
 }

@@ -78,7 +78,7 @@ impl Locked {
             state.remove_slice();
         }
         if state.host.is_hungry() {
-            state.give_way();
+            state.release_slab();
         }
         let has_jobs = state.disk.has_jobs();
         drop(state);

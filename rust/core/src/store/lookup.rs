@@ -1,9 +1,9 @@
 //! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
 //! its end.
 //!
-//! While trees are being removed presence has gaps, so the ancestors of the chunk found are checked.
-//! A record on disk may also claim a wrong place: a lookup may then report more than a lease gets,
-//! because only a lease compares the chunks with the prefix, once per chunk.
+//! While trees are being removed presence has gaps, so the ancestors of the chunk found are
+//! checked. A record on disk may also claim a wrong place: a lookup may then report more than a
+//! lease gets, because only a lease compares the chunks with the prefix, once per chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;

@@ -76,7 +76,7 @@ impl Store {
         config.num_frames("host_size")?; // an invalid store must not create a directory
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
         Ok(Some(Box::new(move || {
-            let (disk, found) = DiskTier::open_beside(&tier, &root)?;
+            let (disk, found) = DiskTier::open_in(&tier, &root)?;
             Ok((Arc::new(disk), found))
         })))
     }

@@ -8,7 +8,7 @@ use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
 use crate::store::state::State;
-use crate::store::tenants::quota::Room;
+use crate::store::tenants::quota::FrameSource;
 use crate::tier::host::FrameFor;
 use crate::{Error, ErrorKind, Result};
 
@@ -193,9 +193,10 @@ impl State {
         if !fits {
             return Err(Refused::NoPlace);
         }
-        let room = self.room_for(&new, parent, class);
-        let refused = if room == Room::Any { Refused::NoPlace } else { Refused::Quota };
-        let frame = self.take_frame_under(parent, room, (class, FrameFor::Save)).ok_or(refused)?;
+        let source = self.source_for(&new, parent, class);
+        let refused = if source == FrameSource::Any { Refused::NoPlace } else { Refused::Quota };
+        let frame =
+            self.take_frame_under(parent, source, (class, FrameFor::Save)).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
         let own = own.and_then(|_| self.index.get(&new.key)); // the eviction may have removed it

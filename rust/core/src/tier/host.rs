@@ -28,7 +28,7 @@ pub(crate) enum FrameFor {
 
 /// Whose a slab is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Owner {
+enum SlabState {
     Foreign,
     /// It holds this tier's frames of a size.
     Own(SizeClass),
@@ -38,7 +38,7 @@ enum Owner {
 
 #[derive(Debug, Clone, Copy)]
 struct Slab {
-    owner: Owner,
+    state: SlabState,
     /// Frames taken that lie in it.
     num_used: u32,
 }
@@ -52,8 +52,8 @@ pub(crate) struct Wanted {
     class: Option<SizeClass>,
 }
 
-/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at a
-/// time.
+/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at
+/// a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     member: Member,
@@ -71,8 +71,8 @@ pub(crate) struct HostTier {
 }
 
 impl HostTier {
-    /// New memory for one store alone. `InvalidConfig` for sizes that do not fit; `Io` if the system
-    /// refuses memory.
+    /// New memory for one store alone. `InvalidConfig` for sizes that do not fit; `Io` if the
+    /// system refuses memory.
     pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
         let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
         tier.max_empty = u32::MAX;
@@ -92,7 +92,7 @@ impl HostTier {
             member: Member::join(pool, percent),
             grids: grids.collect(),
             frames,
-            slabs: vec![Slab { owner: Owner::Foreign, num_used: 0 }; pool.num_slabs() as usize],
+            slabs: vec![Slab { state: SlabState::Foreign, num_used: 0 }; pool.num_slabs() as usize],
             num_empty: 0,
             max_empty: MAX_EMPTY,
             limit_bytes: u64::MAX,
@@ -219,7 +219,7 @@ impl HostTier {
         let grid = &mut self.grids[class.index()];
         let at = grid.slab_of(number);
         let slab = &mut self.slabs[at];
-        let is_own = slab.owner == Owner::Own(class);
+        let is_own = slab.state == SlabState::Own(class);
         grid.give(number, is_own);
         slab.num_used -= 1;
         if slab.num_used == 0 {
@@ -260,12 +260,12 @@ impl HostTier {
         self.grids.iter().min_by_key(|grid| grid.num_free()).map(Grid::class)
     }
 
-    /// Takes one more slab, if there is one with a frame that will do: a free one, or an empty one of
-    /// another class.
+    /// Takes one more slab, if there is one with a frame that will do: a free one, or an empty one
+    /// of another class.
     fn add_slab(&mut self, class: SizeClass, what_for: FrameFor) -> bool {
         let end = if what_for == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
         let is_spare = |slab: &Slab| {
-            slab.num_used == 0 && matches!(slab.owner, Owner::Own(other) if other != class)
+            slab.num_used == 0 && matches!(slab.state, SlabState::Own(other) if other != class)
         };
         let spare = || self.slabs.iter().take(end as usize).position(is_spare);
         let at = if self.num_empty > 0 { spare() } else { None };
@@ -284,8 +284,8 @@ impl HostTier {
 
     /// The slab holds frames of `class` from now on.
     fn own(&mut self, at: usize, class: SizeClass) {
-        let Slab { owner, num_used } = &mut self.slabs[at];
-        *owner = Owner::Own(class);
+        let Slab { state, num_used } = &mut self.slabs[at];
+        *state = SlabState::Own(class);
         self.num_empty += u32::from(*num_used == 0);
         self.grids[class.index()].add_slab(at);
         self.hungry = self.hungry.filter(|hungry| *hungry != class);
@@ -293,10 +293,10 @@ impl HostTier {
 
     /// Makes the slab foreign, so that none of its frames is free.
     fn disown(&mut self, at: usize) {
-        let Slab { owner, num_used } = &mut self.slabs[at];
-        let (Owner::Own(class) | Owner::Draining(class)) = *owner else { return };
-        self.num_empty -= u32::from(*num_used == 0 && *owner == Owner::Own(class));
-        *owner = Owner::Foreign;
+        let Slab { state, num_used } = &mut self.slabs[at];
+        let (SlabState::Own(class) | SlabState::Draining(class)) = *state else { return };
+        self.num_empty -= u32::from(*num_used == 0 && *state == SlabState::Own(class));
+        *state = SlabState::Foreign;
         self.grids[class.index()].remove_slab(at);
     }
 
@@ -304,7 +304,7 @@ impl HostTier {
     /// pool.
     fn lose(&mut self, at: usize) {
         debug_assert!(
-            self.slabs[at].num_used == 0 && self.slabs[at].owner != Owner::Foreign,
+            self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
             "invariant I4: slab {at} is used"
         );
         self.disown(at);
@@ -332,7 +332,8 @@ impl HostTier {
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
-            *at < end && matches!(self.slabs[*at].owner, Owner::Own(of) if Some(of) != wanted.class)
+            *at < end
+                && matches!(self.slabs[*at].state, SlabState::Own(of) if Some(of) != wanted.class)
         };
         let fewest =
             |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
@@ -349,9 +350,9 @@ impl HostTier {
         };
         let at = coldest.filter(is_better).unwrap_or(fewest);
         let id = SlabId(u32::try_from(at).ok()?);
-        let Owner::Own(class) = self.slabs[at].owner else { return None };
+        let SlabState::Own(class) = self.slabs[at].state else { return None };
         self.num_empty -= u32::from(self.slabs[at].num_used == 0);
-        self.slabs[at].owner = Owner::Draining(class);
+        self.slabs[at].state = SlabState::Draining(class);
         self.grids[class.index()].remove_slab(at);
         if self.slabs[at].num_used == 0 {
             self.lose(at);
@@ -362,22 +363,24 @@ impl HostTier {
     /// The slab is used again, if it is still being emptied.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
-        if let Owner::Draining(class) = self.slabs[at].owner {
+        if let SlabState::Draining(class) = self.slabs[at].state {
             self.own(at, class);
         }
     }
 
     /// True if the slab is to be released once its last frame is free.
     pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
-        matches!(self.slabs[slab.0 as usize].owner, Owner::Draining(_))
+        matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number `from`,
-    /// and the number of its frame.
+    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number
+    /// `from`, and the number of its frame.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
-        match self.slabs[slab.0 as usize].owner {
-            Owner::Foreign => None,
-            Owner::Own(class) | Owner::Draining(class) => self.grid(class).next_holder(slab, from),
+        match self.slabs[slab.0 as usize].state {
+            SlabState::Foreign => None,
+            SlabState::Own(class) | SlabState::Draining(class) => {
+                self.grid(class).next_holder(slab, from)
+            }
         }
     }
 }

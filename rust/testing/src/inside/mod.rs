@@ -1,5 +1,5 @@
-//! The part of kvloft's test support that needs private items of kvloft-core: compiled as a module of
-//! that crate, with its feature `testing`.
+//! The part of kvloft's test support that needs private items of kvloft-core: compiled as a module
+//! of that crate, with its feature `testing`.
 //!
 //! `Store::check`, which recounts the store's invariants, has the same feature.
 

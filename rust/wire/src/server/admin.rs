@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvloft_core::store::{Evict, erase_closed, erase_expired};
-use kvloft_core::tier::disk::Erased;
+use kvloft_core::store::{Evict, remove_closed, remove_expired};
+use kvloft_core::tier::disk::RemovedChunks;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
@@ -90,13 +90,13 @@ impl ServerState {
         {
             let (disk, root, request) =
                 (disk.clone(), Arc::clone(&self.namespaces.disk), request.clone());
-            let erase = move || erase_closed(&disk, &root, &request.namespace, request.tenant);
-            let erased = self.erase_within(deadline, erase)?;
-            all.num_namespaces += erased.num_namespaces;
-            all.num_chunks += erased.num_chunks;
-            all.disk_bytes += erased.num_bytes;
-            all.is_cut_short |= erased.is_cut_short;
-            return Ok(erased.open);
+            let remove = move || remove_closed(&disk, &root, &request.namespace, request.tenant);
+            let removed = self.remove_within(deadline, remove)?;
+            all.num_namespaces += removed.num_namespaces;
+            all.num_chunks += removed.num_chunks;
+            all.disk_bytes += removed.num_bytes;
+            all.is_cut_short |= removed.is_cut_short;
+            return Ok(removed.open);
         }
         Ok(BTreeSet::new())
     }
@@ -149,16 +149,16 @@ impl ServerState {
     fn clear_closed(&self, id: &str, deadline: Instant) -> Result<u64> {
         let Some(disk) = self.config.disk.clone() else { return Ok(0) };
         let (root, prefix) = (Arc::clone(&self.namespaces.disk), id.to_owned());
-        let erased =
-            self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
-        self.log_cleared(erased.num_chunks, id);
-        if erased.is_cut_short || !erased.open.is_empty() {
+        let removed =
+            self.remove_within(deadline, move || remove_closed(&disk, &root, &prefix, None))?;
+        self.log_cleared(removed.num_chunks, id);
+        if removed.is_cut_short || !removed.open.is_empty() {
             let message = format!(
                 "some chunks of namespace {id} remain: it is being opened, or the disk does not respond; run this again"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        Ok(erased.num_chunks)
+        Ok(removed.num_chunks)
     }
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
@@ -187,14 +187,14 @@ impl ServerState {
         )
     }
 
-    /// Returns the result of `erase`, or one with `is_cut_short` at the deadline.
-    fn erase_within(
+    /// Returns the result of `remove`, or one with `is_cut_short` at the deadline.
+    fn remove_within(
         &self,
         deadline: Instant,
-        erase: impl FnOnce() -> Result<Erased> + Send + 'static,
-    ) -> Result<Erased> {
-        let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
-        self.run_within(deadline, erase)?.unwrap_or_else(cut_short)
+        remove: impl FnOnce() -> Result<RemovedChunks> + Send + 'static,
+    ) -> Result<RemovedChunks> {
+        let cut_short = || Ok(RemovedChunks { is_cut_short: true, ..RemovedChunks::default() });
+        self.run_within(deadline, remove)?.unwrap_or_else(cut_short)
     }
 
     /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The
@@ -204,9 +204,9 @@ impl ServerState {
         deadline: Instant,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<Option<T>> {
-        let Some(guard) = self.erase_lock.lock(deadline) else { return Ok(None) };
+        let Some(guard) = self.closed_lock.lock(deadline) else { return Ok(None) };
         let (send, receive) = mpsc::channel();
-        spawn("erase", move || {
+        spawn("remove", move || {
             let done = work();
             drop(guard);
             let _none_waits = send.send(done);
@@ -225,8 +225,8 @@ impl ServerState {
     /// Removes expired chunks of closed namespaces.
     pub(crate) fn remove_expired(&self) {
         let Some(disk) = &self.config.disk else { return };
-        let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
-        let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
+        let removed = remove_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
+        let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
             self.log(format!(
                 "removed {num_chunks} expired chunks on disk of namespaces without engines"

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
-use kvloft_core::store::Way;
+use kvloft_core::store::SlabRelease;
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
@@ -209,7 +209,9 @@ impl Namespaces {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
         stores.sort_by_cached_key(|store| Reverse(store.num_slabs().1));
-        stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
+        stores.iter().any(|store| {
+            matches!(store.release_slab(), SlabRelease::Released | SlabRelease::InProgress)
+        })
     }
 
     /// Removes the idle namespaces without memory; and one more if another namespace needs disk

@@ -53,7 +53,7 @@ pub(crate) struct ServerState {
     /// Held by an eviction, which counts its chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
     /// Held during work on the disk of closed namespaces, which may hang.
-    pub(crate) erase_lock: Arc<TimedLock>,
+    pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
     pub(crate) events: Mutex<Vec<String>>,
@@ -83,7 +83,7 @@ impl ServerState {
             namespaces: Namespaces::default(),
             housekeeper: Arc::default(),
             evict_lock: Arc::default(),
-            erase_lock: Arc::default(),
+            closed_lock: Arc::default(),
             peers: Mutex::default(),
             peer_left: Condvar::new(),
             events: Mutex::default(),

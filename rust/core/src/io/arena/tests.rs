@@ -51,7 +51,7 @@ fn system_places_memory() -> bool {
 /// On this machine's first node, which is the only one that there surely is: every other page of
 /// more than one call's ranges.
 #[test]
-fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
+fn ranges_are_placed_for_every_mapping_and_no_other_page() {
     let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
     let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
     let place =

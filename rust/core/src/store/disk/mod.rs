@@ -6,7 +6,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, fair shares of disk time, a queue of chunks |
+//! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, shares of disk time, queue of chunks |
 //! | `work` | everything the lock guards for the disk tier: queues, jobs in flight, breakers |
 //! | `transitions` | changes a chunk's state, with everything that follows from it |
 //! | `slots` | free a slot for a chunk that is about to be written |

@@ -4,22 +4,23 @@ use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
 use crate::io::{FrameId, SizeClass};
 use crate::store::state::State;
-use crate::store::tenants::quota::{Room, group};
+use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameFor;
 
-/// Most chunks for one frame that are evicted, and most that are skipped because their frames do not
-/// fit its purpose.
+/// Most chunks for one frame that are evicted, and most that are skipped because their frames do
+/// not fit its purpose.
 const MAX_VICTIMS: usize = 64;
 
 impl State {
-    /// Takes a frame of `class` from `room` for a child of `parent`, which is not evicted meanwhile.
+    /// Takes a frame of `class` from `source` for a child of `parent`, which is not evicted
+    /// meanwhile.
     pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
-        room: Room,
+        source: FrameSource,
         (class, what_for): (SizeClass, FrameFor),
     ) -> Option<FrameId> {
-        if room == Room::Any
+        if source == FrameSource::Any
             && let Some(frame) = self.host.take(class, what_for)
         {
             return Some(frame); // nothing is evicted for it
@@ -27,10 +28,10 @@ impl State {
         if let Some(parent) = parent {
             self.hold(parent);
         }
-        let frame = match room {
-            Room::Any => self.take_frame(class, what_for),
-            Room::Own(tenant) => self.take_own_frame(tenant, class, what_for),
-            Room::None => None,
+        let frame = match source {
+            FrameSource::Any => self.take_frame(class, what_for),
+            FrameSource::Own(tenant) => self.take_own_frame(tenant, class, what_for),
+            FrameSource::None => None,
         };
         if let Some(parent) = parent {
             self.unhold(parent);
@@ -41,8 +42,8 @@ impl State {
     /// Takes a free frame, evicting chunks if needed; None if every frame that fits is in use. The
     /// caller holds chunks that must stay.
     ///
-    /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of this
-    /// class, a slab of another class is emptied for it, a slice per call.
+    /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of
+    /// this class, a slab of another class is emptied for it, a slice per call.
     fn take_frame(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(class, what_for).or_else(|| self.host.grow(class, what_for));
         let (mut spared, mut num_evicted) = (Vec::new(), 0);

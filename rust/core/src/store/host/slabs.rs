@@ -6,7 +6,7 @@ use crate::Result;
 use crate::pool::Pool;
 use crate::store::config::StoreConfig;
 use crate::store::disk::opener::Opener;
-use crate::store::host::emptying::Way;
+use crate::store::host::emptying::SlabRelease;
 use crate::store::open::Store;
 use crate::store::state::State;
 
@@ -45,7 +45,7 @@ impl Store {
 
     /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
     /// each call does a slice.
-    pub fn give_way(&self) -> Way {
-        self.inner.with_state(State::give_way).unwrap_or(Way::Unasked)
+    pub fn release_slab(&self) -> SlabRelease {
+        self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 }

@@ -50,8 +50,8 @@ impl State {
 }
 
 impl Store {
-    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number of salts that
-    /// have chunks.
+    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number
+    /// of salts that have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))

@@ -97,9 +97,9 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// The chunks lost by an index shorter than the frames, as one clause. The tier itself keeps a record
-/// for every frame: it extends the index first, and only a kill between its two steps of shrinking
-/// leaves such an index, and those chunks were evicted.
+/// The chunks lost by an index shorter than the frames, as one clause. The tier itself keeps a
+/// record for every frame: it extends the index first, and only a kill between its two steps of
+/// shrinking leaves such an index, and those chunks were evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {

@@ -35,14 +35,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// What the tiers of one directory in this process share.
 #[derive(Debug, Default)]
 pub struct DiskRoot {
-    books: Mutex<Books>,
+    state: Mutex<RootState>,
     opening: Mutex<()>,
     /// Whether several namespaces may be open.
     is_shared: bool,
 }
 
 #[derive(Debug, Default)]
-struct Books {
+struct RootState {
     lock: Weak<DirLock>,
     /// The same, while this process keeps the directory whether or not a namespace is open.
     kept: Option<Arc<DirLock>>,
@@ -59,14 +59,14 @@ struct Books {
 /// The right to the files of one namespace, and with the other owners' to the directory;
 /// released with its last part.
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(super) struct OpenNamespace {
     root: Arc<DiskRoot>,
     name: String,
     _lock: Arc<DirLock>,
 }
 
 /// What may be taken.
-pub(super) struct Room {
+pub(super) struct Claim {
     /// Bytes that the namespace may take.
     pub(super) bytes: u64,
     /// Bytes of all other namespaces; 0 where those report their own.
@@ -79,8 +79,8 @@ impl DiskRoot {
         Arc::new(Self { is_shared: true, ..Self::default() })
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, RootState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is
@@ -88,13 +88,13 @@ impl DiskRoot {
     pub fn keep(&self, dir: &Path) -> Result<()> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
-        self.books().kept = Some(lock);
+        self.state().kept = Some(lock);
         Ok(())
     }
 
     /// Keeps the directory no longer than namespaces are open.
     pub fn let_go(&self) {
-        let kept = self.books().kept.take();
+        let kept = self.state().kept.take();
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
@@ -121,31 +121,31 @@ impl DiskRoot {
     /// one thread may ask at a time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
-        let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
+        let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
         }
         let lock = Arc::new(DirLock::acquire(dir)?);
-        let mut books = self.books();
-        books.lock = Arc::downgrade(&lock);
-        let before = books
+        let mut state = self.state();
+        state.lock = Arc::downgrade(&lock);
+        let before = state
             .kept
             .as_ref()
             .map(|_| Arc::clone(&lock))
-            .and_then(|lock| books.kept.replace(lock));
-        drop(books);
+            .and_then(|lock| state.kept.replace(lock));
+        drop(state);
         drop(before);
         Ok(lock)
     }
 
     /// Whether a namespace had no room since this was asked last: to close another would make some.
     pub(crate) fn take_short(&self) -> bool {
-        std::mem::take(&mut self.books().is_short)
+        std::mem::take(&mut self.state().is_short)
     }
 
     /// Names of the namespaces that this process has open.
     pub(super) fn open_names(&self) -> BTreeSet<String> {
-        self.books().open.keys().cloned().collect()
+        self.state().open.keys().cloned().collect()
     }
 
     /// Locks opening and closing of the directory. `Busy` if another thread holds the lock past
@@ -170,27 +170,27 @@ impl DiskRoot {
     /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
     /// if another process has the directory, or this process has the namespace open or is deleting
     /// it, or waits for the directory for long.
-    pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
+    pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<OpenNamespace>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespaces::dir_name(&config.namespace);
         // Until it claims what it keeps, others must not grow into what its files take.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
-        let mut books = self.books();
-        if books.open.contains_key(&name) || books.leaving.contains(&name) {
+        let mut state = self.state();
+        if state.open.contains_key(&name) || state.leaving.contains(&name) {
             let message = format!(
                 "{} is in use by this process: it ends soon, or is another's",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        books.open.insert(name.clone(), found.bytes);
-        books.changes += 1;
-        Ok(Arc::new(Owner { root: Arc::clone(self), name, _lock: lock }))
+        state.open.insert(name.clone(), found.bytes);
+        state.changes += 1;
+        Ok(Arc::new(OpenNamespace { root: Arc::clone(self), name, _lock: lock }))
     }
 }
 
-impl Owner {
+impl OpenNamespace {
     /// Most bytes that a file grows by at once.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
@@ -199,9 +199,9 @@ impl Owner {
 
     /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or
     /// their part.
-    fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
-        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
-        let others = books.open.iter().filter(|(name, _)| **name != self.name);
+    fn open_bytes(&self, state: &RootState, cap_bytes: u64) -> u64 {
+        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / state.open.len().max(1) as u64;
+        let others = state.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
@@ -212,26 +212,26 @@ impl Owner {
         config: &DiskConfig,
         [enough, want]: [u64; 2],
         mut note: impl FnMut(String),
-    ) -> io::Result<Room> {
+    ) -> io::Result<Claim> {
         let cap_bytes = config.cap_bytes.saturating_sub(budget::FIXED_BYTES);
         for _ in 0..TRIES {
-            let books = self.root.books();
-            let (changes, open_bytes) = (books.changes, self.open_bytes(&books, config.cap_bytes));
-            let open: BTreeSet<_> = books.open.keys().cloned().collect();
-            drop(books);
+            let state = self.root.state();
+            let (changes, open_bytes) = (state.changes, self.open_bytes(&state, config.cap_bytes));
+            let open: BTreeSet<_> = state.open.keys().cloned().collect();
+            drop(state);
             let fits =
                 |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
             let closed_bytes =
                 namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
-            let mut books = self.root.books();
-            if books.changes == changes {
+            let mut state = self.root.state();
+            if state.changes == changes {
                 let foreign_bytes =
-                    closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
+                    closed_bytes.saturating_add(self.open_bytes(&state, config.cap_bytes));
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
-                let claimed = books.open.entry(self.name.clone()).or_default();
+                let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                books.is_short |= bytes < enough;
-                return Ok(Room {
+                state.is_short |= bytes < enough;
+                return Ok(Claim {
                     bytes,
                     foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes },
                 });
@@ -242,27 +242,27 @@ impl Owner {
 
     /// It takes these bytes now, and has no claim to more.
     pub(super) fn settle(&self, bytes: u64) {
-        self.root.books().open.insert(self.name.clone(), bytes);
+        self.root.state().open.insert(self.name.clone(), bytes);
     }
 
     /// Deletes a closed namespace, which cannot be opened meanwhile.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
-        let mut books = self.root.books();
-        if books.open.contains_key(&found.name) || !books.leaving.insert(found.name.clone()) {
+        let mut state = self.root.state();
+        if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is in use"));
         }
-        drop(books);
+        drop(state);
         let removed = namespaces::remove(&found.path);
-        self.root.books().leaving.remove(&found.name);
+        self.root.state().leaving.remove(&found.name);
         removed
     }
 }
 
-impl Drop for Owner {
+impl Drop for OpenNamespace {
     fn drop(&mut self) {
-        let mut books = self.root.books();
-        books.open.remove(&self.name);
-        books.changes += 1;
+        let mut state = self.root.state();
+        state.open.remove(&self.name);
+        state.changes += 1;
     }
 }
 

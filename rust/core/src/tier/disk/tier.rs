@@ -5,10 +5,10 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use super::books::{Books, Growth};
 use super::files::SlotFiles;
 use super::namespaces;
-use super::root::Owner;
+use super::root::OpenNamespace;
+use super::tier_state::{Growth, TierState};
 use super::types::{DiskConfig, SlotId};
 use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -26,17 +26,17 @@ pub struct DiskTier {
     pub(super) config: DiskConfig,
     /// By size class.
     pub(super) files: Vec<SlotFiles>,
-    pub(super) books: Mutex<Books>,
+    pub(super) state: Mutex<TierState>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
     /// None once closed. Each call that is inside has a part of it, and the last to leave gives the
     /// directory up: so a call that hangs keeps the directory, and there are never two owners.
     /// Last, so that it is dropped after all else.
-    pub(super) owner: Mutex<Option<Arc<Owner>>>,
+    pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 
 impl DiskTier {
-    pub(super) fn enter(&self) -> Result<Arc<Owner>> {
+    pub(super) fn enter(&self) -> Result<Arc<OpenNamespace>> {
         let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
@@ -49,8 +49,8 @@ impl DiskTier {
         })
     }
 
-    pub(super) fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn state(&self) -> MutexGuard<'_, TierState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn growth(&self) -> MutexGuard<'_, Growth> {
@@ -73,10 +73,10 @@ impl DiskTier {
     /// Counts that slots could not be added; an event says so once until some are.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
-        let mut books = self.books();
-        books.stats.grow_errors += 1;
+        let mut state = self.state();
+        state.stats.grow_errors += 1;
         if is_news {
-            books.event(format!(
+            state.event(format!(
                 "{} cannot grow by {num_slots} chunks: {error}",
                 self.config.dir.display()
             ));

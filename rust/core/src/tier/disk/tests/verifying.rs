@@ -126,7 +126,7 @@ fn problems_of(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames() {
+fn test_verify_and_inspect_report_frames_whose_records_are_gone() {
     let lost = "those without a record are lost";
     for (records, problem) in [
         (
