@@ -11,11 +11,11 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::io::arena::FRAME_ALIGN;
 use crate::io::{FrameSizes, HostArena, placement};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, locked};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
@@ -197,7 +197,7 @@ impl Pool {
     }
 
     fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 }
 

@@ -322,7 +322,7 @@ fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
     let settings =
         StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, Eviction::Lru) };
-    let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
+    let store = Store::with_tier(&settings, None, Some(Box::new(open)), Box::new(now)).unwrap();
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
     drop(owner);

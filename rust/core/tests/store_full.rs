@@ -58,7 +58,8 @@ fn open_tier(
     let (frame_sizes, host_bytes) = (frame_sizes.clone(), 16 * frame_sizes.largest());
     let config = config(16, Eviction::Lru);
     let config = StoreConfig { disk: Some(settings), frame_sizes, host_bytes, ..config };
-    Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed())).unwrap()
+    Store::with_tier(&config, None, Some(Box::new(opener)), Box::new(move || start.elapsed()))
+        .unwrap()
 }
 
 /// Prompts of one chunk.

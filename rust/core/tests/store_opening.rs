@@ -47,7 +47,9 @@ impl Slow {
         });
         let pool = Pool::create(8 * FRAME as u64, FRAME as u64, || {}).unwrap();
         let config = StoreConfig { disk: Some(disk_settings(8, 2)), ..config(8, Eviction::Lru) };
-        Store::with_tier_in(&config, &pool, Some(opener))
+        let start = Instant::now();
+        let clock = Box::new(move || start.elapsed());
+        Store::with_tier(&config, Some((&pool, None)), Some(opener), clock)
     }
 }
 

@@ -68,7 +68,7 @@ impl Disks {
         let disk = Some(disk_settings(NUM_SLOTS.into(), num_threads));
         let config = StoreConfig { disk, ..config(num_frames, Eviction::Lru) };
         let now = move || Duration::from_secs(clock.now_s.load(Ordering::SeqCst));
-        Store::with_tier(&config, Some(Box::new(opener)), Box::new(now)).unwrap()
+        Store::with_tier(&config, None, Some(Box::new(opener)), Box::new(now)).unwrap()
     }
 
     fn nth(&self, nth: usize) -> Arc<MemoryTier> {
@@ -410,6 +410,7 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     };
     let store = Store::with_tier(
         &place.config(7),
+        None,
         Some(Box::new(opener)),
         Box::new(move || start.elapsed() * 500),
     );

@@ -54,8 +54,13 @@ impl Place {
         };
         let start = Instant::now();
         let config = StoreConfig { disk: Some(settings), ..config(8, Eviction::Lru) };
-        Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed() * HASTE))
-            .unwrap()
+        Store::with_tier(
+            &config,
+            None,
+            Some(Box::new(opener)),
+            Box::new(move || start.elapsed() * HASTE),
+        )
+        .unwrap()
     }
 
     /// Chunks of `prompt` that another life finds.

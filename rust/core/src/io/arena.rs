@@ -21,14 +21,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 pub use super::frame::FRAME_ALIGN;
 use super::frame::{FrameGrid, FrameId, FrameSizes};
-use super::numa::bind;
+use super::numa;
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
 use crate::{Error, ErrorKind, Result};
-
-/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have
-/// 65,530.
-const PLACED_AT_ONCE: usize = 1024;
 
 /// The whole arena, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]
@@ -241,42 +237,9 @@ impl HostArena {
     /// Sets where pages that are not touched yet will lie, for every mapping; `places` are in
     /// order. `Io` if the system refuses.
     pub fn place(&self, places: &[Place]) -> Result<()> {
-        let done = places.chunks(PLACED_AT_ONCE).try_for_each(|some| self.place_some(some));
-        done.map_err(|error| {
+        numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
             Error::io("this system does not place memory on those NUMA nodes", error)
         })
-    }
-
-    /// Policies are the file's, and hold for all mappings: the one here only says which bytes are
-    /// meant.
-    fn place_some(&self, places: &[Place]) -> std::io::Result<()> {
-        let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
-        let size_bytes =
-            usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
-        // SAFETY: no address is asked for, and nothing reads or writes this mapping.
-        let start = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                size_bytes,
-                ProtFlags::empty(),
-                MapFlags::SHARED,
-                &self.fd,
-                first.start,
-            )
-        }?;
-        let place_one = |place: &Place| {
-            let within = |byte: u64| {
-                usize::try_from(byte.saturating_sub(first.start))
-                    .unwrap_or(size_bytes)
-                    .min(size_bytes)
-            };
-            let (from, to) = (within(place.start), within(place.end));
-            bind(start.addr() + from, to - from, place)
-        };
-        let bound = places.iter().try_for_each(place_one);
-        // SAFETY: start and size are those of the mapping above, into which nothing points.
-        let _unmapped = unsafe { rustix::mm::munmap(start, size_bytes) };
-        bound
     }
 
     /// As [`Arena::id`].

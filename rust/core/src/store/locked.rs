@@ -3,13 +3,13 @@
 //! Shared by the store, its leases and its threads.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::store::config::ArenaInfo;
 use crate::store::disk::opener::{Opener, Opening};
 use crate::store::state::State;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
 
 /// Longest sleep of a caller that waits for the disk.
@@ -50,7 +50,7 @@ impl Drop for WakeOnPanic<'_> {
 impl Locked {
     /// Returns the disk tier, if it is open.
     pub(crate) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
-        self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.disk).clone()
     }
 
     /// Replaces the disk tier; returns the previous one.
@@ -58,7 +58,7 @@ impl Locked {
         &self,
         new: Option<Arc<dyn LocalTier>>,
     ) -> Option<Arc<dyn LocalTier>> {
-        std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
+        std::mem::replace(&mut *locked(&self.disk), new)
     }
 
     /// Locks the state and advances its clock; None after a panic under the lock.

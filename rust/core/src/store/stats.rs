@@ -2,6 +2,8 @@
 
 use std::ops::{AddAssign, Sub};
 
+use serde::{Deserialize, Serialize};
+
 use crate::index::Entry;
 use crate::io::FRAME_ALIGN;
 use crate::tier::host::HostTier;
@@ -124,7 +126,7 @@ struct Stats {
 }
 
 /// Result of an eviction by an operator.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
     /// Chunks removed, or evicted from host memory.
     pub num_chunks: u64,

@@ -111,7 +111,7 @@ impl Fire {
         };
         let start = Instant::now();
         let clock = Box::new(move || start.elapsed() * HASTE);
-        (Store::with_tier(&config, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
+        (Store::with_tier(&config, None, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
     }
 
     /// One life of a store, from open to its end.

@@ -52,7 +52,7 @@ fn system_places_memory() -> bool {
 /// more than one call's ranges.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {
-    let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
+    let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;
     let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
     let place =
         |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };

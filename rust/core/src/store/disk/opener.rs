@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::sync::thread;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 use crate::{Error, ErrorKind, Result};
@@ -34,7 +34,7 @@ impl Opening {
         let (opener, theirs) = (Arc::clone(opener), Arc::clone(&outcome));
         let work = move || {
             let tier = guarded(&**opener);
-            *theirs.tier.lock().unwrap_or_else(PoisonError::into_inner) = Some(tier);
+            *locked(&theirs.tier) = Some(tier);
             theirs.came.notify_all();
         };
         let thread = thread::Builder::new().name("kvloft-open".to_owned());
@@ -45,7 +45,7 @@ impl Opening {
     /// Returns the outcome, once; None if it takes longer than `timeout`.
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
         let deadline = Instant::now() + timeout;
-        let mut tier = self.0.tier.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tier = locked(&self.0.tier);
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if tier.is_some() || left.is_zero() {

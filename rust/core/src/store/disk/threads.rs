@@ -4,7 +4,7 @@
 //! threads end, and the store answers with misses from then on.
 
 use crate::io::{Frame, SizeClass};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::evict::ChunkId;
@@ -15,8 +15,8 @@ use crate::store::disk::removed_dir::Emptying;
 use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
 use crate::store::state::State;
-use crate::sync::has_ended;
 use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{has_ended, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
@@ -47,7 +47,7 @@ enum Work {
 }
 
 /// Starts a thread. `Io` if the system refuses.
-pub(crate) fn spawn(inner: &Arc<Locked>, nth: u32) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while do_next(&inner) {};
@@ -87,7 +87,7 @@ fn open(inner: &Locked) -> bool {
             continue;
         }
         drop(state);
-        let slow_opening = inner.slow_opening.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let slow_opening = locked(&inner.slow_opening).take();
         let tier = slow_opening
             .map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
         match tier {

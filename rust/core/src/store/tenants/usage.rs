@@ -1,5 +1,7 @@
 //! Lists what each tenant has in a store, for status reports.
 
+use serde::{Deserialize, Serialize};
+
 use crate::index::TenantId;
 use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
@@ -9,7 +11,7 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 
 /// Usage and limits of one tenant.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
     /// None for requests without a salt.
     pub tag: Option<SaltTag>,

@@ -13,6 +13,7 @@ use super::record::Record;
 use super::superblock::{Refusal, Superblock};
 use super::types::{Damage, DiskMeta};
 use crate::io::FrameSizes;
+use crate::key::namespace_id;
 use crate::{Error, ErrorKind, Result};
 
 /// One namespace directory as found.
@@ -87,8 +88,7 @@ pub(super) fn open_namespace(
         Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
         Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
-    let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name)
-    else {
+    let Some(namespace) = superblock.namespace().filter(|n| namespace_id(n) == found.name) else {
         return Err(fail("superblock.json is another namespace's".to_owned()));
     };
     let sizes = FrameSizes::from(superblock.frame_sizes.clone());

@@ -4,7 +4,6 @@
 //! (`LocalTier`), but for what would write to a slot that is free.
 
 use std::path::PathBuf;
-use std::sync::PoisonError;
 
 use super::files::SlotFiles;
 use super::slots::Slots;
@@ -13,6 +12,7 @@ use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, paths};
 use crate::error::is_no_space;
 use crate::io::SizeClass;
+use crate::sync::locked;
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -144,7 +144,7 @@ impl LocalTier for DiskTier {
     }
 
     fn close(&self) {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let owner = locked(&self.owner).take();
         drop(owner);
     }
 }

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use super::budget::PAGE_BYTES;
 use super::superblock;
 use super::types::DiskConfig;
+use crate::key::namespace_id;
 
 /// Beginnings of the names of slot files, in the order of their deletion: one that is cut short
 /// leaves no record without its frame.
@@ -65,14 +66,9 @@ pub(crate) struct Found {
     pub(crate) last_used: (i64, i64),
 }
 
-/// A namespace's directory name: the first 16 hex digits.
-pub(crate) fn dir_name(namespace: &[u8; 32]) -> String {
-    superblock::hex(namespace)[..16].to_owned()
-}
-
 /// Where the files of the namespace that is to be served are.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
-    config.dir.join(dir_name(&config.namespace))
+    config.dir.join(namespace_id(&config.namespace))
 }
 
 /// Makes a directory (and its parents) that only this user can enter, unless it is there: on a

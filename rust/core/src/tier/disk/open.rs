@@ -21,6 +21,7 @@ use super::tier::DiskTier;
 use super::tier_state::{Growth, TierState};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
 use super::{budget, namespaces, paths};
+use crate::key::namespace_id;
 use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
@@ -137,9 +138,10 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
         }
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
-            if found.namespace().is_some_and(|other| {
-                namespaces::dir_name(&other) == namespaces::dir_name(&config.namespace)
-            }) {
+            if found
+                .namespace()
+                .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
+            {
                 let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
                 return Err(io::Error::other(message));
             }

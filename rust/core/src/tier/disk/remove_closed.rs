@@ -10,10 +10,11 @@ use std::sync::Arc;
 use super::inspect::open_namespace;
 use super::namespaces::{self, Found};
 use super::root::DiskRoot;
-use super::superblock::{self, Superblock};
+use super::superblock::Superblock;
 use super::tier::DiskTier;
 use super::types::{DiskConfig, DiskMeta};
 use crate::io::FrameSizes;
+use crate::key::{namespace_hex, namespace_id};
 use crate::tier::LocalTier;
 use crate::{Error, Result};
 
@@ -81,7 +82,7 @@ fn remove_in(
         }
     };
     let named =
-        superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
+        superblock.namespace().filter(|namespace| namespace_hex(namespace).starts_with(prefix));
     let Some(namespace) = named else { return Ok(RemovedChunks::default()) };
     let nothing = RemovedChunks { num_namespaces: 1, ..RemovedChunks::default() };
     let mut has_some = false;
@@ -135,7 +136,7 @@ fn is_whole(found: &Found) -> bool {
     let has_files = |size: &u64| is_there(namespaces::frames_name(*size));
     let is_ours = |superblock: Superblock| {
         let sizes = &superblock.frame_sizes;
-        superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name)
+        superblock.namespace().is_some_and(|of| namespace_id(&of) == found.name)
             && sizes.iter().all(is_whole)
             && sizes.iter().any(has_files)
     };

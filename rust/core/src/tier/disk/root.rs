@@ -10,13 +10,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use super::lock::DirLock;
 use super::types::DiskConfig;
 use super::{budget, namespaces, paths};
-use crate::sync::{Mutex, MutexGuard};
+use crate::key::namespace_id;
+use crate::sync::{Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
 /// A namespace's directory and superblock, counted if several namespaces are open.
@@ -80,13 +81,13 @@ impl DiskRoot {
     }
 
     fn state(&self) -> MutexGuard<'_, RootState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is
     /// open; makes it where missing. Errors as of [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
-        let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
         self.state().kept = Some(lock);
         Ok(())
@@ -173,7 +174,7 @@ impl DiskRoot {
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<OpenNamespace>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
-        let name = namespaces::dir_name(&config.namespace);
+        let name = namespace_id(&config.namespace);
         // Until it claims what it keeps, others must not grow into what its files take.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut state = self.state();

@@ -2,7 +2,7 @@
 //! `local` work with it.
 
 use std::io;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::files::SlotFiles;
@@ -11,7 +11,7 @@ use super::root::OpenNamespace;
 use super::tier_state::{Growth, TierState};
 use super::types::{DiskConfig, SlotId};
 use crate::io::SizeClass;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
 /// Reservations rejected after a failed growth before it is retried: space may be freed later.
@@ -37,7 +37,7 @@ pub struct DiskTier {
 
 impl DiskTier {
     pub(super) fn enter(&self) -> Result<Arc<OpenNamespace>> {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let owner = locked(&self.owner).clone();
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
@@ -50,11 +50,11 @@ impl DiskTier {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, TierState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     pub(super) fn growth(&self) -> MutexGuard<'_, Growth> {
-        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.growth)
     }
 
     pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
