@@ -11,8 +11,7 @@ use common::{
 };
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{Limits, Quota, SaveRequest, TenantLimits};
-use kvloft_wire::protocol::admin::TenantStatus;
+use kvloft_core::store::{Limits, Quota, SaveRequest, Tenant, TenantLimits};
 use kvloft_wire::{Client, ClientConfig, NamespaceStatus, Server, ServerConfig, status};
 
 fn engine(dir: &Path, nth: u8) -> Client {
@@ -33,7 +32,7 @@ fn space(dir: &Path, nth: u8) -> NamespaceStatus {
     status.namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
 }
 
-fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<TenantStatus> {
+fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<Tenant> {
     space(dir, nth).tenants.into_iter().find(|tenant| tenant.tag == salt.map(SaltTag::of))
 }
 

@@ -297,7 +297,7 @@ impl Connection {
                 return Some(answer);
             }
             if let Answer::Reserved(ranges) = answer {
-                let rows = ranges.iter().flat_map(|(rows, _)| rows);
+                let rows = ranges.iter().flat_map(|range| &range.rows);
                 self.send(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }
         }

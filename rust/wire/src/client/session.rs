@@ -12,7 +12,7 @@ use kvloft_core::{ChunkKey, Result};
 use crate::client::Client;
 use crate::client::batches::{clamp_prefix, join_answers, sent_range, split_batches};
 use crate::client::state::ClientState;
-use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
+use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange};
 
 /// Time between two checks of a flush or close.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -130,8 +130,8 @@ impl Session for Client {
         for (range, each) in ranges.iter().zip(asked) {
             let answer = range.as_ref().map(|_| answers.next().flatten());
             num_unanswered += if matches!(answer, Some(None)) { each.num_units() } else { 0 };
-            let nothing = || (Vec::new(), each.num_units());
-            let (rows, num_dropped) = answer.flatten().unwrap_or_else(nothing);
+            let nothing = || ReservedRange { num_dropped: each.num_units(), rows: Vec::new() };
+            let ReservedRange { num_dropped, rows } = answer.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
             got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
         }
@@ -176,8 +176,8 @@ impl Session for Client {
     }
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
-        let late = self.state().missed_calls.take_new();
-        let answer = self.call(&Request::Stats(late));
+        let [num_calls, num_chunks] = self.state().missed_calls.take_new();
+        let answer = self.call(&Request::Stats(num_calls, num_chunks));
         let mut state = self.state();
         if let Some(Answer::Stats(stats)) = answer {
             state.stats = stats;

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvloft_core::store::{Evict, remove_closed, remove_expired};
+use kvloft_core::store::{Evict, Evicted, remove_closed, remove_expired};
 use kvloft_core::tier::disk::RemovedChunks;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
+use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest};
 use crate::server::namespace::{Namespace, unix_s};
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
@@ -38,32 +38,30 @@ impl ServerState {
         let deadline = begin + EVICT_TIMEOUT;
         // Evictions run one at a time, so that each counts only its own chunks.
         let Some(_guard) = self.evict_lock.lock(deadline) else {
-            return Ok(EvictReport { is_cut_short: true, ..all });
+            all.evicted.is_cut_short = true;
+            return Ok(all);
         };
         // Closed namespaces come first, since one may be opened meanwhile, and again last, since
         // one may be closed meanwhile. A hung disk leaves time for the open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
+        let what = Evict { salt: request.tenant, is_host_only: request.host_only };
+        let being_opened = Evicted { is_cut_short: true, ..Evicted::default() };
         for namespace in &namespaces {
-            evict_in(
-                namespace,
-                Evict { salt: request.tenant, is_host_only: request.host_only },
-                deadline,
-                &mut all,
-            );
+            all.num_namespaces += 1;
+            all.evicted +=
+                namespace.store().map_or(being_opened, |store| store.evict(what, deadline));
         }
         let num_namespaces = all.num_namespaces;
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
         // A namespace on disk that is in use but not open is being closed.
-        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
+        all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.no_such_namespace());
         }
-        let tenant = request
-            .tenant
-            .map_or("all tenants".to_owned(), |tag| format!("tenant {}", tag_text(tag)));
+        let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {tag}"));
         let from = if request.host_only { " from host memory" } else { "" };
         let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
         let and_closed =
@@ -73,7 +71,7 @@ impl ServerState {
             [one] => format!("namespace {one}"),
             all => format!("namespaces {}", all.join(", ")),
         };
-        let chunks = num_chunks_text(all.num_chunks);
+        let chunks = num_chunks_text(all.evicted.num_chunks);
         self.log(format!("kvloft evict: evicted {chunks} of {tenant}{from} in {open}{and_closed}"));
         Ok(all)
     }
@@ -93,9 +91,12 @@ impl ServerState {
             let remove = move || remove_closed(&disk, &root, &request.namespace, request.tenant);
             let removed = self.remove_within(deadline, remove)?;
             all.num_namespaces += removed.num_namespaces;
-            all.num_chunks += removed.num_chunks;
-            all.disk_bytes += removed.num_bytes;
-            all.is_cut_short |= removed.is_cut_short;
+            all.evicted += Evicted {
+                num_chunks: removed.num_chunks,
+                disk_bytes: removed.num_bytes,
+                is_cut_short: removed.is_cut_short,
+                ..Evicted::default()
+            };
             return Ok(removed.open);
         }
         Ok(BTreeSet::new())
@@ -237,20 +238,6 @@ impl ServerState {
 
 fn num_chunks_text(num_chunks: u64) -> String {
     format!("{num_chunks} {}", if num_chunks == 1 { "chunk" } else { "chunks" })
-}
-
-fn evict_in(namespace: &Namespace, what: Evict, deadline: Instant, all: &mut EvictReport) {
-    all.num_namespaces += 1;
-    let Some(store) = namespace.store() else {
-        all.is_cut_short = true; // being opened
-        return;
-    };
-    let evicted = store.evict(what, deadline);
-    all.num_chunks += evicted.num_chunks;
-    all.host_bytes += evicted.host_bytes;
-    all.disk_bytes += evicted.disk_bytes;
-    all.num_in_use += evicted.num_in_use;
-    all.is_cut_short |= evicted.is_cut_short;
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use kvloft_core::key::{namespace_hex, namespace_id};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
 use kvloft_core::store::SlabRelease;
@@ -17,7 +18,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
-use crate::server::namespace::{Membership, Namespace, namespace_hex, namespace_id, store_config};
+use crate::server::namespace::{Membership, Namespace, store_config};
 use crate::threads::locked;
 
 /// Maximum number of open namespaces.

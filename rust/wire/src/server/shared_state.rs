@@ -12,7 +12,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
-use crate::server::counters::Counters;
+use crate::server::counters::{Count, Counters};
 use crate::server::lifeline::ProcessWatch;
 use crate::server::namespace::{Membership, Namespace};
 use crate::server::namespaces::Namespaces;
@@ -175,7 +175,7 @@ impl Peer {
     /// Returns the log line for an engine that disconnected.
     fn departure_line(&self) -> Option<String> {
         let namespace = &self.membership.as_ref()?.namespace;
-        let (num_saved, id) = (self.counters.num_saved(), namespace.id());
+        let (num_saved, id) = (self.counters.get(Count::SaveChunks), namespace.id());
         let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
         let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
         let size = match namespace.hello.frame_sizes.all() {

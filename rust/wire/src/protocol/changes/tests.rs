@@ -1,5 +1,6 @@
 //! The queue of a listener is bounded.
 
+use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::KeyChain;
 use kvloft_core::store::{StoreConfig, TenantLimits};

@@ -87,11 +87,11 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     assert!(closing.flush(LONG));
     let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
     let said = evict("");
-    assert!(said.is_cut_short && said.num_chunks == 0, "{said:?}");
-    assert!(!evict("07").is_cut_short, "another is meant");
+    assert!(said.evicted.is_cut_short && said.evicted.num_chunks == 0, "{said:?}");
+    assert!(!evict("07").evicted.is_cut_short, "another is meant");
     drop(closing);
     let said = evict("");
-    assert!(!said.is_cut_short && said.num_chunks == 2, "{said:?}");
+    assert!(!said.evicted.is_cut_short && said.evicted.num_chunks == 2, "{said:?}");
 }
 
 #[test]
@@ -171,8 +171,9 @@ fn concurrent_evictions_count_their_own_chunks() {
             let (rows, _) = engine.reserve(Prefix::from(&chain), 0..num).expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
-        let evict =
-            |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
+        let evict = |salt: &'static str| {
+            server.state.evict(&request("", salt)).expect("done").evicted.num_chunks
+        };
         let both = thread::scope(|scope| {
             ["a", "b"]
                 .map(|salt| scope.spawn(move || evict(salt)))
