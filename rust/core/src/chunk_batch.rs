@@ -9,12 +9,12 @@ mod part;
 use std::collections::BTreeSet;
 
 pub use self::part::Columns;
-use self::part::{Part, check_table, invalid, numbers, wanted};
-use crate::Result;
+use self::part::{Part, check_table, numbers, wanted};
 use crate::engine::Cut;
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
+use crate::{Error, Result};
 
 /// In the blocks of a batch: this block of the chunk is not copied.
 pub const NOT_WANTED: i32 = -1;
@@ -82,7 +82,7 @@ impl ChunkBatch {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
         let has_tickets = batch.tickets.is_empty() || batch.tickets.len() == batch.len();
-        has_tickets.then_some(batch).ok_or_else(|| invalid("columns of different lengths"))
+        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of different lengths"))
     }
 
     /// The opposite of [`Self::from_columns`], but for the tickets.
@@ -109,10 +109,10 @@ impl ChunkBatch {
             let unit = chunk
                 .unit
                 .checked_sub(first_unit)
-                .ok_or_else(|| invalid("a chunk before the block table"))?;
+                .ok_or_else(|| Error::invalid("a chunk before the block table"))?;
             let from = unit.saturating_mul(num_blocks) as usize;
             let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
-            let blocks = blocks.ok_or_else(|| invalid("the block table is too short"))?;
+            let blocks = blocks.ok_or_else(|| Error::invalid("the block table is too short"))?;
             if blocks.contains(&NULL_BLOCK) {
                 without_kv.push(chunk.ticket);
             } else {

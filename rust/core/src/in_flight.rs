@@ -4,7 +4,6 @@
 //! The reservations of one prefix have consecutive tickets and are one entry: a prompt of several
 //! KV cache groups has thousands of saves in a few rows. Must not depend on a store; it passes on
 //! the numbers that the store gave.
-//! out the numbers that the store gave.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -116,7 +115,6 @@ impl InFlight {
         blocks.map_or_else(|| self.readers.keys().copied().collect(), among)
     }
 
-    /// Tickets in flight, in order.
     pub(crate) fn tickets(&self) -> Vec<u64> {
         let of = |(first, plan): (u64, &Plan)| {
             let is_left = |&(_, save): &(u64, &Save)| save.num_ranks_left > 0;
@@ -125,12 +123,10 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// The key of a save in flight.
     pub(crate) fn key(&mut self, ticket: u64) -> Option<ChunkKey> {
         find(&mut self.all, ticket).map(|(_, plan, nth)| plan.batch.chunk(nth).key)
     }
 
-    /// A rank could not write the save.
     pub(crate) fn fail(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             plan.saves[nth].failed = true;
@@ -148,7 +144,6 @@ impl InFlight {
         self.remove(ticket)
     }
 
-    /// Ends a save.
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
         let Save { reservation, failed, .. } = plan.saves[nth];

@@ -18,7 +18,7 @@ use crate::io::{FrameSizes, HostArena, placement};
 use crate::sync::{Mutex, MutexGuard, locked};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Minimum number of slabs in a large enough arena.
 const NUM_SLABS: u64 = 64;
@@ -108,7 +108,7 @@ impl Pool {
                 "host_size = {} holds no chunk of {frame_bytes} bytes",
                 size_text(host_bytes)
             );
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
+            return Err(Error::invalid(message));
         }
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
@@ -193,7 +193,7 @@ impl Pool {
              bytes, which follow from its --host-size and its first engine; raise that, use a \
              smaller vLLM block size, or start the engine with the larger chunks first"
         );
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 
     fn state(&self) -> MutexGuard<'_, PoolState> {
@@ -316,7 +316,6 @@ impl Member {
         what(self.pool.state().members.entry(self.id).or_default())
     }
 
-    /// Whether it has a share.
     pub(crate) fn set_active(&self, is_active: bool) {
         let mut state = self.pool.state();
         state.members.entry(self.id).or_default().is_active = is_active;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::NOT_WANTED;
 use crate::io::FrameId;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// The chunks of one group; never none.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,23 +33,19 @@ pub struct Columns<T> {
     pub blocks: T,
 }
 
-pub(super) fn invalid(what: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidConfig, what)
-}
-
 pub(super) fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> Result<Vec<T>> {
     let (items, rest) = bytes.as_chunks::<N>();
     if rest.is_empty() {
         Ok(items.iter().map(|item| of(*item)).collect())
     } else {
-        Err(invalid("a column is cut off"))
+        Err(Error::invalid("a column is cut off"))
     }
 }
 
 /// No block has a negative number; one of them means that a block is not copied.
 pub(super) fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
-    is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
+    is_right.then_some(()).ok_or_else(|| Error::invalid("a block table with a negative number"))
 }
 
 /// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other
@@ -86,12 +82,12 @@ impl Part {
             || keys.len() != frames.len()
             || !blocks.len().is_multiple_of(frames.len())
         {
-            return Err(invalid("columns of different lengths"));
+            return Err(Error::invalid("columns of different lengths"));
         }
         let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
         let part = Self { group: columns.group, rows, blocks };
         if (0..part.rows.len()).any(|nth| wanted(part.blocks_of(nth)).is_none()) {
-            return Err(invalid("the blocks of a chunk are not one run"));
+            return Err(Error::invalid("the blocks of a chunk are not one run"));
         }
         Ok(part)
     }
@@ -115,16 +111,15 @@ impl Part {
             block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks)
         };
         if self.rows.iter().any(|row| FrameId(row.frame).number() >= num_frames) {
-            return Err(
-                invalid("a frame is not one of the arena's").with_context("num_frames", num_frames)
-            );
+            return Err(Error::invalid("a frame is not one of the arena's")
+                .with_context("num_frames", num_frames));
         }
         if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
-            let error = invalid("a chunk does not have as many blocks as a frame");
+            let error = Error::invalid("a chunk does not have as many blocks as a frame");
             return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }
         if !self.blocks.iter().all(|block| is_block(*block)) {
-            return Err(invalid("a block is not one of the paged KV")
+            return Err(Error::invalid("a block is not one of the paged KV")
                 .with_context("num_blocks", num_blocks));
         }
         Ok(())

@@ -22,12 +22,10 @@ pub(super) struct Misfits {
 }
 
 impl Misfits {
-    /// Chunks were saved.
     pub(super) fn add_saved(&mut self, num: usize) {
         self.num_saved += num as u64;
     }
 
-    /// A chunk did not fit.
     pub(super) fn add(&mut self, key: ChunkKey) {
         if self.keys.len() >= MAX_KEYS {
             self.keys.clear();

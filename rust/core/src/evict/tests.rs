@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use self::forest::{Boxed, Forest, NUM_GROUPS, key};
 use super::ghosts::{self, Ghosts};
 use super::*;
+use crate::ErrorKind;
 
 #[derive(Debug, Clone, Copy)]
 enum Step {

@@ -78,7 +78,6 @@ impl DiskState {
         }
     }
 
-    /// Returns its slot, if its bytes are in one.
     pub(crate) fn slot(self) -> Option<SlotId> {
         match self {
             Self::Stored(slot) | Self::Evicting(slot) => Some(slot),

@@ -78,7 +78,6 @@ impl Entry {
         self.host == HostState::Queued
     }
 
-    /// Returns true if it is in the queue of writes.
     pub(crate) fn is_to_write(&self) -> bool {
         self.disk == DiskState::Queued
     }

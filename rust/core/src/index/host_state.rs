@@ -78,7 +78,6 @@ impl HostState {
         }
     }
 
-    /// Returns its frame, if it has one.
     pub(crate) fn frame(self) -> Option<FrameId> {
         match self {
             Self::Absent | Self::Queued => None,

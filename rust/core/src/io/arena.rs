@@ -24,7 +24,7 @@ use super::frame::{FrameGrid, FrameId, FrameSizes};
 use super::numa;
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// The whole arena, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ impl Mapping {
                 // (checked before mapping).
                 Ok(unsafe { self.start.add(offset) })
             }
-            _ => Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
+            _ => Err(Error::invalid("no such place in the arena")
                 .with_context("offset", offset)
                 .with_context("bytes", bytes)
                 .with_context("arena_bytes", self.size_bytes)),
@@ -88,11 +88,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
         Some(size) if size_bytes.is_multiple_of(FRAME_ALIGN) => Ok(size.unsigned_abs()),
-        _ => Err(Error::new(
-            ErrorKind::InvalidConfig,
-            "the size of an arena must be a positive multiple of 4096",
-        )
-        .with_context("size_bytes", size_bytes)),
+        _ => Err(Error::invalid("the size of an arena must be a positive multiple of 4096")
+            .with_context("size_bytes", size_bytes)),
     }
 }
 
@@ -280,13 +277,10 @@ impl Arena {
             file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
         if !seals.contains(SealFlags::SHRINK) || len != size_bytes {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "the arena is not the one planned for",
-            )
-            .with_context("path", path)
-            .with_context("file_bytes", len)
-            .with_context("expected_bytes", size_bytes));
+            return Err(Error::invalid("the arena is not the one planned for")
+                .with_context("path", path)
+                .with_context("file_bytes", len)
+                .with_context("expected_bytes", size_bytes));
         }
         let mapping = Mapping::new(&file, size_bytes)?;
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
@@ -353,11 +347,8 @@ impl Arena {
     fn trailer_at(&self, offset: u64, part_bytes: usize) -> Result<NonNull<u8>> {
         self.mapping.at(offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "a part must have room for its trailer of 128 bytes",
-            )
-            .with_context("part_bytes", part_bytes));
+            return Err(Error::invalid("a part must have room for its trailer of 128 bytes")
+                .with_context("part_bytes", part_bytes));
         }
         self.mapping.at(offset + (part_bytes - TRAILER_BYTES) as u64, TRAILER_BYTES)
     }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;
@@ -76,7 +76,7 @@ impl FrameSizes {
             "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
             self.0
         );
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 
     /// All sizes, by class.
@@ -136,13 +136,10 @@ impl FrameGrid {
         let are_pages =
             [slab_bytes, frame_bytes].iter().all(|size| size.is_multiple_of(FRAME_ALIGN));
         if per_slab == 0 || num_slabs == 0 || !are_pages || arena_bytes / frame_bytes > MAX_FRAMES {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "frames do not fit the arena's slabs",
-            )
-            .with_context("frame_bytes", frame_bytes)
-            .with_context("slab_bytes", slab_bytes)
-            .with_context("arena_bytes", arena_bytes));
+            return Err(Error::invalid("frames do not fit the arena's slabs")
+                .with_context("frame_bytes", frame_bytes)
+                .with_context("slab_bytes", slab_bytes)
+                .with_context("arena_bytes", arena_bytes));
         }
         Ok(Self { frame_bytes, arena_bytes, slab_bytes, per_slab, num_slabs })
     }

@@ -16,7 +16,6 @@ pub(super) const PLACED_AT_ONCE: usize = 1024;
 /// Asks `get_mempolicy` for the policy of an address; not in libc.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
-/// Sets the policy of whole pages at `address` in this process.
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     let num_bits = u64::from(MAX_NODES) + 1;
     // SAFETY: the call changes no byte and the system refuses addresses that are not mapped; the

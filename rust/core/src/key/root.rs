@@ -11,7 +11,7 @@ use serde::{Serialize, Serializer};
 
 use super::ChunkKey;
 use super::mode::{Digest, NAMESPACE, ROOT, SALT};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 const TAG_BYTES: usize = 8;
 
@@ -72,7 +72,7 @@ pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let message =
             format!("namespace field {:?} is given twice; give each name once", pair[0].0);
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        return Err(Error::invalid(message));
     }
     let mut bytes = Vec::new();
     for (name, value) in sorted {
@@ -118,9 +118,8 @@ pub fn root_key(
 
 /// Appends u32 length and UTF-8 bytes.
 pub(super) fn put_str(bytes: &mut Vec<u8>, text: &str) -> Result<()> {
-    let len = u32::try_from(text.len()).map_err(|_| {
-        Error::new(ErrorKind::InvalidConfig, "a string in a key must be shorter than 4 GiB")
-    })?;
+    let len = u32::try_from(text.len())
+        .map_err(|_| Error::invalid("a string in a key must be shorter than 4 GiB"))?;
     bytes.extend_from_slice(&len.to_le_bytes());
     bytes.extend_from_slice(text.as_bytes());
     Ok(())

@@ -71,7 +71,6 @@ impl Store {
         Evicted { is_cut_short, ..before.map_or_else(Evicted::default, |before| now - before) }
     }
 
-    /// Waits until every chunk removed so far is off the disk.
     fn wait_off_disk(&self, deadline: Instant) -> bool {
         let Some(mark) = self.inner.with_state(State::new_ticket) else { return false };
         self.inner.wait(deadline, |state| {

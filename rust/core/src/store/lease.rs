@@ -32,7 +32,6 @@ impl WriteLease {
         &self.reservation
     }
 
-    /// Returns true if it belongs to that store.
     pub(crate) fn is_of(&self, store: &Arc<Locked>) -> bool {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }

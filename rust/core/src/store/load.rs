@@ -61,7 +61,6 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Returns the last chunk that is ready.
     fn ready_end(&self) -> Option<ChunkId> {
         self.ready.checked_sub(1).map_or(self.host_end, |last| self.loads.get(last).copied())
     }
@@ -125,7 +124,6 @@ impl State {
         true
     }
 
-    /// Reports the use of a prefix to the disk policy.
     fn touch_disk(&mut self, end: Option<ChunkId>) {
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
         let touched =

@@ -48,12 +48,10 @@ impl Drop for WakeOnPanic<'_> {
 }
 
 impl Locked {
-    /// Returns the disk tier, if it is open.
     pub(crate) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
         locked(&self.disk).clone()
     }
 
-    /// Replaces the disk tier; returns the previous one.
     pub(crate) fn change_tier(
         &self,
         new: Option<Arc<dyn LocalTier>>,

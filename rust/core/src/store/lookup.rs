@@ -17,9 +17,9 @@ pub struct Prefix<'a> {
     pub root: ChunkKey,
     /// Keys of the units from `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are left out, for lookups and leases only. If it is not
-    /// 0, the first key must be one that [`Store::anchors`] reports as proven; otherwise nothing of
-    /// the prefix is found.
+    /// Number of leading units whose keys are left out. A save needs the key before its units. For
+    /// lookups and leases, the first key must be one that [`Store::anchors`] reports as proven;
+    /// otherwise nothing of the prefix is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,

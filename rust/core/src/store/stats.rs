@@ -16,7 +16,6 @@ macro_rules! numbers {
         pub(crate) struct $name { $($(#[$what])* pub(crate) $field: u64,)+ }
 
         impl $name {
-            /// Names and values.
             pub(crate) fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($field), self.$field)),+]
             }
@@ -142,7 +141,6 @@ pub struct Evicted {
 }
 
 impl Evicted {
-    /// Counts a chunk that is about to be removed.
     pub(crate) fn count(&mut self, entry: &Entry, host: &HostTier) {
         let host_bytes = entry.host.frame().map_or(0, |frame| host.frame_bytes(frame.class()));
         let has_slot = entry.disk.slot().is_some();

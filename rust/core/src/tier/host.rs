@@ -104,7 +104,6 @@ impl HostTier {
         self.member.pool.arena()
     }
 
-    /// The store's part in its pool.
     pub(crate) fn member(&self) -> &Member {
         &self.member
     }
@@ -117,12 +116,10 @@ impl HostTier {
         self.grids.len()
     }
 
-    /// Bytes of a frame.
     pub(crate) fn frame_bytes(&self, class: SizeClass) -> u64 {
-        self.grid(class).frame_bytes()
+        self.grid(class).frames.frame_bytes
     }
 
-    /// Pages of a frame.
     pub(crate) fn pages(&self, class: SizeClass) -> u32 {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
@@ -130,12 +127,11 @@ impl HostTier {
     /// All frames that are this tier's, and the free ones.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
-        (self.grids.iter().map(Grid::num_taken).sum::<u64>() + num_free, num_free)
+        (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Bytes of the frames that are taken.
     pub(crate) fn used_bytes(&self) -> u64 {
-        self.grids.iter().map(|grid| grid.num_taken() * grid.frame_bytes()).sum()
+        self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()
     }
 
     /// Bytes that it may keep while other stores need memory.
@@ -192,7 +188,7 @@ impl HostTier {
 
     fn is_reachable(&self, frame: FrameId, what_for: FrameFor) -> bool {
         let grid = self.grid(frame.class());
-        what_for == FrameFor::Read || grid.is_within(frame.number(), self.limit_bytes)
+        what_for == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
     }
 
     /// No chunk could be evicted for a frame of this class: another class has to give a slab.
@@ -237,7 +233,6 @@ impl HostTier {
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
     }
 
-    /// Takes a lent frame back.
     pub(crate) fn give_back(&mut self, frame: Frame) {
         self.frames.give_back(frame);
     }
@@ -255,9 +250,8 @@ impl HostTier {
         }
     }
 
-    /// The class with the fewest free frames.
     fn fullest(&self) -> Option<SizeClass> {
-        self.grids.iter().min_by_key(|grid| grid.num_free()).map(Grid::class)
+        self.grids.iter().min_by_key(|grid| grid.num_free()).map(|grid| grid.class)
     }
 
     /// Takes one more slab, if there is one with a frame that will do: a free one, or an empty one
@@ -321,7 +315,6 @@ impl HostTier {
         asked.or_else(|| self.hungry.map(own))
     }
 
-    /// Whether a class of its own needs a slab.
     pub(crate) fn is_hungry(&self) -> bool {
         self.hungry.is_some()
     }

@@ -62,7 +62,6 @@ impl Client {
         Ok(Self { inner, thread })
     }
 
-    /// Wakes the background thread.
     pub(crate) fn wake(&self) {
         self.thread.thread().unpark();
     }

@@ -159,7 +159,6 @@ impl ClientInner {
         Instant::now() + self.config.save_deadline()
     }
 
-    /// Returns the server's name for log lines.
     pub(crate) fn server_name(&self) -> String {
         format!("the kvloft server at {}", self.config.socket.display())
     }

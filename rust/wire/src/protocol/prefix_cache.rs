@@ -68,7 +68,6 @@ impl PrefixCache {
         self.first + self.keys.len()
     }
 
-    /// Returns how many of the first `keys` are cached.
     fn num_same(&self, keys: &[ChunkKey]) -> usize {
         // A key stands for its whole prefix, so one comparison suffices.
         let num_both = self.len().min(keys.len());
@@ -77,7 +76,6 @@ impl PrefixCache {
         if is_same { num_both } else { 0 }
     }
 
-    /// Returns whether to send anchors before the prefix.
     pub(crate) fn needs_anchors(&self, keys: &[ChunkKey]) -> bool {
         keys.len() - self.num_same(keys) > MAX_KEYS_WITHOUT_ANCHORS
     }

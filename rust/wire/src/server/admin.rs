@@ -126,7 +126,7 @@ impl ServerState {
                 let message = format!(
                     "several namespaces of this kvloft server match, open or on disk only; use --namespace with one of {ids}"
                 );
-                Err(Error::new(ErrorKind::InvalidConfig, message))
+                Err(Error::invalid(message))
             }
         }
     }

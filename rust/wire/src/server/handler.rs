@@ -223,36 +223,27 @@ impl EngineHandler {
         self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()));
         let mut rest = self.scratch.as_slice();
         let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
-            let (own, behind) = rest.split_at(keys.iter().len());
-            rest = behind;
-            Prefix::new(*root, own)
+            Prefix::new(*root, rest.split_off(..keys.iter().len()).unwrap_or_default())
         };
         let first = first.iter().map(|(root, _)| self.prefix_cache.prefix(*root));
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
-    /// Returns the ranges to reserve. The keys before `first` are not sent; unrelated keys stand in
-    /// for them, and `reserve_many` does not read them.
     fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<SaveRequest<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
-        let is_wrong = |one: &SentRange<'_>| {
-            one.first > one.units.start.saturating_sub(1)
-                || one.first as usize + one.keys.iter().len() > MAX_KEYS
-        };
-        if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
+        let is_long = |one: &SentRange<'_>| one.first as usize + one.keys.iter().len() > MAX_KEYS;
+        if num_sent > MAX_KEYS || sent.iter().any(is_long) {
             return Err(malformed());
         }
-        let longest = sent.iter().map(|one| one.first as usize).max().unwrap_or(0);
-        self.scratch.resize(longest, ChunkKey::default());
+        self.scratch.clear();
         self.scratch.extend(sent.iter().flat_map(|one| one.keys.iter()));
-        let mut end = longest;
-        let range = |one: &SentRange<'_>| {
-            end += one.keys.iter().len();
-            let start = end - one.keys.iter().len() - one.first as usize;
-            let prefix = Prefix::new(one.root, &self.scratch[start..end]);
-            let (class, is_attached) = (one.class, one.is_attached);
-            SaveRequest { prefix, units: one.units.clone(), class, is_attached }
-        };
+        let mut rest = self.scratch.as_slice();
+        let range =
+            |&SentRange { root, first, keys, ref units, class, is_attached }: &SentRange<'_>| {
+                let keys = rest.split_off(..keys.iter().len()).unwrap_or_default();
+                let prefix = Prefix { root, keys, first };
+                SaveRequest { prefix, units: units.clone(), class, is_attached }
+            };
         Ok(sent.iter().map(range).collect())
     }
 }

@@ -43,7 +43,6 @@ impl SocketListener {
         }
     }
 
-    /// Ends `accept`.
     pub(crate) fn shut(&self) {
         let _ended = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
@@ -95,7 +94,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
                 "{} exists and is not a socket; give --socket another path",
                 path.display()
             );
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
+            return Err(Error::invalid(message));
         }
         if keeps_listening(path) {
             let message = format!(
@@ -194,7 +193,7 @@ fn create_directory(path: &Path) -> Result<()> {
     let message = format!(
         "the socket's directory {folder} {problem}; give --socket a path in a directory that only this user can write to"
     );
-    Err(Error::new(ErrorKind::InvalidConfig, message))
+    Err(Error::invalid(message))
 }
 
 #[cfg(test)]

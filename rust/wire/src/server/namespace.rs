@@ -77,7 +77,6 @@ impl Namespace {
         self.store().is_some_and(|store| store.is_clearing())
     }
 
-    /// Returns the configured percent of host memory.
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
         let name = namespace_hex(&self.hello.namespace);
         config
@@ -124,7 +123,6 @@ impl Namespace {
     }
 }
 
-/// Returns Unix time in seconds.
 pub(crate) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

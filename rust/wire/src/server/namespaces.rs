@@ -58,7 +58,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
         let message = format!(
             "--share: two shares match one namespace: {name} covers {longer}; use more digits"
         );
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        return Err(Error::invalid(message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
@@ -67,11 +67,10 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let message = format!(
         "--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}"
     );
-    Err(Error::new(ErrorKind::InvalidConfig, message))
+    Err(Error::invalid(message))
 }
 
 impl OpenNamespaces {
-    /// Returns the idle namespaces, the one idle longest first.
     fn idle(&self) -> Vec<Arc<Namespace>> {
         let since = |namespace: &Arc<Namespace>| {
             namespace.idle_since().map(|since| (since, Arc::clone(namespace)))
@@ -165,7 +164,6 @@ impl Namespaces {
         }
     }
 
-    /// Returns every open namespace, sorted.
     pub(crate) fn all(&self) -> Vec<Arc<Namespace>> {
         locked(&self.open).namespaces.values().cloned().collect()
     }
@@ -201,7 +199,7 @@ impl Namespaces {
                 ids.join(", ")
             )
         };
-        Error::new(ErrorKind::InvalidConfig, message)
+        Error::invalid(message)
     }
 
     /// Releases slabs for namespaces that need them, first from the namespace most above its share.
@@ -232,7 +230,6 @@ impl Namespaces {
         idle
     }
 
-    /// Closes every namespace until the timeout.
     pub(crate) fn close(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         for namespace in self.all() {

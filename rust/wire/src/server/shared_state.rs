@@ -172,7 +172,6 @@ impl ServerState {
 }
 
 impl Peer {
-    /// Returns the log line for an engine that disconnected.
     fn departure_line(&self) -> Option<String> {
         let namespace = &self.membership.as_ref()?.namespace;
         let (num_saved, id) = (self.counters.get(Count::SaveChunks), namespace.id());

@@ -2,6 +2,7 @@
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
+use crate::ErrorKind;
 
 /// What the system says of pages of another mapping than the one that was placed; None where it
 /// says nothing.

@@ -174,7 +174,6 @@ impl State {
         }
     }
 
-    /// Closes both breakers after a job that hung has ended.
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, Some(true), self.now);
         self.disk.write_breaker.end(ticket, Some(true), self.now);
@@ -292,7 +291,6 @@ impl State {
         outcome.is_ok() || is_damaged
     }
 
-    /// Ends a write.
     fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);

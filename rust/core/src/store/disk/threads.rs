@@ -46,7 +46,6 @@ enum Work {
     Job(u64, Job, Arc<dyn LocalTier>),
 }
 
-/// Starts a thread. `Io` if the system refuses.
 pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));

@@ -132,7 +132,6 @@ impl State {
         frame
     }
 
-    /// Evicts a chunk from host memory.
     pub(crate) fn evict(&mut self, id: ChunkId) {
         self.stats.host_evictions += 1;
         let is_lost = self.cancel_write(id);

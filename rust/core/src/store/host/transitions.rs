@@ -59,7 +59,6 @@ impl State {
         }
     }
 
-    /// A child came to host memory, or will.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;
@@ -69,7 +68,6 @@ impl State {
         }
     }
 
-    /// A child left host memory, or will not come.
     fn exit_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         drop(self.waiters.take(id));
         if let Some(parent) = parent {

@@ -53,7 +53,6 @@ impl State {
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
     }
 
-    /// Returns true if the chunk has expired.
     pub(crate) fn is_expired(&self, entry: &Entry) -> bool {
         entry.expires_s <= self.unix_s
     }

@@ -21,7 +21,6 @@ pub(crate) enum FrameSource {
     None,
 }
 
-/// Returns the policy group of a tenant's chunks.
 pub(crate) fn group(tenant: TenantId) -> GroupId {
     GroupId(tenant.0)
 }

@@ -31,7 +31,6 @@ pub(super) struct ClassIndex {
 }
 
 impl ClassIndex {
-    /// Reads the records of a class.
     pub(super) fn read(files: &SlotFiles) -> io::Result<Self> {
         let mut found = Self::default();
         let (records, frames) = files.for_each_record(|slot, record| {
@@ -47,12 +46,10 @@ impl ClassIndex {
         Ok(found)
     }
 
-    /// Its slots.
     pub(super) fn count(&self, frame_bytes: u64) -> SlotCount {
         self.count_below(self.len, frame_bytes)
     }
 
-    /// Its first slots.
     fn count_below(&self, slots: u32, frame_bytes: u64) -> SlotCount {
         let recorded = self.recorded.partition_point(|slot| *slot < slots);
         let recorded = u32::try_from(recorded).unwrap_or(u32::MAX);

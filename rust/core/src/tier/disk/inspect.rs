@@ -14,7 +14,7 @@ use super::superblock::{Refusal, Superblock};
 use super::types::{Damage, DiskMeta};
 use crate::io::FrameSizes;
 use crate::key::namespace_id;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// One namespace directory as found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
             "{} {why}: DIR must be what an engine or a server has as its disk_path",
             dir.display()
         );
-        Error::new(ErrorKind::InvalidConfig, message)
+        Error::invalid(message)
     };
     match fs::metadata(dir) {
         Ok(meta) if meta.is_dir() => {}

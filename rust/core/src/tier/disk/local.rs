@@ -51,7 +51,7 @@ impl DiskTier {
         }
         let message =
             format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 }
 

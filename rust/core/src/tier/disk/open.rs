@@ -24,7 +24,7 @@ use super::{budget, namespaces, paths};
 use crate::key::namespace_id;
 use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 impl DiskTier {
     /// Opens (or makes) the directory and finds the chunks of this namespace: parents before
@@ -89,7 +89,7 @@ impl DiskTier {
 }
 
 fn validate(config: &DiskConfig) -> Result<()> {
-    let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
+    let fail = |message: String| Err(Error::invalid(message));
     let sizes = config.frame_sizes.all();
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
@@ -215,7 +215,6 @@ fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) ->
     entries
 }
 
-/// Describes the chunks that opening dropped, for the log.
 fn losses(stats: &DiskStats) -> Option<String> {
     let DiskStats {
         recovered,

@@ -144,7 +144,6 @@ impl DiskRoot {
         std::mem::take(&mut self.state().is_short)
     }
 
-    /// Names of the namespaces that this process has open.
     pub(super) fn open_names(&self) -> BTreeSet<String> {
         self.state().open.keys().cloned().collect()
     }

@@ -94,7 +94,6 @@ impl Slots {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    /// Slots that hold a chunk.
     pub(super) fn used(&self) -> u64 {
         self.used
     }
@@ -188,7 +187,6 @@ impl Slots {
         Some(slot)
     }
 
-    /// Whether a caller may write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
@@ -198,7 +196,6 @@ impl Slots {
         self.set(slot, SlotState::Reserved(true));
     }
 
-    /// A write went through.
     pub(super) fn written(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Used);
         self.used += 1;
@@ -215,7 +212,6 @@ impl Slots {
         self.are_holes_held = true;
     }
 
-    /// Hands out holes again.
     pub(super) fn release_holes(&mut self) {
         self.are_holes_held = false;
     }

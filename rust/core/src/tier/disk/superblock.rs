@@ -53,7 +53,6 @@ impl fmt::Display for Refusal {
 /// No frame is larger: what reads one must end.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
-/// Whether frames may have this size.
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
     bytes > 0
         && bytes.is_multiple_of(4096)
@@ -61,7 +60,6 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
-/// Whether a namespace may have frames of these sizes.
 fn are_frame_sizes(sizes: &[u64]) -> bool {
     let are_different = FrameSizes::from(sizes.to_owned()).check().is_ok();
     are_different && sizes.iter().all(|size| is_frame_size(*size))
@@ -110,12 +108,10 @@ impl Superblock {
         made
     }
 
-    /// Whether both have a frame size in common.
     pub(crate) fn has_sizes_of(&self, other: &Self) -> bool {
         self.frame_sizes.iter().any(|size| other.frame_sizes.contains(size))
     }
 
-    /// Parses a file's bytes.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
         let parsed: Self = serde_json::from_slice(bytes).map_err(|_| Refusal::NotOurs)?;
         if parsed.checksum != parsed.compute_checksum() {
@@ -169,7 +165,6 @@ impl Superblock {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// What `checksum` must be.
     pub(crate) fn compute_checksum(&self) -> String {
         let sizes = self.frame_sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
         let text = format!("{}|{sizes}|{}|{}", self.format, self.namespace, self.description);

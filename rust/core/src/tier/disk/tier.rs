@@ -45,7 +45,7 @@ impl DiskTier {
     pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
         self.files.get(class.index()).ok_or_else(|| {
             let message = format!("a disk tier has no frames of size class {}", class.0);
-            Error::new(ErrorKind::InvalidConfig, message)
+            Error::invalid(message)
         })
     }
 

@@ -43,12 +43,10 @@ impl TierState {
         self.of(class)?.take()
     }
 
-    /// The slots of each size class.
     pub(super) fn counts(&self) -> Vec<SlotCount> {
         self.slots.iter().map(Slots::count).collect()
     }
 
-    /// What the namespace takes on disk.
     pub(super) fn num_bytes(&self) -> u64 {
         budget::namespace_bytes(&self.counts())
     }
