@@ -80,21 +80,12 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is called, maybe
-    /// under a store's lock, when a store became hungry: then [`crate::store::Store::release_slab`]
-    /// of the others should be.
+    /// An arena of `host_bytes`, in slabs that suit frames of these sizes, for stores of one disk
+    /// directory. `wake` is called, maybe under a store's lock, when a store became hungry: then
+    /// [`crate::store::Store::release_slab`] of the others should be.
     ///
     /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
     pub fn create(
-        host_bytes: u64,
-        sizes: impl Into<FrameSizes>,
-        wake: impl Fn() + Send + Sync + 'static,
-    ) -> Result<Arc<Self>> {
-        Self::create_over(DiskRoot::shared(), host_bytes, sizes, wake)
-    }
-
-    /// As [`Self::create`], for stores whose disk directory is this one.
-    pub fn create_over(
         disk: Arc<DiskRoot>,
         host_bytes: u64,
         sizes: impl Into<FrameSizes>,

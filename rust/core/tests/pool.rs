@@ -19,6 +19,7 @@ use kvloft_core::pool::Pool;
 use kvloft_core::store::{
     DiskSettings, ReadLease, SaveRequest, SlabRelease, Store, StoreConfig, WriteLease,
 };
+use kvloft_core::tier::disk::DiskRoot;
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -50,7 +51,7 @@ fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
 }
 
 fn pool() -> Arc<Pool> {
-    Pool::create(HOST, FRAMES[0], || {}).unwrap()
+    Pool::create(DiskRoot::shared(), HOST, FRAMES[0], || {}).unwrap()
 }
 
 /// Chains of a prompt begin alike with those of its neighbours, so that there are trees.
@@ -88,7 +89,7 @@ impl World {
     }
 
     fn of(frames: [FrameSizes; 3], shares: [Option<u32>; 3]) -> Self {
-        let pool = Pool::create(HOST, frames[0].largest(), || {}).unwrap();
+        let pool = Pool::create(DiskRoot::shared(), HOST, frames[0].largest(), || {}).unwrap();
         let open = |nth: usize| {
             Store::open_in(
                 &StoreConfig { frame_sizes: frames[nth].clone(), ..config(nth, None) },
@@ -395,7 +396,7 @@ fn a_slab_with_a_pinned_or_reserved_frame_stays_until_it_is_free() {
 fn a_store_is_asked_again_only_while_another_wants() {
     let news = Arc::new(AtomicU64::new(0));
     let heard = Arc::clone(&news);
-    let pool = Pool::create(HOST, FRAMES[0], move || {
+    let pool = Pool::create(DiskRoot::shared(), HOST, FRAMES[0], move || {
         heard.fetch_add(1, Ordering::SeqCst);
     })
     .unwrap();
@@ -474,7 +475,7 @@ fn frames_larger_than_a_slab_are_rejected() {
 
 #[test]
 fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
-    let pool = Pool::create(8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), 8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
     assert_eq!(pool.num_slabs(), 8);
     let stores: Vec<_> = (0..9_u8)
         .map(|nth| {
@@ -496,7 +497,7 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
 
 #[test]
 fn a_long_pinned_chain_is_visited_once_per_round() {
-    let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), 16 << 20, PAGE, || {}).unwrap();
     let of =
         |nth: u8| StoreConfig { frame_sizes: PAGE.into(), namespace: [nth; 32], ..config(0, None) };
     let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());

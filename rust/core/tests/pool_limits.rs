@@ -11,6 +11,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{ReadLease, SlabRelease, Store, StoreConfig};
+use kvloft_core::tier::disk::DiskRoot;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
@@ -32,7 +33,8 @@ fn open(pool: &Arc<Pool>, nth: usize) -> Store {
 }
 
 fn stores<const N: usize>() -> (Arc<Pool>, [Store; N]) {
-    let pool = Pool::create(u64::from(NUM_SLABS) * 8 * PAGE, FRAMES[0], || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), u64::from(NUM_SLABS) * 8 * PAGE, FRAMES[0], || {})
+        .unwrap();
     let stores = std::array::from_fn(|nth| open(&pool, nth));
     assert_eq!(pool.num_slabs(), NUM_SLABS);
     (pool, stores)

@@ -440,7 +440,7 @@ fn namespaces_that_no_store_has_open_lose_chunks_on_disk() {
     let settings =
         DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
     let over = |root: &Arc<DiskRoot>| {
-        Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap()
+        Pool::create(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap()
     };
     let (pool, none) = (|| over(&DiskRoot::shared()), DiskRoot::shared());
     let open = |nth: u8, pool: &Arc<Pool>| {

@@ -39,7 +39,7 @@ fn open(dir: &Path, files: &FaultFiles) -> Store {
 fn open_with(config: DiskConfig, files: &FaultFiles) -> Store {
     let files = files.clone();
     open_tier(&config.frame_sizes.clone(), move || {
-        let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+        let (tier, found) = DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
         Ok((Arc::new(tier) as Arc<_>, found))
     })
 }

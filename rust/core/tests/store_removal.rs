@@ -13,6 +13,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{DiskSettings, LeasedFrame, Store, StoreConfig, TierName};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::{Error, ErrorKind, KeyChain};
 use kvloft_testing::memory_tier::MemoryTier;
@@ -224,7 +225,8 @@ struct Place {
 
 impl Place {
     fn new() -> Self {
-        let pool = Pool::create(64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+        let pool =
+            Pool::create(DiskRoot::shared(), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
         Self { dir: tempfile::tempdir().unwrap(), pool }
     }
 

@@ -49,7 +49,8 @@ impl Place {
                 namespace: [7; 32],
                 description: String::new(),
             };
-            let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+            let (tier, found) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
             Ok((Arc::new(tier) as Arc<_>, found))
         };
         let start = Instant::now();

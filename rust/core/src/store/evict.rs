@@ -164,13 +164,11 @@ impl State {
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
-            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
-            tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_visible()
+            let is_meant = tenant.is_none_or(|tenant| entry.tenant == tenant);
+            is_meant && entry.is_in_host() && entry.is_in_use()
         };
         let entries = (from..end).filter_map(|place| self.index.at(place));
-        let num =
-            entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
-        self.evicted.num_in_use += num as u64;
+        self.evicted.num_in_use += entries.filter(|(_, entry)| stays(entry)).count() as u64;
         walk.counted = Some(end);
         end == self.index.num_places()
     }
@@ -178,8 +176,7 @@ impl State {
     /// Evicts a chunk from host memory if it is an unused leaf; returns whether it did.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
-        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
-        if entry.detached || entry.removing || !entry.host.is_visible() || is_used {
+        if !entry.is_in_host() || entry.is_in_use() {
             return false;
         }
         self.evicted.num_chunks += 1;

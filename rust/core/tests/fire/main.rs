@@ -105,7 +105,8 @@ impl Fire {
                 namespace: [7; 32],
                 description: String::new(),
             };
-            let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+            let (tier, found) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
             is_open.store(true, Ordering::SeqCst);
             Ok((Arc::new(Counting { tier, reads: Arc::clone(&reads) }) as Arc<_>, found))
         };

@@ -78,15 +78,10 @@ impl Session for Client {
         let mut state = self.state();
         match state.leases.get(&lease) {
             None => return Progress::default(),
-            Some(Some(progress))
-                if state.connection.as_ref().is_some_and(|connection| !connection.is_closed()) =>
-            {
-                return *progress;
-            }
+            Some(Some(progress)) if state.is_connected() => return *progress,
             Some(_) => {}
         }
-        match state.call(deadline, |connection| connection.call(&Request::Poll(lease.0), deadline))
-        {
+        match state.request(&Request::Poll(lease.0), deadline) {
             Some(Answer::Progress(progress)) => {
                 state.leases.insert(lease, (progress.pending_units == 0).then_some(progress));
                 progress
@@ -101,9 +96,10 @@ impl Session for Client {
         if !state.leases.contains_key(&lease) {
             return Vec::new();
         }
-        let answer =
-            state.call(deadline, |connection| connection.call(&Request::Frames(lease.0), deadline));
-        if let Some(Answer::Frames(frames)) = answer { frames } else { Vec::new() }
+        match state.request(&Request::Frames(lease.0), deadline) {
+            Some(Answer::Frames(frames)) => frames,
+            _ => Vec::new(),
+        }
     }
 
     fn release(&self, lease: LeaseId) {
@@ -215,12 +211,10 @@ impl Session for Client {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let sent = state.change_feed.request(asked, limit);
-        let answer =
-            state.call(deadline, |connection| connection.call(&Request::Changes(sent?), deadline));
+        let answer = sent.and_then(|sent| state.request(&Request::Changes(sent), deadline));
         let changes =
             if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
-        let is_connected = !state.is_clear_pending
-            && state.connection.as_ref().is_some_and(|connection| !connection.is_closed());
+        let is_connected = !state.is_clear_pending && state.is_connected();
         state.change_feed.apply(asked, changes, is_connected)
     }
 

@@ -133,7 +133,7 @@ impl Namespaces {
             let pool = if let Some(pool) = &open.pool {
                 Arc::clone(pool)
             } else {
-                let pool = Pool::create_over(
+                let pool = Pool::create(
                     Arc::clone(&self.disk),
                     config.host_bytes,
                     hello.frame_sizes.clone(),

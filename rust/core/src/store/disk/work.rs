@@ -150,10 +150,7 @@ impl DiskWork {
 
     /// Returns true if the tier accepts reads now.
     pub(crate) fn answers(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes
-            && !self.stopping
-            && self.read_breaker.accepts(now)
-            && !self.all_hang()
+        self.accepts(&self.read_breaker, now)
     }
 
     /// Returns true if chunks wait to be read or are being read.
@@ -165,10 +162,11 @@ impl DiskWork {
     /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host
     /// memory.
     pub(crate) fn takes_writes(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes
-            && !self.stopping
-            && self.write_breaker.accepts(now)
-            && !self.all_hang()
+        self.accepts(&self.write_breaker, now)
+    }
+
+    fn accepts(&self, breaker: &Breaker, now: Duration) -> bool {
+        self.attached == Attached::Yes && !self.stopping && breaker.accepts(now) && !self.all_hang()
     }
 
     /// Returns true if every disk thread hangs, so that no thread can probe the tier.
@@ -191,24 +189,13 @@ impl DiskWork {
     pub(crate) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
         let charge = self.time_shares.begin(direction);
-        self.in_flight.push(JobInFlight {
-            ticket,
-            direction: Some(direction),
-            started: now,
-            charge,
-            hangs: false,
-        });
+        let (direction, started) = (Some(direction), now);
+        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
     }
 
     pub(crate) fn begin_check(&mut self, ticket: u64, now: Duration) {
-        let charge = Duration::ZERO;
-        self.in_flight.push(JobInFlight {
-            ticket,
-            direction: None,
-            started: now,
-            charge,
-            hangs: false,
-        });
+        let (direction, started, charge) = (None, now, Duration::ZERO);
+        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
     }
 
     pub(crate) fn is_checking(&self) -> bool {

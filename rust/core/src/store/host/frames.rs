@@ -11,6 +11,9 @@ use crate::tier::host::FrameFor;
 /// not fit its purpose.
 const MAX_VICTIMS: usize = 64;
 
+/// Many chunks were spared because their frames do not fit.
+struct TooManySpared;
+
 impl State {
     /// Takes a frame of `class` from `source` for a child of `parent`, which is not evicted
     /// meanwhile.
@@ -45,37 +48,56 @@ impl State {
     /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of
     /// this class, a slab of another class is emptied for it, a slice per call.
     fn take_frame(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
-        let mut frame = self.host.take(class, what_for).or_else(|| self.host.grow(class, what_for));
-        let (mut spared, mut num_evicted) = (Vec::new(), 0);
+        if let frame @ Some(_) = self.host.take(class, what_for) {
+            return frame;
+        }
+        let mut frame = self.host.grow(class, what_for);
+        if frame.is_none() {
+            let is_useful = |state: &Self, id| state.is_frame_fit(id, class, what_for);
+            let take = |state: &mut Self| state.host.grow(class, what_for);
+            let evicted = self.evict_until(None, is_useful, take);
+            frame = evicted.unwrap_or_else(|TooManySpared| self.take_frame_below_limit(class));
+        }
+        if frame.is_none() {
+            self.host.set_hungry(class);
+        }
+        frame
+    }
+
+    /// Evicts chunks, of all tenants or of one, until `take` returns a frame. Spares chunks whose
+    /// eviction would not be useful; Err if there were many.
+    fn evict_until(
+        &mut self,
+        tenant: Option<TenantId>,
+        is_useful: impl Fn(&Self, ChunkId) -> bool,
+        mut take: impl FnMut(&mut Self) -> Option<FrameId>,
+    ) -> Result<Option<FrameId>, TooManySpared> {
+        let (mut frame, mut spared, mut num_evicted) = (None, Vec::new(), 0);
         while frame.is_none()
             && spared.len() < MAX_VICTIMS
             && num_evicted < MAX_VICTIMS
-            && let Some(victim) = self.host_victim(None)
+            && let Some(victim) = self.host_victim(tenant.map(group))
         {
             debug_assert_eq!(
                 self.index[victim].host_evictable,
                 Some(true),
                 "a policy returns evictable chunks only"
             );
-            if self.is_frame_fit(victim, class, what_for) {
+            if is_useful(self, victim) {
+                self.stats.quota_evictions += u64::from(tenant.is_some());
                 self.evict(victim);
                 num_evicted += 1;
-                frame = self.host.grow(class, what_for);
+                frame = take(self);
             } else {
-                self.host_policy.set_evictable(victim, false); // evicting it would not help
+                self.host_policy.set_evictable(victim, false);
                 spared.push(victim);
             }
         }
-        if spared.len() == MAX_VICTIMS {
-            frame = frame.or_else(|| self.take_frame_below_limit(class));
-        }
+        let is_many = spared.len() == MAX_VICTIMS;
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
-        if frame.is_none() {
-            self.host.set_hungry(class);
-        }
-        frame
+        if is_many { Err(TooManySpared) } else { Ok(frame) }
     }
 
     fn is_frame_fit(&self, id: ChunkId, class: SizeClass, what_for: FrameFor) -> bool {
@@ -109,27 +131,14 @@ impl State {
             return None; // its quota was lowered: `trim` comes first
         }
         let pages = self.host.pages(class);
-        let (mut frame, mut spared, mut num_evicted) = (None, Vec::new(), 0);
-        while frame.is_none()
-            && spared.len() < MAX_VICTIMS
-            && num_evicted < MAX_VICTIMS
-            && let Some(victim) = self.host_victim(Some(group(tenant)))
-        {
-            if self.host.has_free(class, what_for) || self.is_frame_fit(victim, class, what_for) {
-                self.evict_for_quota(victim);
-                num_evicted += 1;
-                if self.tenants.host_pages(tenant) + pages <= quota {
-                    frame = self.host.take(class, what_for);
-                }
-            } else {
-                self.host_policy.set_evictable(victim, false); // evicting it would not help
-                spared.push(victim);
-            }
-        }
-        for id in spared {
-            self.host_policy.set_evictable(id, true);
-        }
-        frame
+        let is_useful = |state: &Self, id| {
+            state.host.has_free(class, what_for) || state.is_frame_fit(id, class, what_for)
+        };
+        let take = |state: &mut Self| {
+            let fits = state.tenants.host_pages(tenant) + pages <= quota;
+            if fits { state.host.take(class, what_for) } else { None }
+        };
+        self.evict_until(Some(tenant), is_useful, take).unwrap_or(None)
     }
 
     pub(crate) fn evict(&mut self, id: ChunkId) {

@@ -37,24 +37,17 @@ impl DiskTier {
     /// settings are worth another try later. A failed open leaves nothing that hinders the next.
     #[expect(clippy::needless_pass_by_value, reason = "the settings are the tier's from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_with_files(&config, &OsFiles)
+        Self::open_in(&config, &Arc::default())
     }
 
     /// As [`Self::open`], with other namespaces of the directory open in this process.
     pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_at(config, root, &OsFiles)
+        Self::open_with_files(config, root, &OsFiles)
     }
 
-    /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
+    /// As [`Self::open_in`], with another source of files: tests have one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(
-        config: &DiskConfig,
-        opener: &dyn OpenFiles,
-    ) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_at(config, &Arc::default(), opener)
-    }
-
-    pub(super) fn open_at(
         config: &DiskConfig,
         root: &Arc<DiskRoot>,
         opener: &dyn OpenFiles,

@@ -26,7 +26,8 @@ fn fill(config: &DiskConfig) -> u32 {
 }
 
 fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
-    let (tier, found) = DiskTier::open_with_files(config, files).unwrap();
+    let (tier, found) =
+        DiskTier::open_with_files(config, &std::sync::Arc::default(), files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
     while let Some(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();

@@ -172,10 +172,17 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
                 Call::Read => rule.on(&[Call::Read]),
                 _ => rule.on(&[Call::SetLen]),
             });
-            if let Err(error) = DiskTier::open_with_files(&config, &files) {
+            if let Err(error) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
+            {
                 assert_eq!(error.kind(), ErrorKind::Io, "it may pass: {error}");
             }
-            let (tier, found) = DiskTier::open_with_files(&config, &FaultFiles::default()).unwrap();
+            let (tier, found) = DiskTier::open_with_files(
+                &config,
+                &std::sync::Arc::default(),
+                &FaultFiles::default(),
+            )
+            .unwrap();
             assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![0, 1, 2, 3], 0));
         }
     }
