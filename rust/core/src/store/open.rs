@@ -6,15 +6,14 @@ use std::time::{Duration, Instant};
 use crate::io::FRAME_ALIGN;
 use crate::pool::Pool;
 use crate::store::config::{ArenaInfo, StoreConfig};
-use crate::store::disk::opener::{Opener, Opening};
 use crate::store::disk::threads;
-use crate::store::locked::{Clock, Locked};
+use crate::store::disk::work::Attached;
+use crate::store::locked::{Clock, Locked, Opener};
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table};
 use crate::store::tenants::sweeper;
 use crate::sync::thread::JoinHandle;
 use crate::sync::{Condvar, Mutex, locked};
-use crate::tier::LocalTier;
 use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
@@ -106,20 +105,16 @@ impl Store {
             slab_bytes: host.member().pool.slab_bytes(),
             lifeline: None,
         };
-        let opener = opener.map(Arc::new);
         let mut state = configured(&config, host, opener.is_some())?;
         state.set_time(clock());
-        let timeout = if share.is_some() { FIRST_TIMEOUT_ON_SERVER } else { FIRST_TIMEOUT };
-        let (disk, slow_opening) = open_first(&mut state, opener.as_ref(), timeout)?;
         let num_threads = state.disk.num_threads;
         let inner = Arc::new(Locked {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
             sweep: Condvar::new(),
-            disk: Mutex::new(disk),
+            disk: Mutex::default(),
             opener,
-            slow_opening: Mutex::new(slow_opening),
             clock,
             arena,
         });
@@ -132,7 +127,27 @@ impl Store {
         if config.limits.is_set() {
             threads.push(sweeper::spawn(&store.inner)?);
         }
+        if num_threads > 0 {
+            let is_alone = share.is_none();
+            store.await_disk(if is_alone { FIRST_TIMEOUT } else { FIRST_TIMEOUT_ON_SERVER })?;
+        }
         Ok(store)
+    }
+
+    /// Waits until a disk thread has opened the tier and its chunks are indexed, or could not open
+    /// it, or takes longer than `timeout`. `InvalidConfig` if these settings can never work.
+    fn await_disk(&self, timeout: Duration) -> Result<()> {
+        let is_over = |state: &State| Some(state.disk.first_opening.is_some());
+        self.inner.wait(Instant::now() + timeout, is_over);
+        let outcome = self.inner.with_state(|state| {
+            state.report_slow_opening(timeout);
+            while state.recover_some() {}
+            state.disk.first_opening.take_if(|outcome| outcome.is_err())
+        });
+        match outcome.flatten() {
+            Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the
@@ -182,35 +197,15 @@ fn configured(config: &StoreConfig, host: HostTier, has_disk: bool) -> Result<St
     let mut state = State::new(host, policy(num_frames), policy(num_slots));
     state.index.reserve(num_frames + num_slots.min(MAX_RESERVED));
     state.disk.num_threads = disk.map_or(0, |disk| disk.num_threads) as usize;
+    if disk.is_some() {
+        state.disk.attached = Attached::NotBefore(Duration::ZERO);
+    }
     state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
     let bases = Bases { host: 0, disk: cap_bytes / FRAME_ALIGN };
     let frame_pages = config.frame_sizes.largest() / FRAME_ALIGN;
     state.tenants.limits = Table::new(&config.limits, frame_pages, bases);
     state.update_bases();
     Ok(state)
-}
-
-/// Tries to open the disk tier. Returns it, or the attempt if that takes longer than `timeout`.
-fn open_first(
-    state: &mut State,
-    opener: Option<&Arc<Opener>>,
-    timeout: Duration,
-) -> Result<(Option<Arc<dyn LocalTier>>, Option<Opening>)> {
-    let Some(opening) = opener.map(Opening::begin).transpose()? else { return Ok((None, None)) };
-    match opening.wait(timeout) {
-        None => {
-            state.open_later(timeout);
-            return Ok((None, Some(opening)));
-        }
-        Some(Ok((tier, found))) => {
-            state.attach(found);
-            while state.recover_some() {}
-            return Ok((Some(tier), None));
-        }
-        Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-        Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
-    }
-    Ok((None, None))
 }
 
 impl Drop for Store {

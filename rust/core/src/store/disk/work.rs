@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
+use crate::Result;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 use crate::store::disk::breaker::{Breaker, HANG_AFTER};
@@ -57,6 +58,8 @@ pub(crate) struct JobInFlight {
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) attached: Attached,
+    /// Outcome of the first attempt to open it.
+    pub(crate) first_opening: Option<Result<()>>,
     /// The last reported reason why it could not be opened.
     pub(crate) last_event: String,
     /// Chunks in state `Queued`.
