@@ -27,8 +27,6 @@ PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 400
 MAX_TEST_LINES = 700
 """For tests, benches and scripts."""
-TO_SPLIT = {"rust/core/src/chunk_batch.rs", "rust/core/src/io/arena.rs"}
-"""Product files that may still be longer than `MAX_LINES`."""
 MAX_WORDS = 16_000
 """For all Markdown outside RESULTS together."""
 RESULTS = "benches/results/"
@@ -109,7 +107,7 @@ def long_files() -> Iterator[str]:
             is_product = folder in ("rust", "python") and not re.search(
                 r"/tests|/benches|rust/testing", name
             )
-            limit = MAX_LINES if is_product and name not in TO_SPLIT else MAX_TEST_LINES
+            limit = MAX_LINES if is_product else MAX_TEST_LINES
             if (count := text.count("\n")) > limit:
                 yield f"{name}: {count} lines, more than {limit}"
 

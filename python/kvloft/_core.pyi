@@ -392,7 +392,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     ConfigError if it refuses.
     """
 
-def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
+def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Clear a namespace of the server at ``socket`` in every tier, for all its engines; returns the
     number of chunks.
 

@@ -107,7 +107,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
         _core.Server(socket, host_bytes=8 * FRAME)
     engine = connect(socket)
     with pytest.raises(ConfigError, match=r"no such namespace.*: 0000000000000000"):
-        _core.server_forget(socket, namespace="f")
+        _core.server_clear(socket, namespace="f")
     with pytest.raises(ConfigError, match="no such units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])
     assert repr(engine) == "Session(frame_sizes=[4096])"

@@ -253,7 +253,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
     router.hear()
     assert (router.num_tokens(prompt, "CPU"), router.num_tokens(prompt, "STORAGE") > 0) == (0, True)
     assert ask_as_predicted(engine, router, truth, prompt) > 0
-    _core.server_forget(str(server.socket))
+    _core.server_clear(str(server.socket))
     assert ask_as_predicted(engine, router, truth, prompt) == 0
     settle(engine)
     server.end()

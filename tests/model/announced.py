@@ -288,7 +288,7 @@ class SharedWorld(World):
                 prompt = self.any_prompt()
                 self.other.discard([self.chain(prompt).key(rng.randrange(len(prompt) // BLOCK))])
             case 3:
-                _core.server_forget(str(self.run / "kvloft.sock"))
+                _core.server_clear(str(self.run / "kvloft.sock"))
             case 4:
                 self.lose_server(num_takes=rng.choice((0, 1, 300)))
 

@@ -87,7 +87,7 @@ def clear(args: argparse.Namespace) -> int:
 
     Raises StoreError if no server answers, and ConfigError if the namespace is missing.
     """
-    from kvloft._core import server_forget, server_status
+    from kvloft._core import server_clear, server_status
 
     socket = socket_of(args)
     if not args.yes:
@@ -99,7 +99,7 @@ def clear(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 1
-    num_chunks = server_forget(socket, namespace=args.namespace.lower())
+    num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{_count(num_chunks, 'chunk')} removed")
     return 0
 

@@ -5,14 +5,17 @@
 //! them, so there is no object per chunk. Must not depend on the store, Python or the contents of
 //! blocks.
 
-use std::collections::BTreeSet;
-use std::ops::Range;
+mod part;
 
+use std::collections::BTreeSet;
+
+pub use self::part::Columns;
+use self::part::{Part, check_table, numbers, wanted};
 use crate::engine::Cut;
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// In the blocks of a batch: this block of the chunk is not copied.
 pub const NOT_WANTED: i32 = -1;
@@ -31,20 +34,6 @@ pub struct ChunkBatch {
     tickets: Vec<u64>,
 }
 
-/// The chunks of one group, at least one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Part {
-    group: u32,
-    rows: Vec<Row>,
-    blocks: Vec<i32>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Row {
-    frame: u32,
-    key: [u8; 32],
-}
-
 /// One chunk of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk<'a> {
@@ -60,19 +49,6 @@ pub struct Chunk<'a> {
     pub blocks: &'a [i32],
     /// Number of its reservation.
     pub ticket: Option<u64>,
-}
-
-/// One group's chunks as columns of little-endian bytes, as they cross between processes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Columns<T> {
-    /// Number of the KV cache group.
-    pub group: u32,
-    /// u32.
-    pub frames: T,
-    /// 32 bytes each.
-    pub keys: T,
-    /// i32, the same number for each chunk.
-    pub blocks: T,
 }
 
 /// Units that a load takes from each tier.
@@ -99,98 +75,6 @@ impl UnitsByTier {
     }
 }
 
-fn invalid(what: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidConfig, what)
-}
-
-fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> Result<Vec<T>> {
-    let (items, rest) = bytes.as_chunks::<N>();
-    if rest.is_empty() {
-        Ok(items.iter().map(|item| of(*item)).collect())
-    } else {
-        Err(invalid("a column is cut off"))
-    }
-}
-
-/// Rejects negative block numbers: -1 marks a block that is not copied.
-fn check_table(table: &[i32]) -> Result<()> {
-    let is_right = table.iter().all(|block| *block >= 0);
-    is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
-}
-
-/// Returns the range of wanted blocks of a chunk; None if there are none or they are not adjacent.
-fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
-    let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
-    let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
-    blocks[start..stop].iter().all(|block| *block >= 0).then_some(start..stop)
-}
-
-impl Part {
-    fn new(group: u32, num_chunks: usize, num_blocks: u32) -> Self {
-        let blocks = Vec::with_capacity(num_chunks * num_blocks as usize);
-        Self { group, rows: Vec::with_capacity(num_chunks), blocks }
-    }
-
-    fn push(&mut self, frame: u32, key: [u8; 32], blocks: impl Iterator<Item = i32>) {
-        self.blocks.extend(blocks);
-        self.rows.push(Row { frame, key });
-    }
-
-    fn blocks_of(&self, nth: usize) -> &[i32] {
-        let num = self.blocks.len() / self.rows.len();
-        &self.blocks[nth * num..(nth + 1) * num]
-    }
-
-    /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not
-    /// one run.
-    fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
-        let frames = numbers(columns.frames, u32::from_le_bytes)?;
-        let keys = numbers(columns.keys, |key: [u8; 32]| key)?;
-        let blocks = numbers(columns.blocks, i32::from_le_bytes)?;
-        if frames.is_empty()
-            || keys.len() != frames.len()
-            || !blocks.len().is_multiple_of(frames.len())
-        {
-            return Err(invalid("columns of different lengths"));
-        }
-        let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
-        let part = Self { group: columns.group, rows, blocks };
-        if (0..part.rows.len()).any(|nth| wanted(part.blocks_of(nth)).is_none()) {
-            return Err(invalid("the blocks of a chunk are not one run"));
-        }
-        Ok(part)
-    }
-
-    fn columns(&self) -> Columns<Vec<u8>> {
-        Columns {
-            group: self.group,
-            frames: self.rows.iter().flat_map(|row| row.frame.to_le_bytes()).collect(),
-            keys: self.rows.iter().flat_map(|row| row.key).collect(),
-            blocks: self.blocks.iter().flat_map(|block| block.to_le_bytes()).collect(),
-        }
-    }
-
-    fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
-        let is_block = |block: i32| {
-            block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks)
-        };
-        if self.rows.iter().any(|row| FrameId(row.frame).number() >= num_frames) {
-            return Err(
-                invalid("a frame is not one of the arena's").with_context("num_frames", num_frames)
-            );
-        }
-        if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
-            let error = invalid("a chunk does not have as many blocks as a frame");
-            return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
-        }
-        if !self.blocks.iter().all(|block| is_block(*block)) {
-            return Err(invalid("a block is not one of the paged KV")
-                .with_context("num_blocks", num_blocks));
-        }
-        Ok(())
-    }
-}
-
 impl ChunkBatch {
     /// `InvalidConfig` for columns that do not fit together; `tickets` are u64, one per chunk or
     /// none.
@@ -198,7 +82,7 @@ impl ChunkBatch {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
         let has_tickets = batch.tickets.is_empty() || batch.tickets.len() == batch.len();
-        has_tickets.then_some(batch).ok_or_else(|| invalid("columns of different lengths"))
+        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of different lengths"))
     }
 
     /// The opposite of [`Self::from_columns`], but for the tickets.
@@ -225,10 +109,10 @@ impl ChunkBatch {
             let unit = chunk
                 .unit
                 .checked_sub(first_unit)
-                .ok_or_else(|| invalid("a chunk before the block table"))?;
+                .ok_or_else(|| Error::invalid("a chunk before the block table"))?;
             let from = unit.saturating_mul(num_blocks) as usize;
             let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
-            let blocks = blocks.ok_or_else(|| invalid("the block table is too short"))?;
+            let blocks = blocks.ok_or_else(|| Error::invalid("the block table is too short"))?;
             if blocks.contains(&NULL_BLOCK) {
                 without_kv.push(chunk.ticket);
             } else {

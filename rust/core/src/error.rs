@@ -34,14 +34,14 @@ impl Error {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
 
+    /// A setting or an argument that can never work.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::InvalidConfig, message)
+    }
+
     /// An I/O error with the operation that failed.
     pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
-        Self {
-            kind: ErrorKind::Io,
-            message: message.into(),
-            context: Vec::new(),
-            source: Some(source),
-        }
+        Self { source: Some(source), ..Self::new(ErrorKind::Io, message) }
     }
 
     /// Adds a named value for logs.
@@ -61,7 +61,6 @@ impl Error {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Returns true if the file system or a disk quota is full.
     pub(crate) fn is_no_space(&self) -> bool {
         self.source.as_ref().is_some_and(is_no_space)
     }

@@ -120,7 +120,6 @@ impl InFlight {
         blocks.map_or_else(|| self.readers.keys().copied().collect(), among)
     }
 
-    /// Tickets in flight, in order.
     pub(crate) fn tickets(&self) -> Vec<u64> {
         let of = |(first, plan): (u64, &Plan)| {
             let is_left = |&(_, save): &(u64, &Save)| save.num_ranks_left > 0;
@@ -136,7 +135,6 @@ impl InFlight {
         }
     }
 
-    /// A rank could not write the save.
     pub(crate) fn fail(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             plan.saves[nth].failed = true;
@@ -154,7 +152,6 @@ impl InFlight {
         self.remove(ticket)
     }
 
-    /// Ends a save.
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
         let Save { reservation, failed, is_misfit, .. } = plan.saves[nth];

@@ -25,6 +25,7 @@ pub mod units;
 
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
+#[path = "../../testing/src/inside/mod.rs"]
 pub mod testing;
 // Unit tests of private items need rust/testing built against this build of the crate. A
 // dev-dependency would bring a second build, with other types.

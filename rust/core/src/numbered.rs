@@ -28,12 +28,10 @@ impl<T> Default for Numbered<T> {
 }
 
 impl<T> Numbered<T> {
-    /// Returns the number of values.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Reserves memory for `num` more values.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.row.reserve(num);
     }
@@ -63,7 +61,6 @@ impl<T> Numbered<T> {
         Some((*own, value.as_mut()?))
     }
 
-    /// Removes and returns a value.
     pub(crate) fn remove(&mut self, number: u64) -> Option<T> {
         let at = self.find(number)?;
         let value = self.row.get_mut(at).filter(|(own, _)| *own == number)?.1.take()?;
@@ -72,12 +69,10 @@ impl<T> Numbered<T> {
         Some(value)
     }
 
-    /// All numbers and values, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, &T)> {
         self.row.iter().filter_map(|(number, value)| Some((*number, value.as_ref()?)))
     }
 
-    /// All values, in order.
     pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }

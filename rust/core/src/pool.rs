@@ -11,14 +11,14 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::io::arena::FRAME_ALIGN;
 use crate::io::{FrameSizes, HostArena, placement};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, locked};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Minimum number of slabs in a large enough arena.
 const NUM_SLABS: u64 = 64;
@@ -37,7 +37,7 @@ pub(crate) struct SlabId(pub(crate) u32);
 
 /// The pool's state of one store.
 #[derive(Debug, Default)]
-struct Owner {
+struct MemberState {
     /// Slabs among them that the store has not collected yet.
     num_slabs: u32,
     arrived: Vec<SlabId>,
@@ -52,11 +52,11 @@ struct Owner {
 }
 
 #[derive(Debug, Default)]
-struct Books {
-    /// Owner of each slab.
+struct PoolState {
+    /// The member that has each slab.
     slabs: Vec<Option<u32>>,
     num_free: u32,
-    owners: BTreeMap<u32, Owner>,
+    members: BTreeMap<u32, MemberState>,
     next_id: u32,
 }
 
@@ -66,7 +66,7 @@ pub struct Pool {
     slab_bytes: u64,
     /// Of their disk directory.
     pub(crate) disk: Arc<DiskRoot>,
-    books: Mutex<Books>,
+    state: Mutex<PoolState>,
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -86,15 +86,6 @@ impl Pool {
     ///
     /// `InvalidConfig` if no frame fits; `Io` if the system refuses the memory.
     pub fn create(
-        host_bytes: u64,
-        sizes: impl Into<FrameSizes>,
-        wake: impl Fn() + Send + Sync + 'static,
-    ) -> Result<Arc<Self>> {
-        Self::create_over(DiskRoot::shared(), host_bytes, sizes, wake)
-    }
-
-    /// As [`Self::create`], for stores whose disk directory is this one.
-    pub fn create_over(
         disk: Arc<DiskRoot>,
         host_bytes: u64,
         sizes: impl Into<FrameSizes>,
@@ -108,7 +99,7 @@ impl Pool {
                 "host_size = {} holds no chunk of {frame_bytes} bytes",
                 size_text(host_bytes)
             );
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
+            return Err(Error::invalid(message));
         }
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
@@ -132,13 +123,13 @@ impl Pool {
         wake: Box<dyn Fn() + Send + Sync>,
     ) -> Result<Arc<Self>> {
         let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
-        let books = Books {
+        let state = PoolState {
             slabs: vec![None; num_slabs as usize],
             num_free: num_slabs,
-            ..Books::default()
+            ..PoolState::default()
         };
         let arena = HostArena::of_bytes(host_bytes)?;
-        Ok(Arc::new(Self { arena, slab_bytes, disk, books: Mutex::new(books), wake }))
+        Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
     /// Places memory that is not in use yet on the NUMA nodes of the shards of `frame_bytes`
@@ -167,7 +158,7 @@ impl Pool {
 
     /// Returns whether a store is hungry, so that others should release a slab.
     pub fn is_wanted(&self) -> bool {
-        self.books().wanting().next().is_some()
+        self.state().wanting().next().is_some()
     }
 
     /// Returns whether a store found no room on the shared disk since the last call, and closing
@@ -193,11 +184,11 @@ impl Pool {
              bytes, which follow from its --host-size and its first engine; raise that, use a \
              smaller vLLM block size, or start the engine with the larger chunks first"
         );
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, PoolState> {
+        locked(&self.state)
     }
 }
 
@@ -219,20 +210,20 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
     frame_bytes * (least..=most).min_by_key(left).unwrap_or(least)
 }
 
-impl Books {
+impl PoolState {
     /// Shares depend on which stores are active.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
-        let active = || self.owners.values().filter(|owner| owner.is_active);
-        let fixed: u64 = active().filter_map(|owner| owner.percent).map(of).sum();
-        let num_equal = active().filter(|owner| owner.percent.is_none()).count().max(1) as u64;
+        let active = || self.members.values().filter(|member| member.is_active);
+        let fixed: u64 = active().filter_map(|member| member.percent).map(of).sum();
+        let num_equal = active().filter(|member| member.percent.is_none()).count().max(1) as u64;
         let left = num_slabs.saturating_sub(fixed);
         let equal = (left / num_equal).max(left.min(1)); // without any it would never save
-        for owner in self.owners.values_mut() {
-            let share = if owner.is_active { owner.percent.map_or(equal, of) } else { 0 };
-            owner.share = u32::try_from(share).unwrap_or(u32::MAX);
-            owner.hungry = owner.hungry.filter(|_| owner.is_active);
+        for member in self.members.values_mut() {
+            let share = if member.is_active { member.percent.map_or(equal, of) } else { 0 };
+            member.share = u32::try_from(share).unwrap_or(u32::MAX);
+            member.hungry = member.hungry.filter(|_| member.is_active);
         }
     }
 
@@ -241,49 +232,50 @@ impl Books {
     }
 
     /// Slabs before `end` that a store has.
-    fn num_before(&self, end: u32, id: u32, owner: &Owner) -> u32 {
+    fn num_before(&self, end: u32, id: u32, member: &MemberState) -> u32 {
         if end >= self.num_slabs() {
-            return owner.num_slabs;
+            return member.num_slabs;
         }
         let own = self.slabs.iter().take(end as usize).filter(|of| **of == Some(id));
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
     /// Slabs before `end` that a store can keep while others need slabs.
-    fn share_before(&self, end: u32, owner: &Owner) -> u32 {
-        let part = u64::from(owner.share) * u64::from(end.min(self.num_slabs()))
+    fn share_before(&self, end: u32, member: &MemberState) -> u32 {
+        let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
-        u32::try_from(part).unwrap_or(u32::MAX).max(owner.share.min(end).min(1))
+        u32::try_from(part).unwrap_or(u32::MAX).max(member.share.min(end).min(1))
     }
 
-    fn wants(&self, end: u32, id: u32, owner: &Owner) -> bool {
-        self.num_before(end, id, owner) < self.share_before(end, owner)
+    fn wants(&self, end: u32, id: u32, member: &MemberState) -> bool {
+        self.num_before(end, id, member) < self.share_before(end, member)
     }
 
     /// Stores that need a slab, each with the slab number below which it must be.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let end = |(id, owner): (&u32, &Owner)| {
-            owner.hungry.filter(|end| self.wants(*end, *id, owner)).map(|end| (*id, end))
+        let end = |(id, member): (&u32, &MemberState)| {
+            member.hungry.filter(|end| self.wants(*end, *id, member)).map(|end| (*id, end))
         };
-        self.owners.iter().filter_map(end)
+        self.members.iter().filter_map(end)
     }
 
     /// Assigns the slab to the hungriest store that can use it, preferring stores with the fewest
     /// choices; otherwise it is free.
     fn give(&mut self, from: u32, slab: SlabId) {
-        if let Some(owner) = self.owners.get_mut(&from) {
-            owner.num_slabs -= 1;
+        if let Some(member) = self.members.get_mut(&from) {
+            member.num_slabs -= 1;
         }
         self.slabs[slab.0 as usize] = None;
         let lacks = |id: u32, end: u32| {
-            let owner = self.owners.get(&id).map(|owner| (owner, self.num_before(end, id, owner)));
-            owner.map(|(owner, has)| self.share_before(end, owner) - has)
+            let member =
+                self.members.get(&id).map(|member| (member, self.num_before(end, id, member)));
+            member.map(|(member, has)| self.share_before(end, member) - has)
         };
         let next = self.wanting().filter(|(_, end)| slab.0 < *end);
         let next = next.max_by_key(|(id, end)| (Reverse(*end), lacks(*id, *end))).map(|(id, _)| id);
-        if let Some(owner) = next.and_then(|id| self.owners.get_mut(&id)) {
-            (owner.num_slabs, owner.hungry) = (owner.num_slabs + 1, None);
-            owner.arrived.push(slab);
+        if let Some(member) = next.and_then(|id| self.members.get_mut(&id)) {
+            (member.num_slabs, member.hungry) = (member.num_slabs + 1, None);
+            member.arrived.push(slab);
         }
         self.slabs[slab.0 as usize] = next;
         self.num_free += u32::from(self.slabs[slab.0 as usize].is_none());
@@ -300,24 +292,25 @@ pub(crate) struct Member {
 impl Member {
     /// Adds a store without slabs; its share is `percent`, or an equal part.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
-        let mut books = pool.books();
-        let id = books.next_id;
-        books.next_id += 1;
-        books.owners.insert(id, Owner { percent, is_active: true, ..Owner::default() });
-        books.share_out();
-        drop(books);
+        let mut state = pool.state();
+        let id = state.next_id;
+        state.next_id += 1;
+        state
+            .members
+            .insert(id, MemberState { percent, is_active: true, ..MemberState::default() });
+        state.share_out();
+        drop(state);
         Self { pool: Arc::clone(pool), id }
     }
 
-    fn with<T>(&self, what: impl FnOnce(&mut Owner) -> T) -> T {
-        what(self.pool.books().owners.entry(self.id).or_default())
+    fn with<T>(&self, what: impl FnOnce(&mut MemberState) -> T) -> T {
+        what(self.pool.state().members.entry(self.id).or_default())
     }
 
-    /// Whether it has a share.
     pub(crate) fn set_active(&self, is_active: bool) {
-        let mut books = self.pool.books();
-        books.owners.entry(self.id).or_default().is_active = is_active;
-        books.share_out();
+        let mut state = self.pool.state();
+        state.members.entry(self.id).or_default().is_active = is_active;
+        state.share_out();
     }
 
     /// Slabs that it received because it was hungry.
@@ -328,9 +321,9 @@ impl Member {
     /// Takes the lowest free slab before `end`. If there is none, the store becomes hungry while it
     /// has less than its share there.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
-        let mut books = self.pool.books();
-        let Books { slabs, num_free, owners, .. } = &mut *books;
-        let own = owners.entry(self.id).or_default();
+        let mut state = self.pool.state();
+        let PoolState { slabs, num_free, members, .. } = &mut *state;
+        let own = members.entry(self.id).or_default();
         let free = if *num_free > 0 {
             slabs.iter().take(end as usize).position(Option::is_none)
         } else {
@@ -342,10 +335,10 @@ impl Member {
             (own.num_slabs, own.hungry) = (own.num_slabs + 1, None);
             return u32::try_from(at).ok().map(SlabId);
         }
-        let wants = books.owners.get(&self.id).is_some_and(|own| books.wants(end, self.id, own));
-        let own = books.owners.get_mut(&self.id).filter(|_| wants)?;
+        let wants = state.members.get(&self.id).is_some_and(|own| state.wants(end, self.id, own));
+        let own = state.members.get_mut(&self.id).filter(|_| wants)?;
         let is_news = own.hungry.replace(end).is_none();
-        drop(books);
+        drop(state);
         if is_news {
             (self.pool.wake)();
         }
@@ -354,7 +347,7 @@ impl Member {
 
     /// Releases one of its slabs, in which no frame is used.
     pub(crate) fn give(&self, slab: SlabId) {
-        self.pool.books().give(self.id, slab);
+        self.pool.state().give(self.id, slab);
     }
 
     /// Slabs that it may have while others want them too.
@@ -369,30 +362,30 @@ impl Member {
 
     /// Returns the slab number below which this store should release a slab, if any.
     pub(crate) fn asked(&self) -> Option<u32> {
-        let books = self.pool.books();
-        let own = books.owners.get(&self.id)?;
-        let ends = books.wanting().map(|(_, end)| end);
-        ends.filter(|end| books.num_before(*end, self.id, own) > books.share_before(*end, own))
+        let state = self.pool.state();
+        let own = state.members.get(&self.id)?;
+        let ends = state.wanting().map(|(_, end)| end);
+        ends.filter(|end| state.num_before(*end, self.id, own) > state.share_before(*end, own))
             .min()
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        let mut books = self.pool.books();
-        if let Some(own) = books.owners.get_mut(&self.id) {
+        let mut state = self.pool.state();
+        if let Some(own) = state.members.get_mut(&self.id) {
             own.is_active = false;
         }
-        books.share_out();
+        state.share_out();
         let own: Vec<_> = (0..)
             .map(SlabId)
-            .zip(&books.slabs)
-            .filter(|(_, owner)| **owner == Some(self.id))
+            .zip(&state.slabs)
+            .filter(|(_, member)| **member == Some(self.id))
             .collect();
         let own: Vec<_> = own.into_iter().map(|(slab, _)| slab).collect();
         for slab in own {
-            books.give(self.id, slab);
+            state.give(self.id, slab);
         }
-        books.owners.remove(&self.id);
+        state.members.remove(&self.id);
     }
 }

@@ -119,8 +119,8 @@ struct Leases {
 pub struct Local {
     // Declared before the store, so that open leases are dropped first.
     leases: Mutex<Leases>,
-    /// Bytes of the arena that this engine's workers can copy to; others of the store may have other
-    /// limits.
+    /// Bytes of the arena that this engine's workers can copy to; others of the store may have
+    /// other limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,

@@ -1,6 +1,8 @@
 //! Locks, condition variables and threads: the standard library's, or with `--cfg shuttle` those of
 //! a model checker, which chooses the thread to run at each of them (`tests/models.rs`).
 
+use std::sync::PoisonError;
+
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
     sync::{Condvar, Mutex, MutexGuard},
@@ -11,6 +13,11 @@ pub(crate) use std::{
     sync::{Condvar, Mutex, MutexGuard},
     thread,
 };
+
+/// Locks a mutex, even if a thread panicked while it held it.
+pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Returns whether the thread has ended. Threads of a model never hang, so they are always joined.
 pub(crate) fn has_ended(thread: &thread::JoinHandle<()>) -> bool {

@@ -9,7 +9,7 @@
 //! bijection: damage inside one word is always detected. The tag detects accidents (torn, stale,
 //! swapped or shifted pages), not adversaries. Must not depend on the contents of a page.
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 // Constants without hidden structure: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 "
 // + name), made odd.
@@ -31,13 +31,10 @@ pub const M2: u64 = 0x6f8b_3af1_12db_4f79;
 pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<u64> {
     let block_bytes = page_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>();
     if block_bytes.checked_mul(u64::from(num_blocks)) != u64::try_from(payload.len()).ok() {
-        return Err(Error::new(
-            ErrorKind::InvalidConfig,
-            "a payload must be num_blocks blocks of all page_bytes",
-        )
-        .with_context("payload_bytes", payload.len())
-        .with_context("block_bytes", block_bytes)
-        .with_context("num_blocks", num_blocks));
+        return Err(Error::invalid("a payload must be num_blocks blocks of all page_bytes")
+            .with_context("payload_bytes", payload.len())
+            .with_context("block_bytes", block_bytes)
+            .with_context("num_blocks", num_blocks));
     }
     let mut rest = payload;
     let mut position = C;

@@ -18,7 +18,6 @@ pub fn size_text(bytes: u64) -> String {
     format!("{bytes} bytes")
 }
 
-/// Returns whole microseconds.
 pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

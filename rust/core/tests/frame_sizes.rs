@@ -9,6 +9,7 @@ use kvloft_core::io::SizeClass;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{SaveRequest, Store, StoreConfig};
+use kvloft_core::tier::disk::DiskRoot;
 use store_common::{config, stat};
 
 const PAGE: u64 = 4096;
@@ -84,15 +85,15 @@ fn chunks_of_several_sizes_fill_the_arena() {
 
 #[test]
 fn two_models_fill_their_shares_of_one_arena() {
-    let host = 10 * HOST; // never written, so it takes no memory
-    let pool = Pool::create(host, 20 * PAGE, || {}).unwrap();
+    let host = 10 * HOST; // not written to, so it takes no memory
+    let pool = Pool::create(DiskRoot::shared(), host, 20 * PAGE, || {}).unwrap();
     let stores = [(&[20, 2][..], 1), (&[30, 5], 2)]
         .map(|(pages, nth)| Store::open_in(&open(pages, nth), &pool, None).unwrap());
     for prompt in 0..300 {
         save(&stores[0], prompt, &[0, 1]);
         save(&stores[1], prompt, &[0, 1, 1]);
         for store in &stores {
-            store.give_way();
+            store.release_slab();
         }
     }
     let used: u64 = stores.iter().map(|store| stat(store, "host_used_bytes")).sum();

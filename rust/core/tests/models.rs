@@ -96,7 +96,8 @@ fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
         let opener: Opener =
             Box::new(move || Ok((Arc::clone(&disk) as Arc<dyn LocalTier>, Vec::new())));
         let store = Arc::new(
-            Store::with_tier(&settings, Some(opener), Box::new(move || start.elapsed())).unwrap(),
+            Store::with_tier(&settings, None, Some(opener), Box::new(move || start.elapsed()))
+                .unwrap(),
         );
         let callers: Vec<_> = (0..2)
             .map(|first| {

@@ -17,8 +17,9 @@ use kvloft_core::io::{FrameGrid, FrameId, FrameSizes, SizeClass};
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{
-    DiskSettings, ReadLease, SaveRequest, Store, StoreConfig, Way, WriteLease,
+    DiskSettings, ReadLease, SaveRequest, SlabRelease, Store, StoreConfig, WriteLease,
 };
+use kvloft_core::tier::disk::DiskRoot;
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -50,7 +51,7 @@ fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
 }
 
 fn pool() -> Arc<Pool> {
-    Pool::create(HOST, FRAMES[0], || {}).unwrap()
+    Pool::create(DiskRoot::shared(), HOST, FRAMES[0], || {}).unwrap()
 }
 
 /// Chains of neighboring prompts share their beginning, so that there are trees.
@@ -88,7 +89,7 @@ impl World {
     }
 
     fn of(frames: [FrameSizes; 3], shares: [Option<u32>; 3]) -> Self {
-        let pool = Pool::create(HOST, frames[0].largest(), || {}).unwrap();
+        let pool = Pool::create(DiskRoot::shared(), HOST, frames[0].largest(), || {}).unwrap();
         let open = |nth: usize| {
             Store::open_in(
                 &StoreConfig { frame_sizes: frames[nth].clone(), ..config(nth, None) },
@@ -186,8 +187,8 @@ impl World {
     }
 
     /// One round of the thread that makes stores release slabs.
-    fn give_way(&self) -> BTreeSet<u8> {
-        self.stores.iter().map(|store| store.give_way() as u8).collect()
+    fn release_slab(&self) -> BTreeSet<u8> {
+        self.stores.iter().map(|store| store.release_slab() as u8).collect()
     }
 }
 
@@ -244,7 +245,7 @@ fn apply(world: &mut World, step: &Step) {
         }
         Step::Clear(nth) => world.stores[nth].clear(),
         Step::SetActive(nth, is_active) => world.stores[nth].set_active(is_active),
-        Step::GiveWay(nth) => drop(world.stores[nth].give_way()),
+        Step::GiveWay(nth) => drop(world.stores[nth].release_slab()),
         Step::Reopen(nth) => world.stores[nth] = world.open(nth),
         Step::Limit(nth, pages) => world.stores[nth].limit_memory(u64::from(pages) * PAGE),
     }
@@ -263,7 +264,7 @@ fn gets_its_share(world: &mut World, nth: usize) {
         let num_dropped = world.save(nth, &chain(nth, 1000 + look, 4));
         world.commit_all(nth);
         world.check();
-        world.give_way();
+        world.release_slab();
         if world.stores[nth].num_slabs().0 == all {
             assert!(num_dropped == 0 || !world.has_one_size(nth));
             return;
@@ -289,8 +290,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
         let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
         world.check();
         world.commit_all(nth);
-        world.give_way();
-        world.stores[nth].clear(); // its slabs elsewhere do not matter
+        world.release_slab();
+        world.stores[nth].clear(); // what it has elsewhere hides nothing
         if num_dropped == 0 {
             return;
         }
@@ -352,7 +353,7 @@ fn memory_follows_demand_up_to_equal_shares() {
     for prompt in 0..400 {
         world.save(1, &chain(1, 8 * prompt, 4));
         world.commit_all(1);
-        world.give_way();
+        world.release_slab();
         world.check();
     }
     assert_eq!(world.stores[1].num_slabs().0, all / 3, "exactly an equal share");
@@ -361,7 +362,7 @@ fn memory_follows_demand_up_to_equal_shares() {
     for prompt in 400..800 {
         world.save(1, &chain(1, 8 * prompt, 4));
         world.commit_all(1);
-        world.give_way();
+        world.release_slab();
     }
     assert_eq!(world.stores[1].num_slabs().0, all / 2, "a store without engines has no share");
     world.stores[1].clear();
@@ -380,12 +381,12 @@ fn a_slab_with_a_pinned_or_reserved_frame_stays_until_it_is_free() {
     world.stores[0].set_active(false);
     for prompt in 0..20 {
         assert!(world.save(1, &chain(1, prompt, 1)) == 1, "a miss, and no wait");
-        assert_ne!(world.stores[0].give_way(), Way::Gave);
+        assert_ne!(world.stores[0].release_slab(), SlabRelease::Released);
         world.check();
     }
     assert_eq!(world.stores[0].num_slabs().0, before);
     world.reading.clear();
-    assert_eq!(world.stores[0].give_way(), Way::Gave);
+    assert_eq!(world.stores[0].release_slab(), SlabRelease::Released);
     assert_eq!(world.save(1, &chain(1, 0, 1)), 0);
     world.check();
 }
@@ -394,7 +395,7 @@ fn a_slab_with_a_pinned_or_reserved_frame_stays_until_it_is_free() {
 fn a_store_is_asked_again_only_while_another_wants() {
     let news = Arc::new(AtomicU64::new(0));
     let heard = Arc::clone(&news);
-    let pool = Pool::create(HOST, FRAMES[0], move || {
+    let pool = Pool::create(DiskRoot::shared(), HOST, FRAMES[0], move || {
         heard.fetch_add(1, Ordering::SeqCst);
     })
     .unwrap();
@@ -402,12 +403,12 @@ fn a_store_is_asked_again_only_while_another_wants() {
     let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
     stores[0].commit(got.leases);
     assert_eq!(news.load(Ordering::SeqCst), 0);
-    assert_eq!(stores[0].give_way(), Way::Unasked);
+    assert_eq!(stores[0].release_slab(), SlabRelease::NotNeeded);
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
     assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 1);
     stores[1].set_active(false);
     assert!(!pool.is_wanted());
-    assert_eq!(stores[0].give_way(), Way::Unasked);
+    assert_eq!(stores[0].release_slab(), SlabRelease::NotNeeded);
     stores[1].set_active(true);
     assert!(!pool.is_wanted(), "requests of its former engines do not apply to the next ones");
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
@@ -423,7 +424,7 @@ fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
     }
     let before = world.stores[0].num_slabs().0;
     assert_eq!(world.save(1, &chain(1, 0, 1)), 1);
-    assert!((0..100).any(|_| world.stores[0].give_way() == Way::Gave));
+    assert!((0..100).any(|_| world.stores[0].release_slab() == SlabRelease::Released));
     for prompt in 40..60 {
         world.save(0, &chain(0, 8 * prompt, 4)); // it must evict its own chunks
         world.commit_all(0);
@@ -453,7 +454,7 @@ fn a_store_whose_share_shrank_wants_no_more() {
     assert!(world.pool.is_wanted(), "it has 5 of its share of 6");
     world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
     assert!(!world.pool.is_wanted(), "it may have 4");
-    assert_eq!(world.give_way(), BTreeSet::from([Way::Unasked as u8]));
+    assert_eq!(world.release_slab(), BTreeSet::from([SlabRelease::NotNeeded as u8]));
 }
 
 #[test]
@@ -470,7 +471,7 @@ fn frames_larger_than_a_slab_are_rejected() {
 
 #[test]
 fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
-    let pool = Pool::create(8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), 8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
     assert_eq!(pool.num_slabs(), 8);
     let stores: Vec<_> = (0..9_u8)
         .map(|nth| {
@@ -485,14 +486,14 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
         if got.num_dropped == 0 {
             return;
         }
-        stores[0].give_way();
+        stores[0].release_slab();
     }
     panic!("{:?} {:?}", stores[0].num_slabs(), stores[1].num_slabs());
 }
 
 #[test]
 fn a_long_pinned_chain_is_visited_once_per_round() {
-    let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), 16 << 20, PAGE, || {}).unwrap();
     let of =
         |nth: u8| StoreConfig { frame_sizes: PAGE.into(), namespace: [nth; 32], ..config(0, None) };
     let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());
@@ -502,10 +503,11 @@ fn a_long_pinned_chain_is_visited_once_per_round() {
     let lease = stores[0].acquire(&long);
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 1);
     for _ in 0..3 {
-        let num_calls = (0..1000).take_while(|_| stores[0].give_way() == Way::Working).count();
+        let num_calls =
+            (0..1000).take_while(|_| stores[0].release_slab() == SlabRelease::InProgress).count();
         assert!((4..100).contains(&num_calls), "{num_calls} calls of 256 chunks each for 4096");
     }
     drop(lease);
-    (0..100).for_each(|_| _ = stores[0].give_way());
+    (0..100).for_each(|_| _ = stores[0].release_slab());
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 0);
 }

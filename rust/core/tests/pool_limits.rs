@@ -10,7 +10,8 @@ use std::sync::Arc;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{ReadLease, Store, StoreConfig, Way};
+use kvloft_core::store::{ReadLease, SlabRelease, Store, StoreConfig};
+use kvloft_core::tier::disk::DiskRoot;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
@@ -32,7 +33,8 @@ fn open(pool: &Arc<Pool>, nth: usize) -> Store {
 }
 
 fn stores<const N: usize>() -> (Arc<Pool>, [Store; N]) {
-    let pool = Pool::create(u64::from(NUM_SLABS) * 8 * PAGE, FRAMES[0], || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), u64::from(NUM_SLABS) * 8 * PAGE, FRAMES[0], || {})
+        .unwrap();
     let stores = std::array::from_fn(|nth| open(&pool, nth));
     assert_eq!(pool.num_slabs(), NUM_SLABS);
     (pool, stores)
@@ -72,13 +74,14 @@ fn is_there(store: &Store, prompt: u32) -> bool {
 
 fn all_give_way(stores: &[Store]) {
     for store in stores {
-        store.give_way();
+        store.release_slab();
     }
 }
 
 /// Makes the store release slabs until it has released one.
 fn gives(store: &Store) -> bool {
-    (0..100).map(|_| store.give_way()).find(|way| *way != Way::Working) == Some(Way::Gave)
+    (0..100).map(|_| store.release_slab()).find(|outcome| *outcome != SlabRelease::InProgress)
+        == Some(SlabRelease::Released)
 }
 
 #[test]
@@ -111,8 +114,8 @@ fn a_store_with_all_slabs_makes_room_for_one_with_few() {
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
     stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
-    assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would help");
-    assert!(gives(&stores[0]), "although it has less than its share");
+    assert_eq!(stores[1].release_slab(), SlabRelease::NotNeeded, "none of its slabs would do");
+    assert!(gives(&stores[0]), "though it has less than its share");
     assert_eq!(save(&stores[2], 0), 0);
     for prompt in 10..30 {
         save(&stores[0], prompt);

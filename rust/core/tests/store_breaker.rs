@@ -318,7 +318,7 @@ fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
     let settings =
         StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, Eviction::Lru) };
-    let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
+    let store = Store::with_tier(&settings, None, Some(Box::new(open)), Box::new(now)).unwrap();
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
     drop(owner);
@@ -503,7 +503,7 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
 }
 
 /// The same after an anchor: proven units before it are not looked up again while the forged chunk
-/// is removed.
+/// is removed. A lookup reports the forged chunk until a lease has compared it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));
@@ -529,8 +529,17 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     disk.put(&found, FRAME);
     let store = disk.open(&settings(8, &disk), &found);
     let whole = Prefix::from(&wanted);
-    assert_eq!(store.lookup(Prefix { keys: &keys[..4], ..whole }).stored_units, 4);
     let begun = Prefix { first: 2, keys: &keys[2..], ..whole };
+    assert_eq!(store.lookup(begun).stored_units, 0, "not proven yet");
+    assert_eq!(settled(&store.acquire(Prefix { keys: &keys[..4], ..whole })).ready_units, 4);
+    for _ in 0..2 {
+        assert_eq!(store.lookup(begun).stored_units, 5);
+        assert_eq!(stat(&store, "disk_verify_failures"), 0, "a lookup changes nothing");
+    }
+    let lease = store.acquire(begun);
+    assert_eq!(settled(&lease).ready_units, 4);
+    assert!(lease.frames().iter().map(|frame| frame.key).eq(keys[..4].iter().copied()));
+    assert_eq!(stat(&store, "disk_verify_failures"), 1);
     assert_eq!(store.lookup(begun).stored_units, 4);
     assert_eq!(store.lookup(&wanted).stored_units, 4, "the store still works");
     store.check().unwrap();

@@ -15,9 +15,9 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{
-    DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, erase_closed,
+    DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, remove_closed,
 };
-use kvloft_core::tier::disk::{DiskRoot, Erased, inspect};
+use kvloft_core::tier::disk::{DiskRoot, RemovedChunks, inspect};
 use proptest::prelude::*;
 use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, save, verify};
 
@@ -434,12 +434,12 @@ fn a_disk_that_is_opened_later_is_reported() {
 }
 
 #[test]
-fn namespaces_that_no_store_has_open_are_erased_on_disk() {
+fn namespaces_that_no_store_has_open_lose_chunks_on_disk() {
     let dir = tempfile::tempdir().unwrap();
     let settings =
         DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
     let over = |root: &Arc<DiskRoot>| {
-        Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap()
+        Pool::create(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap()
     };
     let (pool, none) = (|| over(&DiskRoot::shared()), DiskRoot::shared());
     let open = |nth: u8, pool: &Arc<Pool>| {
@@ -451,10 +451,10 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
         Store::open_in(&config, pool, None).unwrap()
     };
     let tag = SaltTag::of(SALTS[0]);
-    let erase = |root: &Arc<DiskRoot>, namespace: &str| {
-        erase_closed(&settings, root, namespace, Some(tag)).unwrap()
+    let remove = |root: &Arc<DiskRoot>, namespace: &str| {
+        remove_closed(&settings, root, namespace, Some(tag)).unwrap()
     };
-    assert_eq!(erase(&none, ""), Erased::default(), "no directory");
+    assert_eq!(remove(&none, ""), RemovedChunks::default(), "no directory");
     for nth in [1, 2] {
         let store = open(nth, &pool());
         for root in 0..ROOTS.len() {
@@ -466,16 +466,16 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     let chunks =
         || inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect::<Vec<_>>();
     assert_eq!(chunks(), [30, 30]);
-    let erased = |num_namespaces, num_chunks| Erased {
+    let removed = |num_namespaces, num_chunks| RemovedChunks {
         num_namespaces,
         num_chunks,
         num_bytes: num_chunks * FRAME as u64,
-        ..Erased::default()
+        ..RemovedChunks::default()
     };
-    assert_eq!(erase(&none, "03"), erased(0, 0), "another namespace");
-    assert_eq!(erase(&none, "0101"), erased(1, 12));
-    assert_eq!(erase(&none, &"01".repeat(32)), erased(1, 0), "its whole name");
-    assert_eq!(erase(&none, &format!("{}00", "01".repeat(31))), erased(0, 0));
+    assert_eq!(remove(&none, "03"), removed(0, 0), "another namespace");
+    assert_eq!(remove(&none, "0101"), removed(1, 12));
+    assert_eq!(remove(&none, &"01".repeat(32)), removed(1, 0), "its whole name");
+    assert_eq!(remove(&none, &format!("{}00", "01".repeat(31))), removed(0, 0));
     let shared = DiskRoot::shared();
     let first = open(1, &over(&shared));
     let found = |store: &Store| {
@@ -483,11 +483,11 @@ fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     };
     let left: Vec<u32> = found(&first);
     assert_eq!(left, [6, 0, 0, 6, 6]);
-    let said = erase(&none, "");
+    let said = remove(&none, "");
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
-    let expected = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
-    assert_eq!(erase(&shared, ""), expected, "with another namespace open");
-    assert_eq!(erase(&shared, "02"), erased(1, 0), "not the open one");
+    let expected = RemovedChunks { open: ["01".repeat(8)].into(), ..removed(1, 12) };
+    assert_eq!(remove(&shared, ""), expected, "with another namespace open");
+    assert_eq!(remove(&shared, "02"), removed(1, 0), "not the open one");
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);

@@ -39,7 +39,7 @@ fn open(dir: &Path, files: &FaultFiles) -> Store {
 fn open_with(config: DiskConfig, files: &FaultFiles) -> Store {
     let files = files.clone();
     open_tier(&config.frame_sizes.clone(), move || {
-        let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+        let (tier, found) = DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
         Ok((Arc::new(tier) as Arc<_>, found))
     })
 }
@@ -58,7 +58,8 @@ fn open_tier(
     let (frame_sizes, host_bytes) = (frame_sizes.clone(), 16 * frame_sizes.largest());
     let config = config(16, Eviction::Lru);
     let config = StoreConfig { disk: Some(settings), frame_sizes, host_bytes, ..config };
-    Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed())).unwrap()
+    Store::with_tier(&config, None, Some(Box::new(opener)), Box::new(move || start.elapsed()))
+        .unwrap()
 }
 
 /// Prompts of one chunk.
@@ -139,8 +140,8 @@ fn meta(number: u32) -> DiskMeta {
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames of
-/// `frame_bytes`.
+/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames
+/// of `frame_bytes`.
 fn open_full(
     [frame_bytes, other_bytes]: [usize; 2],
     num_frames: usize,

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{Opener, Store, StoreConfig};
+use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 use kvloft_testing::memory_tier::MemoryTier;
 use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
@@ -45,9 +46,11 @@ impl Slow {
                 .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no answer")))?;
             Ok((Arc::clone(&tier) as Arc<_>, Vec::new()))
         });
-        let pool = Pool::create(8 * FRAME as u64, FRAME as u64, || {}).unwrap();
+        let pool = Pool::create(DiskRoot::shared(), 8 * FRAME as u64, FRAME as u64, || {}).unwrap();
         let config = StoreConfig { disk: Some(disk_settings(8, 2)), ..config(8, Eviction::Lru) };
-        Store::with_tier_in(&config, &pool, Some(opener))
+        let start = Instant::now();
+        let clock = Box::new(move || start.elapsed());
+        Store::with_tier(&config, Some((&pool, None)), Some(opener), clock)
     }
 }
 

@@ -13,6 +13,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{DiskSettings, LeasedFrame, Store, StoreConfig, TierName};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::{Error, ErrorKind, KeyChain};
 use kvloft_testing::memory_tier::MemoryTier;
@@ -68,7 +69,7 @@ impl Disks {
         let disk = Some(disk_settings(NUM_SLOTS.into(), num_threads));
         let config = StoreConfig { disk, ..config(num_frames, Eviction::Lru) };
         let now = move || Duration::from_secs(clock.now_s.load(Ordering::SeqCst));
-        Store::with_tier(&config, Some(Box::new(opener)), Box::new(now)).unwrap()
+        Store::with_tier(&config, None, Some(Box::new(opener)), Box::new(now)).unwrap()
     }
 
     fn nth(&self, nth: usize) -> Arc<MemoryTier> {
@@ -224,7 +225,8 @@ struct Place {
 
 impl Place {
     fn new() -> Self {
-        let pool = Pool::create(64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+        let pool =
+            Pool::create(DiskRoot::shared(), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
         Self { dir: tempfile::tempdir().unwrap(), pool }
     }
 
@@ -410,6 +412,7 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     };
     let store = Store::with_tier(
         &place.config(7),
+        None,
         Some(Box::new(opener)),
         Box::new(move || start.elapsed() * 500),
     );

@@ -36,7 +36,6 @@ impl From<chunk_batch::ChunkBatch> for ChunkBatch {
 }
 
 impl ChunkBatch {
-    /// One chunk as a `kvloft.seam.batch.ChunkCopy`.
     fn row<'py>(&self, py: Python<'py>, nth: usize) -> PyResult<Bound<'py, PyAny>> {
         static ROW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let chunk = self.inner.chunk(nth);

@@ -2,7 +2,7 @@
 
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, TenantLimits};
-use kvloft_core::{Error, ErrorKind, Result};
+use kvloft_core::{Error, Result};
 use pyo3::prelude::*;
 
 /// Bytes, or a part of the tier from 0.0 to 1.0.
@@ -29,10 +29,9 @@ fn quota(quota: &PyQuota) -> Result<Quota> {
         PyQuota::Share(share) if (0.0..=1.0).contains(share) => {
             Ok(Quota::Share((share * 1e6).round() as u32))
         }
-        PyQuota::Share(share) => Err(Error::new(
-            ErrorKind::InvalidConfig,
-            format!("a quota of {share} is not a part of a tier, from 0.0 to 1.0"),
-        )),
+        PyQuota::Share(share) => {
+            Err(Error::invalid(format!("a quota of {share} is no part of a tier, from 0.0 to 1.0")))
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::DiskSettings;
+use kvloft_core::store::{DiskSettings, Evicted};
 use kvloft_wire::{EvictReport, GPU_SETTLE, ServerConfig, Status, clear, evict, status};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict};
@@ -109,7 +109,7 @@ pub(crate) fn server_status(
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
-pub(crate) fn server_forget(
+pub(crate) fn server_clear(
     py: Python<'_>,
     socket: PathBuf,
     namespace: &str,
@@ -134,14 +134,8 @@ pub(crate) fn server_evict<'py>(
     let done = py
         .detach(|| evict(&socket, namespace, tenant, host_only, timeout(timeout_s)))
         .map_err(raise)?;
-    let EvictReport {
-        num_namespaces,
-        num_chunks,
-        host_bytes,
-        disk_bytes,
-        num_in_use,
-        is_cut_short,
-    } = done;
+    let EvictReport { num_namespaces, evicted } = done;
+    let Evicted { num_chunks, host_bytes, disk_bytes, num_in_use, is_cut_short } = evicted;
     let numbers = [
         ("namespaces", num_namespaces),
         ("chunks", num_chunks),

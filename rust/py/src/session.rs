@@ -330,7 +330,7 @@ impl Session {
         self.inner.session().discard(&keys)
     }
 
-    /// Forget everything in every tier.
+    /// Remove everything from every tier.
     fn clear(&self, py: Python<'_>) {
         py.detach(|| self.inner.clear());
     }

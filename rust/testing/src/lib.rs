@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`faults`] | files that fail, hang or corrupt bytes on demand |
 //! | [`memory_tier`] | a `LocalTier` in memory that fails, hangs and panics on demand |
-//! | [`local_tier`], [`remote_tier`] | what every implementation of the trait must do, against a model |
+//! | [`local_tier`], [`remote_tier`] | what each implementation of the trait must do, against a model |
 //!
 //! kvloft-core compiles this crate a second time as a module of its unit tests, so code here names
 //! that crate `kvloft_core` and this one `super`.

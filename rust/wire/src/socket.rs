@@ -35,7 +35,6 @@ pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
 }
 
-/// Returns whether `uid` is the user of this process.
 pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
@@ -107,7 +106,6 @@ pub(crate) struct SendBuffer {
 }
 
 impl SendBuffer {
-    /// Returns the buffer to append to.
     pub(crate) fn bytes(&mut self) -> &mut Vec<u8> {
         &mut self.bytes
     }
@@ -145,7 +143,6 @@ pub(crate) struct ReceiveBuffer {
 }
 
 impl ReceiveBuffer {
-    /// Returns the space for the next bytes.
     fn spare(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);

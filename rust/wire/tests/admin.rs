@@ -12,7 +12,7 @@ use common::{
 };
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{DiskSettings, Prefix};
+use kvloft_core::store::{DiskSettings, Evicted, Prefix};
 use kvloft_core::{ErrorKind, Result};
 use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
@@ -70,12 +70,8 @@ fn evict_removes_one_tenant_from_every_namespace() {
         "{error}"
     );
     let said = evict_tenant(&socket, "", "a", false).expect("done");
-    let wanted = EvictReport {
-        num_namespaces: 2,
-        num_chunks: 24,
-        disk_bytes: 24 * FRAME,
-        ..EvictReport::default()
-    };
+    let evicted = Evicted { num_chunks: 24, disk_bytes: 24 * FRAME, ..Evicted::default() };
+    let wanted = EvictReport { num_namespaces: 2, evicted };
     assert_eq!(said, wanted);
     let again = evict_tenant(&socket, "", "a", false).expect("done");
     assert_eq!(again, EvictReport { num_namespaces: 2, ..EvictReport::default() });
@@ -101,13 +97,9 @@ fn evict_host_only_keeps_the_disk() {
     assert!(one.flush(LONG));
     let lease = one.acquire(Prefix::from(&chain(1, None, false, 1)));
     let said = evict(&socket(dir.path()), "01", None, true, LONG).expect("done");
-    let wanted = EvictReport {
-        num_namespaces: 1,
-        num_chunks: 6,
-        host_bytes: 6 * FRAME,
-        num_in_use: 6,
-        ..EvictReport::default()
-    };
+    let evicted =
+        Evicted { num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 6, ..Evicted::default() };
+    let wanted = EvictReport { num_namespaces: 1, evicted };
     assert_eq!((said, one.frames(lease).len()), (wanted, 6), "chunks in use by a load stay");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
@@ -168,7 +160,7 @@ fn engines_load_and_save_during_evictions() {
         until("both paths were taken often", || {
             for (num_evicted, is_host_only) in num_evicted.iter_mut().zip([false, true]) {
                 let said = evict_tenant(&socket(dir.path()), "", "a", is_host_only).expect("done");
-                *num_evicted += u32::from(said.num_chunks > 0);
+                *num_evicted += u32::from(said.evicted.num_chunks > 0);
             }
             num_evicted.iter().all(|num| *num > 20)
         });
@@ -176,7 +168,7 @@ fn engines_load_and_save_during_evictions() {
         workers.into_iter().map(|worker| worker.join().expect("no wrong byte")).sum()
     });
     assert!(num_loaded > 0);
-    assert!(!evict_tenant(&socket(dir.path()), "", "a", false).expect("done").is_cut_short);
+    assert!(!evict_tenant(&socket(dir.path()), "", "a", false).expect("done").evicted.is_cut_short);
     assert!((0..4).all(|seed| found(&engines[0], &chain(1, Some("a"), seed % 2 == 0, seed)) == 0));
     drop(engines);
     server.close(LONG);

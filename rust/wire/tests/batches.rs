@@ -292,13 +292,13 @@ fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
             class: SizeClass(0),
             is_attached: false,
         };
-        let beside = SaveRequest {
+        let attached = SaveRequest {
             prefix: Prefix::new(root, &keys),
             units: 0..1,
             class: SizeClass(0),
             is_attached: true,
         };
-        for asked in [kv, beside] {
+        for asked in [kv, attached] {
             let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
             session.commit(&reserved.iter().map(|row| row.ticket).collect::<Vec<_>>());
         }

@@ -5,12 +5,12 @@ use kvloft_core::io::FrameId;
 use kvloft_core::io::SizeClass;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{
-    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Tenant, TierName, Tiers,
 };
-use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats, TenantStatus};
+use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats};
 use kvloft_wire::protocol::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentChanges,
-    SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, ReservedRange,
+    SentAnchors, SentChanges, SentPrefixes, SentRange, VERSION, Welcome,
 };
 use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
@@ -92,7 +92,7 @@ fn request(parts: &Parts) -> Request<'_> {
         9 => Request::Abort(parts.numbers.clone()),
         10 => Request::Discard(keys),
         11 => Request::Clear,
-        12 => Request::Stats([parts.number, 2]),
+        12 => Request::Stats(parts.number, 2),
         13 => Request::LimitMemory(parts.number),
         14 => Request::IsSettled,
         15 => Request::Bye,
@@ -115,12 +115,15 @@ fn answer(parts: &Parts) -> Answer {
     let stats: Vec<_> = parts.numbers.iter().map(|number| (parts.text.clone(), *number)).collect();
     let num_rows = parts.numbers.len();
     match parts.kind {
-        1 => Answer::Welcome { size_bytes: one.into(), slab_bytes: two.into() },
+        1 => Answer::Welcome(Welcome { size_bytes: one.into(), slab_bytes: two.into() }),
         2 => Answer::Refused(parts.text.clone()),
         3 => Answer::Found(vec![Lookup { host_units: one, stored_units: two }; num_rows]),
         4 => Answer::Progress(Progress { ready_units: one, pending_units: two }),
         5 => Answer::Frames(vec![leased; num_rows]),
-        6 => Answer::Reserved((0..num_rows).map(|nth| (vec![row; nth], one)).collect()),
+        6 => {
+            let range = |nth| ReservedRange { num_dropped: one, rows: vec![row; nth] };
+            Answer::Reserved((0..num_rows).map(range).collect())
+        }
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
@@ -156,7 +159,7 @@ fn status(parts: &Parts) -> Status {
     let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
     let engine =
         EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counters: stats.clone() };
-    let tenant = TenantStatus {
+    let tenant = Tenant {
         tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
         host_bytes: one.into(),
         disk_bytes: two.into(),

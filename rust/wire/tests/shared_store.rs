@@ -284,7 +284,7 @@ fn client_that_reads_no_answers_is_disconnected() {
     until("it has a place", || server.status().engines().count() == 1);
     stream.set_nonblocking(true).expect("a socket");
     bytes.clear();
-    (0..1000).for_each(|number| Request::Stats([0, 0]).encode(number, &mut bytes));
+    (0..1000).for_each(|number| Request::Stats(0, 0).encode(number, &mut bytes));
     until("both buffers are full", || stream.write(&bytes).is_err());
     until("it is disconnected", || server.status().engines().count() == 0);
 }

@@ -11,8 +11,7 @@ use common::{
 };
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{Limits, Quota, SaveRequest, TenantLimits};
-use kvloft_wire::protocol::admin::TenantStatus;
+use kvloft_core::store::{Limits, Quota, SaveRequest, Tenant, TenantLimits};
 use kvloft_wire::{Client, ClientConfig, NamespaceStatus, Server, ServerConfig, status};
 
 fn engine(dir: &Path, nth: u8) -> Client {
@@ -33,7 +32,7 @@ fn space(dir: &Path, nth: u8) -> NamespaceStatus {
     status.namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
 }
 
-fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<TenantStatus> {
+fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<Tenant> {
     space(dir, nth).tenants.into_iter().find(|tenant| tenant.tag == salt.map(SaltTag::of))
 }
 
@@ -134,13 +133,13 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
     let state = chain(7, Some("a"), 2, 1);
-    let beside = SaveRequest {
+    let attached = SaveRequest {
         prefix: (&state).into(),
         units: 0..1,
         class: SizeClass(0),
         is_attached: true,
     };
-    assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
+    assert_eq!(engine.reserve_many(&[attached]).expect("in range").1[0].num_dropped, 1);
     after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
 }
 

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::io::SizeClass;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// The part of a group that a prefix needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +73,7 @@ impl Group {
         if has_blocks && has_reach {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::InvalidConfig, "a KV cache group of impossible sizes"))
+        Err(Error::invalid("a KV cache group of impossible sizes"))
     }
 
     /// True if a prefix needs every chunk of the group, so that a chunk depends on those before it.

@@ -22,12 +22,10 @@ pub(super) struct Misfits {
 }
 
 impl Misfits {
-    /// Chunks were saved.
     pub(super) fn add_saved(&mut self, num: usize) {
         self.num_saved += num as u64;
     }
 
-    /// A chunk did not fit.
     pub(super) fn add(&mut self, key: ChunkKey) {
         if self.keys.len() >= MAX_KEYS {
             self.keys.clear();
@@ -58,31 +56,4 @@ impl Misfits {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn key(nth: usize) -> ChunkKey {
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&nth.to_le_bytes());
-        ChunkKey(bytes)
-    }
-
-    #[test]
-    fn a_few_misfits_concern_their_own_keys_and_many_all() {
-        let mut misfits = Misfits::default();
-        misfits.add_saved(1000);
-        (0..63).for_each(|nth| misfits.add(key(nth)));
-        assert!(!misfits.may_fit(&key(3)) && misfits.may_fit(&key(100)) && !misfits.are_all());
-        (63..300).for_each(|nth| misfits.add(key(nth)));
-        assert!(misfits.are_all(), "1000 of 1300 fit");
-        misfits.add_saved(1000);
-        assert!(!misfits.are_all());
-    }
-
-    #[test]
-    fn no_more_keys_are_kept_than_have_room() {
-        let mut misfits = Misfits::default();
-        (0..=MAX_KEYS).for_each(|nth| misfits.add(key(nth)));
-        assert!(misfits.keys.len() == 1 && !misfits.may_fit(&key(MAX_KEYS)));
-    }
-}
+mod tests;

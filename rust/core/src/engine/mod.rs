@@ -24,7 +24,7 @@ use crate::in_flight::InFlight;
 use crate::key::KeyChain;
 use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Pins the chunks that a prefix of `num_units` needs.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +52,7 @@ impl EngineSession {
     /// `InvalidConfig` for a group with a size of zero, or no group.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
-            return Err(Error::new(ErrorKind::InvalidConfig, "a model without KV cache groups"));
+            return Err(Error::invalid("a model without KV cache groups"));
         }
         groups.iter().try_for_each(Group::check)?;
         let mut order: Vec<_> = (0..groups.len()).collect();
@@ -94,8 +94,7 @@ impl EngineSession {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
-    // -- lookups and loads
-    // --------------------------------------------------------------------------------------
+    // -- lookups and loads ----------------------------------------------------------------------
 
     /// Returns the number of leading units that every full-attention group has stored: no hit is
     /// deeper. Without such a group, all units that have keys.
@@ -121,12 +120,15 @@ impl EngineSession {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
 
+    /// Hashes the keys of each full-attention group, as far as they are not known.
+    fn extend_groups(&self, chain: &mut KeyChain) {
+        let numbers = self.full_groups().filter_map(|group| group.number);
+        numbers.for_each(|number| chain.extend_group(number));
+    }
+
     /// The keys of the first `num_units` in each full-attention group.
     fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
-        self.full_groups()
-            .filter_map(|group| group.number)
-            .for_each(|number| chain.extend_group(number));
-        let chain = &*chain;
+        self.extend_groups(chain);
         let prefix = |group: &Group| {
             let (root, keys) = chain.kept_by(group.number);
             Prefix::new(root, &keys[..keys.len().min(num_units as usize)])
@@ -208,8 +210,7 @@ impl EngineSession {
         for &nth in &self.order {
             let (group, table) = (&self.groups[nth], &tables[nth]);
             let units = if self.is_divisible() { 0..end } else { group.units(end) };
-            let (own, behind) = rest.split_at(units.len().min(rest.len()));
-            rest = behind;
+            let own = rest.split_off(..units.len().min(rest.len())).unwrap_or_default();
             let number = u32::try_from(nth).unwrap_or(u32::MAX);
             let (found, num_filled) =
                 batch.add_loads(number, own, units.start, group.cut(), table, ranges[nth].start)?;
@@ -225,8 +226,7 @@ impl EngineSession {
         Ok((batch, by_tier))
     }
 
-    // -- saves
-    // --------------------------------------------------------------------------------------------------
+    // -- saves ----------------------------------------------------------------------------------
 
     /// Records one rank's report. Returns the number of chunks that became visible, and of those
     /// that some rank could not write for another reason than their size. Ignores tickets that are

@@ -1,5 +1,6 @@
 //! Reserves frames for saves: chunks of units, and Mamba states.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -7,9 +8,8 @@ use super::EngineSession;
 use super::group::{Cut, Group, GroupKind};
 use crate::Result;
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
-use crate::io::SizeClass;
 use crate::key::{ChunkKey, KeyChain};
-use crate::store::{Prefix, SaveCounts, SaveRequest};
+use crate::store::{Prefix, Reservation, SaveCounts, SaveRequest};
 
 /// Units of one request to save, in every group that keeps KV of them.
 #[derive(Debug)]
@@ -25,27 +25,18 @@ pub struct SaveRow<'a> {
 
 /// The state of a Mamba group at the end of a unit, to be saved.
 #[derive(Debug)]
-pub struct StateRow {
-    group: u32,
-    root: ChunkKey,
-    /// The key of the state, and that of the prefix that ends with it.
-    keys: Vec<ChunkKey>,
-    block: i32,
-}
+pub struct StateRow(Part<'static>);
 
 /// One group's chunks of one request's save.
-struct Part {
+#[derive(Debug)]
+struct Part<'a> {
     group: usize,
     root: ChunkKey,
-    keys: Keys,
+    keys: Cow<'a, [ChunkKey]>,
     units: Range<u32>,
-    blocks: Vec<i32>,
-}
-
-enum Keys {
-    /// The chain's keys for this group number.
-    Chain(Option<u32>),
-    Own(Vec<ChunkKey>),
+    blocks: Cow<'a, [i32]>,
+    /// As in [`SaveRequest`].
+    is_attached: bool,
 }
 
 impl EngineSession {
@@ -62,46 +53,31 @@ impl EngineSession {
     ///
     /// Skips a chunk of another group if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        let parts = rows.iter_mut().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
-        let chains = rows.iter().map(|row| &*row.chain);
-        self.reserve_parts(chains.zip(&parts).map(|(chain, parts)| (Some(chain), parts.as_slice())))
+        rows.iter_mut().for_each(|row| self.extend_groups(row.chain));
+        let parts = rows.iter().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
+        self.reserve_parts(&parts)
     }
 
-    fn parts(&self, row: &mut SaveRow<'_>) -> Result<Vec<Part>> {
+    fn parts<'a>(&self, row: &'a SaveRow<'_>) -> Result<Vec<Part<'a>>> {
         let (mut parts, mut rest) = (Vec::with_capacity(self.groups.len()), row.blocks);
         for (nth, group) in self.saved_groups() {
-            let each = group.blocks_per_unit as usize;
-            let (own, behind) = rest.split_at((row.units.len() * each).min(rest.len()));
-            rest = behind;
-            if group.is_full() {
-                group.number.into_iter().for_each(|number| row.chain.extend_group(number));
-                let (root, keys) = (row.chain.kept_by(group.number).0, Keys::Chain(group.number));
-                parts.push(Part {
-                    group: nth,
-                    root,
-                    keys,
-                    units: row.units.clone(),
-                    blocks: own.to_vec(),
-                });
-            } else {
+            let num_blocks = row.units.len() * group.blocks_per_unit as usize;
+            let own = rest.split_off(..num_blocks.min(rest.len())).unwrap_or_default();
+            if !group.is_full() {
                 parts.push(attached_part(nth, group, row, own)?);
+                continue;
             }
+            let (root, keys) = row.chain.kept_by(group.number);
+            let (keys, units, blocks) = (keys.into(), row.units.clone(), own.into());
+            parts.push(Part { group: nth, root, keys, units, blocks, is_attached: false });
         }
         Ok(parts)
     }
 
     /// Reserves frames for states. On an error nothing is reserved.
     pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
-        let part = |row: StateRow| Part {
-            group: row.group as usize,
-            root: row.root,
-            keys: Keys::Own(row.keys),
-            units: 0..1,
-            blocks: vec![row.block],
-        };
-        let parts: Vec<_> = rows.into_iter().map(|row| [part(row)]).collect();
-        let reserved = self.reserve_parts(parts.iter().map(|part| (None, part.as_slice())))?;
-        Ok(reserved.into_iter().map(|(batch, _)| batch).collect())
+        let parts: Vec<_> = rows.into_iter().map(|row| vec![row.0]).collect();
+        Ok(self.reserve_parts(&parts)?.into_iter().map(|(batch, _)| batch).collect())
     }
 
     /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the
@@ -115,29 +91,25 @@ impl EngineSession {
     ) -> Result<StateRow> {
         let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
         let (root, mut keys) = chain.attached(number, [unit])?;
-        keys.extend(chain.keys().get(unit as usize));
-        Ok(StateRow { group: u32::try_from(group).unwrap_or(u32::MAX), root, keys, block })
+        keys.extend(chain.keys().get(unit as usize)); // that of the prefix that ends with it
+        let (keys, blocks) = (keys.into(), vec![block].into());
+        Ok(StateRow(Part { group, root, keys, units: 0..1, blocks, is_attached: true }))
     }
 
-    fn reserve_parts<'a>(
-        &self,
-        rows: impl Iterator<Item = (Option<&'a KeyChain>, &'a [Part])> + Clone,
-    ) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
+    fn reserve_parts(&self, rows: &[Vec<Part<'_>>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Locked before the store assigns numbers, so that they arrive in order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
-        for (chain, part) in
-            rows.clone().flat_map(|(chain, parts)| parts.iter().map(move |part| (chain, part)))
-        {
+        for part in rows.iter().flatten() {
             let before = asked.len();
-            self.runs(part, part.to_save(chain), &mut asked);
+            self.runs(part, &mut asked);
             nums_of_runs.push(asked.len() - before);
         }
         let (reserved, got) = self.session.reserve_many(&asked)?;
         let mut got = got.iter();
         let mut got = nums_of_runs.into_iter().map(|num_runs| total(got.by_ref().take(num_runs)));
         let (mut batches, mut rest) = (Vec::new(), reserved.as_slice());
-        for (_, parts) in rows {
+        for parts in rows {
             let joined = self.join(parts, &mut rest, &mut got);
             batches.push(
                 joined
@@ -153,8 +125,14 @@ impl EngineSession {
     }
 
     /// Appends `asked`, the runs of one group, split if chunks need frames of another size.
-    fn runs<'a>(&self, part: &Part, asked: SaveRequest<'a>, runs: &mut Vec<SaveRequest<'a>>) {
+    fn runs<'a>(&self, part: &'a Part<'_>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
+        let asked = SaveRequest {
+            prefix: Prefix::new(part.root, &part.keys),
+            units: part.units.clone(),
+            class: group.class,
+            is_attached: part.is_attached,
+        };
         let misfits = self.misfits();
         let compact = group.compact.filter(|_| !misfits.are_all());
         let Some(compact) = compact.filter(|_| !misfits.is_empty()) else {
@@ -183,29 +161,27 @@ impl EngineSession {
     /// a frame.
     fn join(
         &self,
-        parts: &[Part],
-        reserved: &mut &[crate::store::Reservation],
+        parts: &[Part<'_>],
+        reserved: &mut &[Reservation],
         got: &mut impl Iterator<Item = SaveCounts>,
     ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
         let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
         let has_full = self.full_groups().next().is_some();
         for part in parts {
             let got = got.next().unwrap_or_default();
-            let (own, behind) = reserved.split_at(got.num_reserved.min(reserved.len()));
-            *reserved = behind;
+            let num_reserved = got.num_reserved.min(reserved.len());
+            let own = reserved.split_off(..num_reserved).unwrap_or_default();
             let group = &self.groups[part.group];
             let number = u32::try_from(part.group).unwrap_or(u32::MAX);
-            let kept = if matches!(part.keys, Keys::Chain(_)) {
-                group.blocks_per_unit
-            } else {
-                group.cut().kept
-            };
+            let Cut { each, kept } = group.cut();
+            let num_blocks = if part.is_attached { kept } else { each };
+            let first_unit = part.units.start;
             without_kv.extend(batch.add_saves(
                 number,
                 own,
                 &part.blocks,
-                part.units.start,
-                kept,
+                first_unit,
+                num_blocks,
             )?);
             if group.is_full() || !has_full {
                 num_dropped = num_dropped.max(got.num_dropped);
@@ -223,22 +199,14 @@ fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
     })
 }
 
-impl Part {
-    fn to_save<'a>(&'a self, chain: Option<&'a KeyChain>) -> SaveRequest<'a> {
-        let keys = match (&self.keys, chain) {
-            (Keys::Own(keys), _) => keys,
-            (Keys::Chain(number), Some(chain)) => chain.kept_by(*number).1,
-            (Keys::Chain(_), None) => &[],
-        };
-        let is_attached = matches!(self.keys, Keys::Own(_));
-        let prefix = Prefix::new(self.root, keys);
-        SaveRequest { prefix, units: self.units.clone(), class: SizeClass(0), is_attached }
-    }
-}
-
 /// Returns the chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are
 /// those of the row's units.
-fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -> Result<Part> {
+fn attached_part<'a>(
+    nth: usize,
+    group: &Group,
+    row: &SaveRow<'_>,
+    blocks: &[i32],
+) -> Result<Part<'a>> {
     let Cut { each, kept } = group.cut();
     let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());
     for (unit, own) in row.units.clone().zip(blocks.chunks_exact(each as usize)) {
@@ -250,5 +218,6 @@ fn attached_part(nth: usize, group: &Group, row: &SaveRow<'_>, blocks: &[i32]) -
     }
     let num_units = u32::try_from(units.len()).unwrap_or(u32::MAX);
     let (root, keys) = row.chain.attached(group.number.unwrap_or_default(), units)?;
-    Ok(Part { group: nth, root, keys: Keys::Own(keys), units: 0..num_units, blocks: kept_blocks })
+    let (keys, blocks) = (keys.into(), kept_blocks.into());
+    Ok(Part { group: nth, root, keys, units: 0..num_units, blocks, is_attached: true })
 }

@@ -126,7 +126,6 @@ impl Adaptive {
         self.credit
     }
 
-    /// Events since a use.
     fn age(&self, last: u64) -> f64 {
         f64::from(u32::try_from(self.events - last).unwrap_or(u32::MAX))
     }
@@ -139,7 +138,6 @@ impl Adaptive {
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
     }
 
-    /// Changes a node and updates its position in the queues.
     fn update(&mut self, id: ChunkId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
@@ -153,7 +151,6 @@ impl Adaptive {
         }
     }
 
-    /// Returns the next victim among the heads of all rows.
     fn coldest(
         &self,
         [once, reused, new, new_reused]: [Option<(u64, u32)>; NUM_ROWS],

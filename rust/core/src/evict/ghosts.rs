@@ -44,7 +44,6 @@ pub(super) fn fingerprint(key: &ChunkKey) -> u64 {
 }
 
 impl Ghosts {
-    /// Creates a table for a tier of `capacity` chunks.
     pub(super) fn new(capacity: usize) -> Self {
         let num_sets = (capacity.saturating_mul(PER_CHUNK) / WAYS).clamp(1, MAX_SETS);
         Self { sets: vec![[0; WAYS]; num_sets], has_any: false }
@@ -58,7 +57,6 @@ impl Ghosts {
         Some((self.sets.get_mut(set)?, tag))
     }
 
-    /// Adds a ghost and drops the oldest of its set.
     pub(super) fn put(&mut self, fingerprint: u64, reused: bool) {
         self.has_any = true;
         if let Some((set, tag)) = self.place(fingerprint) {
@@ -67,7 +65,6 @@ impl Ghosts {
         }
     }
 
-    /// Removes and returns the ghost of a chunk.
     pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
         if !self.has_any {
             return None;

@@ -15,7 +15,7 @@ mod tests;
 pub use adaptive::Adaptive;
 pub use policy::{ChunkId, GroupId, Policy, Removal};
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -40,7 +40,7 @@ impl Eviction {
             _ => {
                 let message =
                     format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
-                Err(Error::new(ErrorKind::InvalidConfig, message))
+                Err(Error::invalid(message))
             }
         }
     }

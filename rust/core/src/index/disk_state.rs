@@ -1,6 +1,6 @@
 //! Life of a chunk in the disk tier.
 //!
-//! | state \ event | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
+//! | state | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
 //! |---|---|---|---|---|---|---|---|---|---|---|
 //! | Absent | Queued | - | - | - | - | - | Stored | - | - | - |
 //! | Queued | - | Blocked | - | Absent | Writing | - | Stored | - | - | - |
@@ -78,7 +78,6 @@ impl DiskState {
         }
     }
 
-    /// Returns its slot, if its bytes are in one.
     pub(crate) fn slot(self) -> Option<SlotId> {
         match self {
             Self::Stored(slot) | Self::Evicting(slot) => Some(slot),

@@ -78,7 +78,6 @@ impl Entry {
         self.host == HostState::Queued
     }
 
-    /// Returns true if it is in the queue of writes.
     pub(crate) fn is_to_write(&self) -> bool {
         self.disk == DiskState::Queued
     }
@@ -87,6 +86,17 @@ impl Entry {
     pub(crate) fn is_coming(&self) -> bool {
         let is_failed = matches!(self.host, HostState::Failed(_));
         self.host.is_pending() && !is_failed && !self.detached && !self.removing
+    }
+
+    /// Returns true if lookups find it in host memory, as far as they find its parents.
+    pub(crate) fn is_in_host(&self) -> bool {
+        self.host.is_visible() && !self.detached && !self.removing
+    }
+
+    /// Returns true if it must stay in host memory: a load or a write uses it, or a chunk below it
+    /// is there.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }
 
     /// Returns true if the host policy may evict it: a visible leaf without users.

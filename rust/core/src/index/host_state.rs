@@ -1,6 +1,6 @@
 //! Life of a chunk in the host tier.
 //!
-//! | state \ event | Want | Read | Reserve | Fill | Show | Fail | Leave |
+//! | state | Want | Read | Reserve | Fill | Show | Fail | Leave |
 //! |---|---|---|---|---|---|---|---|
 //! | Absent | Queued | - | Saving | - | - | - | - |
 //! | Queued | - | Reading | Saving | - | - | Absent | Absent |
@@ -78,7 +78,6 @@ impl HostState {
         }
     }
 
-    /// Returns its frame, if it has one.
     pub(crate) fn frame(self) -> Option<FrameId> {
         match self {
             Self::Absent | Self::Queued => None,

@@ -48,12 +48,10 @@ impl ops::IndexMut<ChunkId> for Index {
 }
 
 impl Index {
-    /// Returns the entry of `key`.
     pub(crate) fn get(&self, key: &ChunkKey) -> Option<ChunkId> {
         self.map.get(key, |id| self[id].key == *key)
     }
 
-    /// Returns the number of keys.
     pub(crate) fn len(&self) -> usize {
         self.map.len()
     }
@@ -169,7 +167,6 @@ impl Index {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the entry in that place.
     pub(crate) fn at(&self, place: u32) -> Option<(ChunkId, &Entry)> {
         self.entries
             .get(place as usize)

@@ -123,7 +123,6 @@ impl Table {
         self.segments[self.segment(hash)?].find(hash, is_it).0
     }
 
-    /// Adds an id with a new key.
     pub(super) fn insert(&mut self, key: &ChunkKey, id: ChunkId) {
         let hash = hash(key);
         let segment = self.segment_with_room(hash);

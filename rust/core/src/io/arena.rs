@@ -21,13 +21,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 pub use super::frame::FRAME_ALIGN;
 use super::frame::{FrameGrid, FrameId, FrameSizes};
-use super::numa::bind;
+use super::numa;
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::Place;
-use crate::{Error, ErrorKind, Result};
-
-/// Ranges placed through one mapping: each range splits it, and a process can have 65,530 mappings.
-const PLACED_AT_ONCE: usize = 1024;
+use crate::{Error, Result};
 
 /// The whole arena, mapped shared; unmapped when its last owner is dropped.
 #[derive(Debug)]
@@ -66,11 +63,11 @@ impl Mapping {
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
         match (offset_in, end) {
             (Some(offset), Some(end)) if end <= self.size_bytes => {
-                // SAFETY: offset is at most the mapping's size, which is at most isize::MAX (checked
-                // before mapping).
+                // SAFETY: offset is at most the mapping's size, which is at most isize::MAX
+                // (checked before mapping).
                 Ok(unsafe { self.start.add(offset) })
             }
-            _ => Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
+            _ => Err(Error::invalid("no such place in the arena")
                 .with_context("offset", offset)
                 .with_context("bytes", bytes)
                 .with_context("arena_bytes", self.size_bytes)),
@@ -91,11 +88,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
         Some(size) if size_bytes.is_multiple_of(FRAME_ALIGN) => Ok(size.unsigned_abs()),
-        _ => Err(Error::new(
-            ErrorKind::InvalidConfig,
-            "the size of an arena must be a positive multiple of 4096",
-        )
-        .with_context("size_bytes", size_bytes)),
+        _ => Err(Error::invalid("the size of an arena must be a positive multiple of 4096")
+            .with_context("size_bytes", size_bytes)),
     }
 }
 
@@ -121,10 +115,10 @@ impl Frame {
 
     /// Its bytes, while a lease keeps workers from writing to it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these bytes
-        // is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another store
-        // lends only frames in slabs of its own (HostTier). Workers write only frames that are
-        // reserved for them, and the store reads a frame only once it is visible.
+        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these
+        // bytes is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another
+        // store lends only frames in slabs of its own (HostTier). Workers write only frames that
+        // are reserved for them, and the store reads a frame only once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
@@ -203,8 +197,8 @@ impl HostArena {
         Ok((arena, frames))
     }
 
-    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of 4096;
-    /// `Io` if the system refuses.
+    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of
+    /// 4096; `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
@@ -240,42 +234,9 @@ impl HostArena {
     /// Sets the NUMA nodes of pages that are not yet in memory, for every mapping; `places` are in
     /// order. `Io` if the system refuses.
     pub fn place(&self, places: &[Place]) -> Result<()> {
-        let done = places.chunks(PLACED_AT_ONCE).try_for_each(|some| self.place_some(some));
-        done.map_err(|error| {
+        numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
             Error::io("this system does not place memory on those NUMA nodes", error)
         })
-    }
-
-    /// A policy belongs to the file and applies to all mappings; the mapping here only selects the
-    /// bytes.
-    fn place_some(&self, places: &[Place]) -> std::io::Result<()> {
-        let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
-        let size_bytes =
-            usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
-        // SAFETY: no address is given, and nothing reads or writes this mapping.
-        let start = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                size_bytes,
-                ProtFlags::empty(),
-                MapFlags::SHARED,
-                &self.fd,
-                first.start,
-            )
-        }?;
-        let place_one = |place: &Place| {
-            let within = |byte: u64| {
-                usize::try_from(byte.saturating_sub(first.start))
-                    .unwrap_or(size_bytes)
-                    .min(size_bytes)
-            };
-            let (from, to) = (within(place.start), within(place.end));
-            bind(start.addr() + from, to - from, place)
-        };
-        let bound = places.iter().try_for_each(place_one);
-        // SAFETY: start and size are those of the mapping above, into which nothing points.
-        let _unmapped = unsafe { rustix::mm::munmap(start, size_bytes) };
-        bound
     }
 
     /// As [`Arena::id`].
@@ -316,13 +277,10 @@ impl Arena {
             file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
         if !seals.contains(SealFlags::SHRINK) || len != size_bytes {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "the arena does not have the expected size",
-            )
-            .with_context("path", path)
-            .with_context("file_bytes", len)
-            .with_context("expected_bytes", size_bytes));
+            return Err(Error::invalid("the arena is not the one planned for")
+                .with_context("path", path)
+                .with_context("file_bytes", len)
+                .with_context("expected_bytes", size_bytes));
         }
         let mapping = Mapping::new(&file, size_bytes)?;
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
@@ -389,11 +347,8 @@ impl Arena {
     fn trailer_at(&self, offset: u64, part_bytes: usize) -> Result<NonNull<u8>> {
         self.mapping.at(offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "a part must have room for its trailer of 128 bytes",
-            )
-            .with_context("part_bytes", part_bytes));
+            return Err(Error::invalid("a part must have room for its trailer of 128 bytes")
+                .with_context("part_bytes", part_bytes));
         }
         self.mapping.at(offset + (part_bytes - TRAILER_BYTES) as u64, TRAILER_BYTES)
     }

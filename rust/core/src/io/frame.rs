@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Frames start and end on page boundaries, so that direct I/O needs no bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;
@@ -87,7 +87,7 @@ impl FrameSizes {
             "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
             self.bytes
         );
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 
     /// All sizes, by class.
@@ -98,6 +98,11 @@ impl FrameSizes {
     /// Bytes that a chunk of each class would take uncompressed.
     pub fn raw(&self) -> &[u64] {
         &self.raw_bytes
+    }
+
+    /// All sizes, each with the bytes that its chunks would take uncompressed.
+    pub fn with_raw(&self) -> Vec<(u64, u64)> {
+        self.bytes.iter().copied().zip(self.raw_bytes.iter().copied()).collect()
     }
 
     /// Bytes of a frame of `class`; 0 if there is no such class.
@@ -152,13 +157,10 @@ impl FrameGrid {
         let are_pages =
             [slab_bytes, frame_bytes].iter().all(|size| size.is_multiple_of(FRAME_ALIGN));
         if per_slab == 0 || num_slabs == 0 || !are_pages || arena_bytes / frame_bytes > MAX_FRAMES {
-            return Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "frames do not fit the arena's slabs",
-            )
-            .with_context("frame_bytes", frame_bytes)
-            .with_context("slab_bytes", slab_bytes)
-            .with_context("arena_bytes", arena_bytes));
+            return Err(Error::invalid("frames do not fit the arena's slabs")
+                .with_context("frame_bytes", frame_bytes)
+                .with_context("slab_bytes", slab_bytes)
+                .with_context("arena_bytes", arena_bytes));
         }
         Ok(Self { frame_bytes, arena_bytes, slab_bytes, per_slab, num_slabs })
     }
@@ -196,39 +198,4 @@ impl FrameGrid {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn frames_are_apart_and_each_lies_in_its_slab(
-            arena_pages in 1_u64..400, slab_pages in 1_u64..50, frame_pages in 1_u64..50,
-        ) {
-            let [arena, slab, frame] =
-                [arena_pages, slab_pages, frame_pages].map(|pages| pages * FRAME_ALIGN);
-            let grid = FrameGrid::new(arena, slab, frame);
-            prop_assert_eq!(grid.is_ok(), frame <= slab && slab <= arena);
-            let Ok(grid) = grid else { return Ok(()) };
-            let num_slabs = u32::try_from(arena / slab).unwrap();
-            let mut end = 0;
-            for number in 0..grid.num_frames() {
-                let (start, own) = (grid.start(number), u64::from(grid.slab_of(number)));
-                let slab_end = if own + 1 == u64::from(num_slabs) { arena } else { (own + 1) * slab };
-                prop_assert!(start >= end && own * slab <= start && start + frame <= slab_end);
-                prop_assert!(grid.frames_of(grid.slab_of(number)).contains(&number));
-                end = start + frame;
-            }
-            let in_slabs: usize = (0..num_slabs).map(|slab| grid.frames_of(slab).len()).sum();
-            prop_assert_eq!(in_slabs, grid.num_frames() as usize);
-            prop_assert!(arena - end < frame, "no frame more would fit");
-        }
-
-        #[test]
-        fn a_frame_number_keeps_class_and_number(class in 0_u8..16, number in 0_u32..1 << 28) {
-            let frame = FrameId::new(SizeClass(class), number);
-            prop_assert_eq!((frame.class(), frame.number()), (SizeClass(class), number));
-        }
-    }
-}
+mod tests;

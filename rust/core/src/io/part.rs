@@ -6,7 +6,7 @@
 
 use crate::key::ChunkKey;
 use crate::tag::chunk_tag;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Bytes at the end of each part.
 pub const TRAILER_BYTES: usize = 128;
@@ -73,13 +73,10 @@ impl PartSpec<'_> {
             {
                 Ok(payload)
             }
-            _ => Err(Error::new(
-                ErrorKind::InvalidConfig,
-                "the pages and the trailer do not fit the part",
-            )
-            .with_context("block_bytes", block_bytes)
-            .with_context("num_blocks", self.num_blocks)
-            .with_context("part_bytes", part_bytes)),
+            _ => Err(Error::invalid("the pages and the trailer do not fit the part")
+                .with_context("block_bytes", block_bytes)
+                .with_context("num_blocks", self.num_blocks)
+                .with_context("part_bytes", part_bytes)),
         }
     }
 

@@ -11,7 +11,7 @@ use super::content::{Kind, Pending, Run, View};
 use super::dtype::Row;
 use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: the keys of another KV cache
 /// group for the same prefixes.
@@ -70,12 +70,11 @@ impl KeyChain {
     /// one block.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
-            return Err(bad("block_tokens must be at least 1"));
+            return Err(Error::invalid("block_tokens must be at least 1"));
         }
         if lookahead > block_tokens {
-            return Err(
-                bad("lookahead must be at most block_tokens").with_context("lookahead", lookahead)
-            );
+            return Err(Error::invalid("lookahead must be at most block_tokens")
+                .with_context("lookahead", lookahead));
         }
         Ok(Self {
             root,
@@ -116,7 +115,7 @@ impl KeyChain {
     /// The key of full block `block`, that is, of the prefix that ends with it.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
-            bad("no such full block")
+            Error::invalid("no such full block")
                 .with_context("block", block)
                 .with_context("num_blocks", self.keys.len())
         })
@@ -168,8 +167,9 @@ impl KeyChain {
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
-            let error =
-                bad(message).with_context("start", start).with_context("num_tokens", num_tokens);
+            let error = Error::invalid(message)
+                .with_context("start", start)
+                .with_context("num_tokens", num_tokens);
             Err(error.with_context("appended", self.num_tokens()))
         };
         if num_tokens == 0
@@ -202,7 +202,7 @@ impl KeyChain {
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
-            return Err(bad("embedding bytes must be a whole number of rows")
+            return Err(Error::invalid("embedding bytes must be a whole number of rows")
                 .with_context("bytes", rows.len())
                 .with_context("width", width)
                 .with_context("dtype", dtype));
@@ -215,7 +215,7 @@ impl KeyChain {
     pub(super) fn check_room(&self, num: usize) -> Result<()> {
         match u32::try_from(num) {
             Ok(num) if self.num_tokens().checked_add(num).is_some() => Ok(()),
-            _ => Err(bad("a prefix has fewer than 2^32 positions")
+            _ => Err(Error::invalid("a prefix has fewer than 2^32 positions")
                 .with_context("num_tokens", self.num_tokens())),
         }
     }
@@ -341,8 +341,4 @@ impl KeyChain {
         };
         self.push_digests(&digests);
     }
-}
-
-fn bad(message: &str) -> Error {
-    Error::new(ErrorKind::InvalidConfig, message)
 }

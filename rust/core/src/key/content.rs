@@ -18,7 +18,6 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Bytes of one position.
     pub(super) fn size_bytes(self) -> usize {
         match self {
             Kind::Tokens => 4,
@@ -49,12 +48,10 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// Positions held.
     pub(super) fn len(&self) -> u32 {
         self.runs.iter().map(|run| run.num).sum()
     }
 
-    /// Appends `num` positions of one kind.
     pub(super) fn push(&mut self, kind: Kind, num: u32, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
         match self.runs.last_mut() {
@@ -68,7 +65,6 @@ impl Pending {
         self.bytes.clear();
     }
 
-    /// The whole content.
     pub(super) fn view(&self) -> View<'_> {
         View { runs: &self.runs, bytes: &self.bytes }
     }

@@ -2,7 +2,7 @@
 //!
 //! A type outside this list is rejected, because two names of one type would give two keys.
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Element types by their torch names, without the `torch.` in front, and their bytes.
 const DTYPES: [(&str, u32); 9] = [
@@ -30,7 +30,7 @@ pub(super) struct Row {
 impl Row {
     /// A row of `width` elements of `dtype`; `InvalidConfig` if there is no such row.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
-        let bad = |message| Error::new(ErrorKind::InvalidConfig, message);
+        let bad = |message| Error::invalid(message);
         let (dtype, bytes) =
             DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
                 let known = DTYPES.map(|(name, _)| name).join(", ");

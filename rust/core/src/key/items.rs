@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// One item: `num_tokens` placeholder positions from `start` on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,7 +39,7 @@ impl Items {
             Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
             Ok(at) => {
                 let message = "an item was declared twice with different lengths; declare it once";
-                return Err(Error::new(ErrorKind::InvalidConfig, message)
+                return Err(Error::invalid(message)
                     .with_context("identifier", &item.identifier)
                     .with_context("start", item.start)
                     .with_context("num_tokens", self.sorted[at].num_tokens)
@@ -56,7 +56,6 @@ impl Items {
         Ok(())
     }
 
-    /// True if exactly this item was added before.
     pub(super) fn contains(&self, item: &Item) -> bool {
         self.sorted.contains(item)
     }

@@ -21,7 +21,7 @@ use std::fmt;
 pub use chain::KeyChain;
 pub use dtype::row_bytes;
 pub use many::append_to_each;
-pub use root::{SaltTag, namespace_digest, root_key};
+pub use root::{SaltTag, namespace_digest, namespace_hex, namespace_id, root_key};
 
 /// Version of the key format; part of every mode's name, so two versions never share a key.
 pub const KEY_SCHEMA: u32 = 2;

@@ -4,9 +4,14 @@
 //! never have the same bytes. The last bytes of a root identify its salt, so that a store can group
 //! chunks by tenant across adapters, restarts and directories.
 
+use std::fmt;
+
+use serde::de::{self, Deserialize, Deserializer};
+use serde::{Serialize, Serializer};
+
 use super::ChunkKey;
 use super::mode::{Digest, NAMESPACE, ROOT, SALT};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 const TAG_BYTES: usize = 8;
 
@@ -30,6 +35,28 @@ impl SaltTag {
     }
 }
 
+/// Formats the tag as 16 lowercase hex digits, as in JSON.
+impl fmt::Display for SaltTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", u64::from_be_bytes(self.0))
+    }
+}
+
+impl Serialize for SaltTag {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for SaltTag {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        let tag = u64::from_str_radix(&text, 16).map(|number| Self(number.to_be_bytes())).ok();
+        let is_same = |tag: &Self| tag.to_string() == text;
+        tag.filter(is_same).ok_or_else(|| de::Error::custom("not a salt's tag"))
+    }
+}
+
 impl ChunkKey {
     /// Gives a root key the salt of another.
     pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
@@ -45,7 +72,7 @@ pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let message =
             format!("namespace field {:?} is given twice; give each name once", pair[0].0);
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        return Err(Error::invalid(message));
     }
     let mut bytes = Vec::new();
     for (name, value) in sorted {
@@ -53,6 +80,16 @@ pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
         put_str(&mut bytes, value)?;
     }
     Ok(NAMESPACE.hash(&bytes))
+}
+
+/// A namespace in 64 lowercase hex digits.
+pub fn namespace_hex(namespace: &[u8; 32]) -> String {
+    ChunkKey(*namespace).to_string()
+}
+
+/// A namespace's name in logs, in statuses and as directory name: its first 16 hex digits.
+pub fn namespace_id(namespace: &[u8; 32]) -> String {
+    namespace_hex(namespace)[..16].to_owned()
 }
 
 /// The key of the empty prefix in a namespace; `adapter` is (name, path or id) of a `LoRA`.
@@ -81,9 +118,8 @@ pub fn root_key(
 
 /// Appends u32 length and UTF-8 bytes.
 pub(super) fn put_str(bytes: &mut Vec<u8>, text: &str) -> Result<()> {
-    let len = u32::try_from(text.len()).map_err(|_| {
-        Error::new(ErrorKind::InvalidConfig, "a string in a key must be shorter than 4 GiB")
-    })?;
+    let len = u32::try_from(text.len())
+        .map_err(|_| Error::invalid("a string in a key must be shorter than 4 GiB"))?;
     bytes.extend_from_slice(&len.to_le_bytes());
     bytes.extend_from_slice(text.as_bytes());
     Ok(())

@@ -96,8 +96,8 @@ impl Store {
     /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the
     /// number of each.
     ///
-    /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves nothing if a prefix is
-    /// shorter than its units.
+    /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves
+    /// nothing if a prefix is shorter than its units.
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,

@@ -7,7 +7,7 @@ use crate::io::{FrameGrid, FrameSizes, MAX_FRAMES};
 use crate::store::tenants::limits::TenantLimits;
 use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// More threads do not make any device faster.
 const MAX_DISK_THREADS: u32 = 64;
@@ -88,7 +88,7 @@ impl DiskSettings {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
             let message =
                 format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
+            return Err(Error::invalid(message));
         }
         Ok(DiskConfig {
             dir: self.dir.clone(),
@@ -109,7 +109,7 @@ impl StoreConfig {
 
     /// Returns the number of frames of average size that fit. Errors as [`Self::check`].
     pub(crate) fn num_frames(&self, host_size: &str) -> Result<u32> {
-        let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
+        let fail = |message: String| Err(Error::invalid(message));
         self.frame_sizes.check()?;
         let (frame_bytes, host_bytes) = (self.frame_sizes.largest(), self.host_bytes);
         if host_bytes < frame_bytes {

@@ -49,7 +49,6 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches a chunk that no tier has any longer.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {

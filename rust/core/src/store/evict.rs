@@ -17,7 +17,7 @@ use crate::store::disk::work::{Clearing, JobInFlight};
 use crate::store::open::Store;
 use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
-use crate::tier::disk::{self, DiskRoot, Erased};
+use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
 /// Entries visited by one call: some 0.2 ms.
 const SLICE: u32 = 2048;
@@ -62,8 +62,8 @@ impl Store {
                 _ => return self.evicted_since(before, true),
             }
         }
-        let is_erased = what.is_host_only || !walk.is_blind && self.wait_erased(deadline);
-        self.evicted_since(before, !is_erased)
+        let is_off_disk = what.is_host_only || !walk.is_blind && self.wait_off_disk(deadline);
+        self.evicted_since(before, !is_off_disk)
     }
 
     fn evicted_since(&self, before: Option<Evicted>, is_cut_short: bool) -> Evicted {
@@ -71,19 +71,18 @@ impl Store {
         Evicted { is_cut_short, ..before.map_or_else(Evicted::default, |before| now - before) }
     }
 
-    /// Waits until every chunk removed so far is off the disk.
-    fn wait_erased(&self, deadline: Instant) -> bool {
+    fn wait_off_disk(&self, deadline: Instant) -> bool {
         let Some(mark) = self.inner.with_state(State::new_ticket) else { return false };
         self.inner.wait(deadline, |state| {
-            let is_erased = state.is_erased(mark);
-            (is_erased || !state.disk.cannot_settle_by(state.now)).then_some(is_erased)
+            let is_off_disk = state.is_off_disk(mark);
+            (is_off_disk || !state.disk.cannot_settle_by(state.now)).then_some(is_off_disk)
         })
     }
 }
 
 impl State {
     /// Returns true if every chunk removed before `mark` is off the disk.
-    fn is_erased(&self, mark: u64) -> bool {
+    fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
             work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
@@ -165,13 +164,11 @@ impl State {
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
-            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
-            tenant.is_none_or(|tenant| entry.tenant == tenant) && is_used && entry.host.is_visible()
+            let is_meant = tenant.is_none_or(|tenant| entry.tenant == tenant);
+            is_meant && entry.is_in_host() && entry.is_in_use()
         };
         let entries = (from..end).filter_map(|place| self.index.at(place));
-        let num =
-            entries.filter(|(_, entry)| !entry.detached && !entry.removing && stays(entry)).count();
-        self.evicted.num_in_use += num as u64;
+        self.evicted.num_in_use += entries.filter(|(_, entry)| stays(entry)).count() as u64;
         walk.counted = Some(end);
         end == self.index.num_places()
     }
@@ -179,8 +176,7 @@ impl State {
     /// Evicts a chunk from host memory if it is an unused leaf; returns whether it did.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
-        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.disk.is_unwritten();
-        if entry.detached || entry.removing || !entry.host.is_visible() || is_used {
+        if !entry.is_in_host() || entry.is_in_use() {
             return false;
         }
         self.evicted.num_chunks += 1;
@@ -191,16 +187,18 @@ impl State {
     }
 }
 
-/// Erases the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
+/// Removes the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
 /// names begin with `prefix`.
 ///
 /// `root` is that of the open stores. `Io` if the directory cannot be listed.
-pub fn erase_closed(
+pub fn remove_closed(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
     prefix: &str,
     salt: Option<SaltTag>,
-) -> Result<Erased> {
+) -> Result<RemovedChunks> {
     let is_meant = |root: &crate::ChunkKey| salt.is_none() || SaltTag::of_root(root) == salt;
-    disk::erase(&settings.dir, settings.cap_bytes, root, prefix, |first| is_meant(&first.parent))
+    disk::remove_closed(&settings.dir, settings.cap_bytes, root, prefix, |first| {
+        is_meant(&first.parent)
+    })
 }

@@ -3,14 +3,14 @@
 //!
 //! A lease shares the locked state, so it may outlive its `Store`.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::evict::ChunkId;
 use crate::store::load::{Held, LeasedFrame, Progress};
 use crate::store::locked::Locked;
 use crate::store::save::Reservation;
 use crate::store::state::State;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, locked};
 
 /// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
 #[derive(Debug)]
@@ -32,7 +32,6 @@ impl WriteLease {
         &self.reservation
     }
 
-    /// Returns true if it belongs to that store.
     pub(crate) fn is_of(&self, store: &Arc<Locked>) -> bool {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
@@ -80,7 +79,7 @@ impl ReadLease {
     }
 
     fn with_held<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = locked(&self.held);
         held.as_mut()
             .and_then(|held| self.store.with_state(|state| what(state, held)))
             .unwrap_or_default()
@@ -88,7 +87,7 @@ impl ReadLease {
 
     /// Unpins the frames, as dropping does. A second call does nothing.
     pub fn release(&self) {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let held = locked(&self.held).take();
         if let Some(held) = held {
             self.store.with_state(|state| held.into_iter().for_each(|held| state.release(held)));
         }

@@ -6,14 +6,14 @@
 //! listener that missed some is informed and queries every key it knows. All listeners share one
 //! log, each with a position in it, so another listener costs no memory.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::key::ChunkKey;
 use crate::store::change_log::{Changes, Tiers};
 use crate::store::locked::Locked;
 use crate::store::open::Store;
 use crate::store::state::State;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, locked};
 
 impl State {
     fn tiers(&self, key: &ChunkKey) -> Tiers {
@@ -66,7 +66,7 @@ impl Listener {
     /// Returns the tiers of the chunks `asked`, and of up to `limit` chunks that changed since the
     /// last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = locked(&self.next);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
         last_event.unwrap_or_else(|| Changes::of_none(asked))
     }

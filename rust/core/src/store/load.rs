@@ -61,7 +61,6 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Returns the last chunk that is ready.
     fn ready_end(&self) -> Option<ChunkId> {
         self.ready.checked_sub(1).map_or(self.host_end, |last| self.loads.get(last).copied())
     }
@@ -75,9 +74,10 @@ impl Held {
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks in host memory, and queues reads of the chunks after them.
+    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
+    /// here is a chunk's ancestry verified.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
-        let (host, any) = self.find(prefix);
+        let (host, any) = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host), ..Held::default() };
         if any > host {
             held.loads = self.want_reads(prefix, host, any);
@@ -124,7 +124,6 @@ impl State {
         true
     }
 
-    /// Reports the use of a prefix to the disk policy.
     fn touch_disk(&mut self, end: Option<ChunkId>) {
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
         let touched =

@@ -3,20 +3,24 @@
 //! Shared by the store, its leases and its threads.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::Result;
 use crate::store::config::ArenaInfo;
-use crate::store::disk::opener::{Opener, Opening};
 use crate::store::state::State;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
+use crate::tier::disk::DiskEntry;
 
 /// Longest sleep of a caller that waits for the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
 /// Returns the time since a fixed moment; monotonic.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
+
+/// Opens the disk tier; returns it and the chunks in it. It is called again if it fails.
+pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {
     pub(crate) state: Mutex<State>,
@@ -29,9 +33,7 @@ pub(crate) struct Locked {
     /// None while the tier is not open. It changes only while no job is in flight. This lock is
     /// taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
-    pub(crate) opener: Option<Arc<Opener>>,
-    /// A slow first attempt to open the tier, for a disk thread to wait for.
-    pub(crate) slow_opening: Mutex<Option<Opening>>,
+    pub(crate) opener: Option<Opener>,
     pub(crate) clock: Clock,
     pub(crate) arena: ArenaInfo,
 }
@@ -48,17 +50,15 @@ impl Drop for WakeOnPanic<'_> {
 }
 
 impl Locked {
-    /// Returns the disk tier, if it is open.
     pub(crate) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
-        self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.disk).clone()
     }
 
-    /// Replaces the disk tier; returns the previous one.
     pub(crate) fn change_tier(
         &self,
         new: Option<Arc<dyn LocalTier>>,
     ) -> Option<Arc<dyn LocalTier>> {
-        std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
+        std::mem::replace(&mut *locked(&self.disk), new)
     }
 
     /// Locks the state and advances its clock; None after a panic under the lock.
@@ -78,7 +78,7 @@ impl Locked {
             state.remove_slice();
         }
         if state.host.is_hungry() {
-            state.give_way();
+            state.release_slab();
         }
         let has_jobs = state.disk.has_jobs();
         drop(state);

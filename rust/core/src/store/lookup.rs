@@ -1,8 +1,9 @@
 //! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
 //! its end.
 //!
-//! While trees are being removed presence has gaps, and a record on disk may claim a wrong place.
-//! So the chunks found are compared with the prefix up to the root, once per chunk.
+//! While trees are being removed presence has gaps, so the ancestors of the chunk found are
+//! checked. A record on disk may also claim a wrong place: a lookup may then report more than a
+//! lease gets, because only a lease compares the chunks with the prefix, once per chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
@@ -16,9 +17,9 @@ pub struct Prefix<'a> {
     pub root: ChunkKey,
     /// Keys of the units from `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are left out, for lookups and leases only. If it is not
-    /// 0, the first key must be one that [`Store::anchors`] reports as proven; otherwise nothing of
-    /// the prefix is found.
+    /// Number of leading units whose keys are left out. A save needs the key before its units. For
+    /// lookups and leases, the first key must be one that [`Store::anchors`] reports as proven;
+    /// otherwise nothing of the prefix is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -45,6 +46,11 @@ impl<'a> Prefix<'a> {
     /// 0.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
+    }
+
+    /// Returns its first `num_units` units, more than are left out.
+    fn cut(self, num_units: u32) -> Self {
+        Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
     /// Returns its first key and the number of units up to it, if keys are left out.
@@ -118,20 +124,52 @@ impl State {
         self.get(&key, end, |entry| is_proven(entry) && is_stored(entry))
     }
 
-    /// Returns the leading units in host memory, and those stored in any tier. Removes chunks that
-    /// are not the prefix's.
-    pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
-        let mut prefix = *prefix;
-        if prefix.first > 0 && prefix.base().and_then(|base| self.find_proven(base)).is_none() {
-            return (0, 0); // the units before the first key cannot be compared
+    /// Returns false if units before the first key are left out and cannot be compared.
+    fn has_proven_base(&self, prefix: &Prefix<'_>) -> bool {
+        prefix.first == 0 || prefix.base().and_then(|base| self.find_proven(base)).is_some()
+    }
+
+    /// Returns the leading units in host memory, and those stored in any tier.
+    pub(crate) fn find(&self, prefix: &Prefix<'_>) -> (u32, u32) {
+        if self.has_proven_base(prefix) { self.find_attached(*prefix) } else { (0, 0) }
+    }
+
+    /// As [`Self::find`], after comparing each chunk with the prefix. Removes chunks that are not
+    /// the prefix's; the others are proven and not compared again.
+    pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
+        if !self.has_proven_base(prefix) {
+            return (0, 0);
         }
+        let mut prefix = *prefix;
         loop {
-            let (host, any) = self.find_present(&prefix);
-            match self.first_unsound(&prefix, any) {
+            let (host, any) = self.find_attached(prefix);
+            match self.remove_foreign(&prefix, any) {
                 None => return (host, any),
-                Some(depth) => prefix.keys = &prefix.keys[..(depth - prefix.first) as usize],
+                Some(depth) => prefix = prefix.cut(depth),
             }
         }
+    }
+
+    /// Returns the units found that do not hang on a chunk that is being removed.
+    fn find_attached(&self, mut prefix: Prefix<'_>) -> (u32, u32) {
+        loop {
+            let found = self.find_present(&prefix);
+            match self.first_removed(&prefix, found.1) {
+                None => return found,
+                Some(depth) => prefix = prefix.cut(depth),
+            }
+        }
+    }
+
+    /// Returns the depth of the highest chunk that is being removed, at or above the last of
+    /// `units`.
+    fn first_removed(&self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
+        if units == 0 || !self.is_removing() {
+            return None;
+        }
+        let end = self.index.get(&prefix.key_of(units))?;
+        let ancestors = self.index.ancestry(end).map(|id| &self.index[id]);
+        ancestors.filter(|entry| entry.removing || entry.detached).last().map(|entry| entry.depth)
     }
 
     fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
@@ -161,43 +199,27 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Returns the depth of the highest chunk found that is not this prefix's, because it is being
-    /// removed or because a record on disk claims a wrong place. Chunks that compared well are
-    /// proven and not compared again.
-    fn first_unsound(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
-        let end = self.index.get(&prefix.key_of(units))?;
-        let (is_removing, base) = (self.is_removing(), prefix.base());
-        let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), units);
-        for id in self.index.ancestry(end) {
-            let entry = &self.index[id];
-            // The base was proven before this lookup, and there are no keys before it to compare.
-            if entry.proven && (!is_removing || base == Some((behind, entry.key))) {
-                break;
-            }
-            let fits = entry.depth + 1 == behind && entry.parent.is_none() == (entry.depth == 0);
-            let is_ours = fits
-                && entry.key == prefix.key_of(behind)
-                && entry.parent_key == prefix.key_of(entry.depth);
-            if !is_ours || entry.removing || entry.detached {
-                unsound = Some((id, entry.depth, is_ours));
-            }
-            unproven.push(id);
-            behind = entry.depth;
-            if !is_ours || behind == 0 {
-                break;
-            }
+    /// Removes the deepest of the first `units` chunks whose parent is not the prefix's, because a
+    /// record on disk claims a wrong place; returns its depth. If there is none, all are proven.
+    fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
+        if units == 0 {
+            return None;
         }
-        let Some((id, depth, is_ours)) = unsound else {
-            for id in unproven {
-                self.index[id].proven = true;
-            }
+        let end = self.index.get(&prefix.key_of(units))?;
+        let is_unproven = |id: &ChunkId| !self.index[*id].proven;
+        let unproven: Vec<_> = self.index.ancestry(end).take_while(is_unproven).collect();
+        // The first has its key. Each other one has the key that the one before it claims.
+        let is_foreign = |&id: &ChunkId| {
+            let entry = &self.index[id];
+            entry.parent_key != prefix.key_of(entry.depth)
+        };
+        let Some(id) = unproven.iter().copied().find(is_foreign) else {
+            unproven.into_iter().for_each(|id| self.index[id].proven = true);
             return None;
         };
-        if !is_ours {
-            self.stats.disk_verify_failures += 1;
-            self.remove_tree(id);
-        }
-        Some(depth.min(units))
+        self.stats.disk_verify_failures += 1;
+        self.remove_tree(id);
+        Some(self.index[id].depth)
     }
 }
 

@@ -15,7 +15,7 @@
 //! | `host/`, `disk/` | a chunk's life in host memory and on disk |
 //! | `entries` | add a chunk to the index; free it once no tier and no user has it |
 //! | `remove` | remove trees of chunks, in slices |
-//! | `lookup`, `load`, `save` | find a prefix; pin it and read it from disk; reserve, commit and abort frames |
+//! | `lookup`, `load`, `save` | find a prefix; pin and read it; reserve, commit and abort frames |
 //! | `locked` | the lock, its condition variables and the clock |
 //! | `lease` | guards: dropping a read lease unpins, dropping a write lease aborts |
 //! | `open` | [`Store`]: open, flush and close |
@@ -45,17 +45,16 @@ mod tests;
 pub use api::{Lookup, Reserved};
 pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
-pub use disk::opener::Opener;
-pub use evict::{Evict, erase_closed};
-pub use host::emptying::Way;
+pub use evict::{Evict, remove_closed};
+pub use host::emptying::SlabRelease;
 pub use lease::{ReadLease, WriteLease};
 pub use listener::Listener;
 pub use load::{LeasedFrame, Progress, TierName};
-pub use locked::Clock;
+pub use locked::{Clock, Opener};
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
 pub use save::{Reservation, SaveCounts, SaveRequest};
 pub use stats::Evicted;
-pub use tenants::expiry::erase_expired;
+pub use tenants::expiry::remove_expired;
 pub use tenants::limits::{Limits, Quota, TenantLimits};
 pub use tenants::usage::Tenant;

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use crate::io::FRAME_ALIGN;
 use crate::pool::Pool;
 use crate::store::config::{ArenaInfo, StoreConfig};
-use crate::store::disk::opener::{Opener, Opening};
 use crate::store::disk::threads;
-use crate::store::locked::{Clock, Locked};
+use crate::store::disk::work::Attached;
+use crate::store::locked::{Clock, Locked, Opener};
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table};
 use crate::store::tenants::sweeper;
 use crate::sync::thread::JoinHandle;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, locked};
 use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
@@ -45,20 +45,22 @@ impl Store {
     /// event, serves from host memory and retries. `InvalidConfig` names the wrong setting; `Io` if
     /// the system refuses memory or threads.
     pub fn open(config: &StoreConfig) -> Result<Self> {
-        let opener = Self::opener(config, &Arc::default())?;
-        Self::with_tier(config, opener, Self::clock())
+        Self::with_tier(config, None, Self::opener(config, &Arc::default())?, Self::clock())
     }
 
-    /// As [`Self::open`], with a given clock and disk tier; `config.disk` sets the tier's threads
-    /// and capacity.
-    #[doc(hidden)]
-    pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
-        Self::build(config, None, opener, clock)
+    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an
+    /// equal part.
+    ///
+    /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's
+    /// slabs.
+    pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
+        let opener = Self::opener(config, &pool.disk)?;
+        Self::with_tier(config, Some((pool, percent)), opener, Self::clock())
     }
 
     /// Returns a clock that also counts while the machine is suspended, so that chunks expire
     /// meanwhile.
-    pub(crate) fn clock() -> Clock {
+    fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
             Duration::new(
@@ -71,25 +73,29 @@ impl Store {
     }
 
     /// Returns the function that opens the disk tier, if one is configured.
-    pub(crate) fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
+    fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
-        config.num_frames("host_size")?; // an invalid store must not create a directory
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
         Ok(Some(Box::new(move || {
-            let (disk, found) = DiskTier::open_beside(&tier, &root)?;
+            let (disk, found) = DiskTier::open_in(&tier, &root)?;
             Ok((Arc::new(disk), found))
         })))
     }
 
-    pub(crate) fn build(
+    /// As [`Self::open`] or [`Self::open_in`], with a given clock and disk tier; `config.disk` sets
+    /// the tier's threads and capacity.
+    #[doc(hidden)]
+    pub fn with_tier(
         config: &StoreConfig,
         share: Option<(&Arc<Pool>, Option<u32>)>,
         opener: Option<Opener>,
         clock: Clock,
     ) -> Result<Self> {
-        let num_frames = config.num_frames("host_size")?;
+        let host_bytes = share.map_or(config.host_bytes, |(pool, _)| pool.size_bytes());
+        let config = StoreConfig { host_bytes, ..config.clone() };
+        config.check("host_size")?; // an invalid store must not create a directory
         let host = match share {
-            None => HostTier::create(config.host_bytes, &config.frame_sizes)?,
+            None => HostTier::create(host_bytes, &config.frame_sizes)?,
             Some((pool, percent)) => HostTier::join(pool, percent, &config.frame_sizes)?,
         };
         let arena = ArenaInfo {
@@ -99,45 +105,16 @@ impl Store {
             slab_bytes: host.member().pool.slab_bytes(),
             lifeline: None,
         };
-        let settings = config.disk.as_ref().filter(|_| opener.is_some());
-        let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
-        let num_slots =
-            usize::try_from(cap_bytes / config.frame_sizes.average()).unwrap_or(usize::MAX);
-        let policy = |capacity| config.eviction.policy(capacity);
-        let mut state = State::new(host, policy(num_frames as usize), policy(num_slots));
-        state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
-        let num_threads = settings.map_or(0, |disk| disk.num_threads);
-        state.disk.num_threads = num_threads as usize;
-        state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
+        let mut state = configured(&config, host, opener.is_some())?;
         state.set_time(clock());
-        let bases = Bases { host: 0, disk: cap_bytes / FRAME_ALIGN };
-        let frame_pages = config.frame_sizes.largest() / FRAME_ALIGN;
-        state.tenants.limits = Table::new(&config.limits, frame_pages, bases);
-        state.update_bases();
-        let (mut disk, opener) = (None, opener.map(Arc::new));
-        let opening = opener.as_ref().map(Opening::begin).transpose()?;
-        let timeout = if share.is_some() { FIRST_TIMEOUT_ON_SERVER } else { FIRST_TIMEOUT };
-        let first = opening.as_ref().and_then(|opening| opening.wait(timeout));
-        let slow_opening = Mutex::new(opening.filter(|_| first.is_none()));
-        match first {
-            None if opener.is_some() => state.open_later(timeout),
-            None => {}
-            Some(Ok((tier, found))) => {
-                state.attach(found);
-                while state.recover_some() {}
-                disk = Some(tier);
-            }
-            Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
-        }
+        let num_threads = state.disk.num_threads;
         let inner = Arc::new(Locked {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
             sweep: Condvar::new(),
-            disk: Mutex::new(disk),
+            disk: Mutex::default(),
             opener,
-            slow_opening,
             clock,
             arena,
         });
@@ -150,7 +127,27 @@ impl Store {
         if config.limits.is_set() {
             threads.push(sweeper::spawn(&store.inner)?);
         }
+        if num_threads > 0 {
+            let is_alone = share.is_none();
+            store.await_disk(if is_alone { FIRST_TIMEOUT } else { FIRST_TIMEOUT_ON_SERVER })?;
+        }
         Ok(store)
+    }
+
+    /// Waits until a disk thread has opened the tier and its chunks are indexed, or could not open
+    /// it, or takes longer than `timeout`. `InvalidConfig` if these settings can never work.
+    fn await_disk(&self, timeout: Duration) -> Result<()> {
+        let is_over = |state: &State| Some(state.disk.first_opening.is_some());
+        self.inner.wait(Instant::now() + timeout, is_over);
+        let outcome = self.inner.with_state(|state| {
+            state.report_slow_opening(timeout);
+            while state.recover_some() {}
+            state.disk.first_opening.take_if(|outcome| outcome.is_err())
+        });
+        match outcome.flatten() {
+            Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the
@@ -182,13 +179,33 @@ impl Store {
         self.inner.with_state(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
         self.inner.sweep.notify_all();
-        let threads =
-            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *locked(&self.threads));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.tier() {
             disk.close();
         }
     }
+}
+
+/// Returns the state of an empty store with these settings.
+fn configured(config: &StoreConfig, host: HostTier, has_disk: bool) -> Result<State> {
+    let disk = config.disk.as_ref().filter(|_| has_disk);
+    let cap_bytes = disk.map_or(0, |disk| disk.cap_bytes);
+    let num_frames = config.num_frames("host_size")? as usize;
+    let num_slots = usize::try_from(cap_bytes / config.frame_sizes.average()).unwrap_or(usize::MAX);
+    let policy = |capacity| config.eviction.policy(capacity);
+    let mut state = State::new(host, policy(num_frames), policy(num_slots));
+    state.index.reserve(num_frames + num_slots.min(MAX_RESERVED));
+    state.disk.num_threads = disk.map_or(0, |disk| disk.num_threads) as usize;
+    if disk.is_some() {
+        state.disk.attached = Attached::NotBefore(Duration::ZERO);
+    }
+    state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
+    let bases = Bases { host: 0, disk: cap_bytes / FRAME_ALIGN };
+    let frame_pages = config.frame_sizes.largest() / FRAME_ALIGN;
+    state.tenants.limits = Table::new(&config.limits, frame_pages, bases);
+    state.update_bases();
+    Ok(state)
 }
 
 impl Drop for Store {

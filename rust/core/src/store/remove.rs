@@ -57,7 +57,6 @@ impl State {
         self.remove_slice();
     }
 
-    /// Returns true while trees are being removed.
     pub(crate) fn is_removing(&self) -> bool {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
@@ -80,7 +79,6 @@ impl State {
         self.removals.push(Subtree { id, generation: self.index[id].generation, cause });
     }
 
-    /// Removes one slice; returns the number of chunks removed.
     pub(crate) fn remove_slice(&mut self) -> u64 {
         self.remove_some(self.slice)
     }

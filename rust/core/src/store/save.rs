@@ -8,9 +8,9 @@ use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
 use crate::store::state::State;
-use crate::store::tenants::quota::Room;
+use crate::store::tenants::quota::FrameSource;
 use crate::tier::host::FrameFor;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,14 +57,14 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// `InvalidConfig` if the prefix is shorter than the units.
+    /// `InvalidConfig` if the prefix lacks keys of the units, or the one before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
-        if start <= end && end <= self.prefix.num_units() {
+        let has_parent = self.prefix.first <= start.saturating_sub(1);
+        if has_parent && start <= end && end <= self.prefix.num_units() {
             return Ok(());
         }
-        let error = Error::new(ErrorKind::InvalidConfig, "no such units in this prefix")
-            .with_context("start", start);
+        let error = Error::invalid("no such units in this prefix").with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
 
@@ -73,7 +73,7 @@ impl SaveRequest<'_> {
         if self.class.index() < num_classes {
             return self.check();
         }
-        let error = Error::new(ErrorKind::InvalidConfig, "no such size of frames");
+        let error = Error::invalid("no such size of frames");
         Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
@@ -101,7 +101,7 @@ impl State {
     ) -> SaveCounts {
         let SaveRequest { prefix, ref units, class, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
-        let with = prefix.keys.get(units.end as usize).filter(|_| is_attached);
+        let with = prefix.keys.get((units.end - prefix.first) as usize).filter(|_| is_attached);
         let mut above = None; // the previous chunk, if it is in host memory
         for unit in units.clone() {
             let key = prefix.key_of(unit + 1);
@@ -154,7 +154,6 @@ impl State {
         std::hint::black_box(found.fold(0, |sum, [parent, own]| sum ^ parent ^ own));
     }
 
-    /// Returns the chunk with the parent's key.
     fn parent_of(&self, new: &Entry) -> Option<ChunkId> {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
@@ -193,9 +192,10 @@ impl State {
         if !fits {
             return Err(Refused::NoPlace);
         }
-        let room = self.room_for(&new, parent, class);
-        let refused = if room == Room::Any { Refused::NoPlace } else { Refused::Quota };
-        let frame = self.take_frame_under(parent, room, (class, FrameFor::Save)).ok_or(refused)?;
+        let source = self.source_for(&new, parent, class);
+        let refused = if source == FrameSource::Any { Refused::NoPlace } else { Refused::Quota };
+        let frame =
+            self.take_frame_under(parent, source, (class, FrameFor::Save)).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
         let own = own.and_then(|_| self.index.get(&new.key)); // the eviction may have removed it
@@ -244,7 +244,6 @@ impl State {
         num_visible
     }
 
-    /// Aborts a reserved chunk.
     pub(crate) fn abort(&mut self, id: ChunkId) {
         if self.end_write_lease(id) {
             self.stats.aborts += 1;

@@ -142,7 +142,6 @@ impl State {
         }
     }
 
-    /// Returns all counters and gauges.
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
         let (frames_total, frames_free) = host.num_frames();
@@ -178,7 +177,6 @@ impl State {
         }
     }
 
-    /// Logs that any chunk may have changed.
     pub(crate) fn note_all(&mut self) {
         self.change_log.iter_mut().for_each(ChangeLog::lose);
     }

@@ -2,6 +2,8 @@
 
 use std::ops::{AddAssign, Sub};
 
+use serde::{Deserialize, Serialize};
+
 use crate::index::Entry;
 use crate::io::FRAME_ALIGN;
 use crate::tier::host::HostTier;
@@ -14,7 +16,6 @@ macro_rules! numbers {
         pub(crate) struct $name { $($(#[$what])* pub(crate) $field: u64,)+ }
 
         impl $name {
-            /// Names and values.
             pub(crate) fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($field), self.$field)),+]
             }
@@ -128,7 +129,7 @@ struct Stats {
 }
 
 /// Result of an eviction by an operator.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
     /// Chunks removed, or evicted from host memory.
     pub num_chunks: u64,
@@ -144,7 +145,6 @@ pub struct Evicted {
 }
 
 impl Evicted {
-    /// Counts a chunk that is about to be removed.
     pub(crate) fn count(&mut self, entry: &Entry, host: &HostTier) {
         let host_bytes = entry.host.frame().map_or(0, |frame| host.frame_bytes(frame.class()));
         let has_slot = entry.disk.slot().is_some();

@@ -28,7 +28,7 @@ pub(crate) enum FrameFor {
 
 /// The owner of a slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Owner {
+enum SlabState {
     Foreign,
     /// It holds this tier's frames of one size.
     Own(SizeClass),
@@ -38,7 +38,7 @@ enum Owner {
 
 #[derive(Debug, Clone, Copy)]
 struct Slab {
-    owner: Owner,
+    state: SlabState,
     /// Used frames in it.
     num_used: u32,
 }
@@ -52,8 +52,8 @@ pub(crate) struct Wanted {
     class: Option<SizeClass>,
 }
 
-/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at a
-/// time.
+/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at
+/// a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     member: Member,
@@ -92,7 +92,7 @@ impl HostTier {
             member: Member::join(pool, percent),
             grids: grids.collect(),
             frames,
-            slabs: vec![Slab { owner: Owner::Foreign, num_used: 0 }; pool.num_slabs() as usize],
+            slabs: vec![Slab { state: SlabState::Foreign, num_used: 0 }; pool.num_slabs() as usize],
             num_empty: 0,
             max_empty: MAX_EMPTY,
             limit_bytes: u64::MAX,
@@ -104,7 +104,6 @@ impl HostTier {
         self.member.pool.arena()
     }
 
-    /// The store's part in its pool.
     pub(crate) fn member(&self) -> &Member {
         &self.member
     }
@@ -117,12 +116,10 @@ impl HostTier {
         self.grids.len()
     }
 
-    /// Bytes of a frame.
     pub(crate) fn frame_bytes(&self, class: SizeClass) -> u64 {
-        self.grid(class).frame_bytes()
+        self.grid(class).frames.frame_bytes
     }
 
-    /// Pages of a frame.
     pub(crate) fn pages(&self, class: SizeClass) -> u32 {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
@@ -130,22 +127,22 @@ impl HostTier {
     /// Returns the numbers of all frames of this tier and of free ones.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
-        (self.grids.iter().map(Grid::num_taken).sum::<u64>() + num_free, num_free)
+        (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
     /// Bytes of used frames.
     pub(crate) fn used_bytes(&self) -> u64 {
-        self.grids.iter().map(|grid| grid.num_taken() * grid.frame_bytes()).sum()
+        self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()
     }
 
     /// Bytes that the chunks in those frames would take uncompressed.
     pub(crate) fn raw_bytes(&self) -> u64 {
-        self.grids.iter().map(|grid| grid.num_taken() * grid.raw_bytes()).sum()
+        self.grids.iter().map(|grid| grid.num_taken * grid.raw_bytes).sum()
     }
 
     /// Bytes that a chunk of a class takes uncompressed.
     pub(crate) fn raw_frame_bytes(&self, class: SizeClass) -> u64 {
-        self.grid(class).raw_bytes()
+        self.grid(class).raw_bytes
     }
 
     /// Bytes that it can keep while other stores need memory.
@@ -202,7 +199,7 @@ impl HostTier {
 
     fn is_reachable(&self, frame: FrameId, what_for: FrameFor) -> bool {
         let grid = self.grid(frame.class());
-        what_for == FrameFor::Read || grid.is_within(frame.number(), self.limit_bytes)
+        what_for == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
     }
 
     /// Records that no chunk could be evicted for a frame of this class, so another class must
@@ -230,7 +227,7 @@ impl HostTier {
         let grid = &mut self.grids[class.index()];
         let at = grid.slab_of(number);
         let slab = &mut self.slabs[at];
-        let is_own = slab.owner == Owner::Own(class);
+        let is_own = slab.state == SlabState::Own(class);
         grid.give(number, is_own);
         slab.num_used -= 1;
         if slab.num_used == 0 {
@@ -248,7 +245,6 @@ impl HostTier {
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
     }
 
-    /// Takes a lent frame back.
     pub(crate) fn give_back(&mut self, frame: Frame) {
         self.frames.give_back(frame);
     }
@@ -266,9 +262,8 @@ impl HostTier {
         }
     }
 
-    /// The class with the fewest free frames.
     fn fullest(&self) -> Option<SizeClass> {
-        self.grids.iter().min_by_key(|grid| grid.num_free()).map(Grid::class)
+        self.grids.iter().min_by_key(|grid| grid.num_free()).map(|grid| grid.class)
     }
 
     /// Takes one more slab with a suitable frame, if there is one: a free slab, or an empty one of
@@ -276,7 +271,7 @@ impl HostTier {
     fn add_slab(&mut self, class: SizeClass, what_for: FrameFor) -> bool {
         let end = if what_for == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
         let is_spare = |slab: &Slab| {
-            slab.num_used == 0 && matches!(slab.owner, Owner::Own(other) if other != class)
+            slab.num_used == 0 && matches!(slab.state, SlabState::Own(other) if other != class)
         };
         let spare = || self.slabs.iter().take(end as usize).position(is_spare);
         let at = if self.num_empty > 0 { spare() } else { None };
@@ -295,8 +290,8 @@ impl HostTier {
 
     /// Assigns the slab to frames of `class`.
     fn own(&mut self, at: usize, class: SizeClass) {
-        let Slab { owner, num_used } = &mut self.slabs[at];
-        *owner = Owner::Own(class);
+        let Slab { state, num_used } = &mut self.slabs[at];
+        *state = SlabState::Own(class);
         self.num_empty += u32::from(*num_used == 0);
         self.grids[class.index()].add_slab(at);
         self.hungry = self.hungry.filter(|hungry| *hungry != class);
@@ -304,10 +299,10 @@ impl HostTier {
 
     /// Makes the slab foreign, so that none of its frames is free.
     fn disown(&mut self, at: usize) {
-        let Slab { owner, num_used } = &mut self.slabs[at];
-        let (Owner::Own(class) | Owner::Draining(class)) = *owner else { return };
-        self.num_empty -= u32::from(*num_used == 0 && *owner == Owner::Own(class));
-        *owner = Owner::Foreign;
+        let Slab { state, num_used } = &mut self.slabs[at];
+        let (SlabState::Own(class) | SlabState::Draining(class)) = *state else { return };
+        self.num_empty -= u32::from(*num_used == 0 && *state == SlabState::Own(class));
+        *state = SlabState::Foreign;
         self.grids[class.index()].remove_slab(at);
     }
 
@@ -315,7 +310,7 @@ impl HostTier {
     /// pool.
     fn lose(&mut self, at: usize) {
         debug_assert!(
-            self.slabs[at].num_used == 0 && self.slabs[at].owner != Owner::Foreign,
+            self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
             "invariant I4: slab {at} is used"
         );
         self.disown(at);
@@ -343,7 +338,8 @@ impl HostTier {
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
-            *at < end && matches!(self.slabs[*at].owner, Owner::Own(of) if Some(of) != wanted.class)
+            *at < end
+                && matches!(self.slabs[*at].state, SlabState::Own(of) if Some(of) != wanted.class)
         };
         let fewest =
             |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
@@ -360,9 +356,9 @@ impl HostTier {
         };
         let at = coldest.filter(is_better).unwrap_or(fewest);
         let id = SlabId(u32::try_from(at).ok()?);
-        let Owner::Own(class) = self.slabs[at].owner else { return None };
+        let SlabState::Own(class) = self.slabs[at].state else { return None };
         self.num_empty -= u32::from(self.slabs[at].num_used == 0);
-        self.slabs[at].owner = Owner::Draining(class);
+        self.slabs[at].state = SlabState::Draining(class);
         self.grids[class.index()].remove_slab(at);
         if self.slabs[at].num_used == 0 {
             self.lose(at);
@@ -373,22 +369,24 @@ impl HostTier {
     /// The slab is used again, if it is still being emptied.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
-        if let Owner::Draining(class) = self.slabs[at].owner {
+        if let SlabState::Draining(class) = self.slabs[at].state {
             self.own(at, class);
         }
     }
 
     /// True if the slab is to be released once its last frame is free.
     pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
-        matches!(self.slabs[slab.0 as usize].owner, Owner::Draining(_))
+        matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number `from`,
-    /// and the number of its frame.
+    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number
+    /// `from`, and the number of its frame.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
-        match self.slabs[slab.0 as usize].owner {
-            Owner::Foreign => None,
-            Owner::Own(class) | Owner::Draining(class) => self.grid(class).next_holder(slab, from),
+        match self.slabs[slab.0 as usize].state {
+            SlabState::Foreign => None,
+            SlabState::Own(class) | SlabState::Draining(class) => {
+                self.grid(class).next_holder(slab, from)
+            }
         }
     }
 }

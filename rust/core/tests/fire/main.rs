@@ -105,13 +105,14 @@ impl Fire {
                 namespace: [7; 32],
                 description: String::new(),
             };
-            let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+            let (tier, found) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
             is_open.store(true, Ordering::SeqCst);
             Ok((Arc::new(Counting { tier, reads: Arc::clone(&reads) }) as Arc<_>, found))
         };
         let start = Instant::now();
         let clock = Box::new(move || start.elapsed() * HASTE);
-        (Store::with_tier(&config, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
+        (Store::with_tier(&config, None, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
     }
 
     /// One life of a store, from open to its end.

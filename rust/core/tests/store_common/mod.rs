@@ -141,7 +141,7 @@ impl MemoryDisk {
             Ok((Arc::clone(&disk.tier) as Arc<dyn LocalTier>, found.clone()))
         };
         let now = move || Duration::from_millis(clock.now_ms.load(Ordering::SeqCst));
-        Store::with_tier(config, Some(Box::new(open)), Box::new(now)).unwrap()
+        Store::with_tier(config, None, Some(Box::new(open)), Box::new(now)).unwrap()
     }
 
     /// Seconds of the store's time.

@@ -21,18 +21,12 @@ pub(crate) fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange
     let SaveRequest { prefix, units, class, is_attached } = asked.clone();
     // Of the keys before the range only the parent of the first chunk is needed.
     let first = units.start.saturating_sub(1);
-    let end = units.end as usize;
     // The key that an attached chunk belongs to may follow the range.
-    let end = if is_attached { prefix.keys.len().min(end + 1) } else { end };
-    let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
-    Ok((end <= MAX_KEYS).then_some(SentRange {
-        root: prefix.root,
-        first,
-        keys,
-        units,
-        class,
-        is_attached,
-    }))
+    let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
+    let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
+    let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
+    let range = SentRange { root, first, keys, units, class, is_attached };
+    Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 
 /// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.

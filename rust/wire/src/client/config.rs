@@ -25,7 +25,6 @@ pub struct ClientConfig {
 }
 
 impl ClientConfig {
-    /// Returns the longest wait for the answer of a reservation or commit.
     pub(crate) fn save_deadline(&self) -> Duration {
         self.deadline.max(MIN_SAVE_DEADLINE)
     }

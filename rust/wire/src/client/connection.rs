@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvloft_core::store::Prefix;
-use kvloft_core::{Error, ErrorKind, Result};
+use kvloft_core::{Error, Result};
 use rustix::event::PollFlags;
 
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
@@ -54,7 +54,7 @@ impl Connection {
                 "the server at {} is another user's; set server to one of your own",
                 path.display()
             );
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
+            return Err(Error::invalid(message));
         }
         enlarge_buffers(&stream);
         stream.set_nonblocking(true).map_err(fail)?;
@@ -96,9 +96,7 @@ impl Connection {
             if let Some(bytes) = self.received.next(MAX_MESSAGE).map_err(fail)? {
                 self.unanswered.clear();
                 return match Answer::decode(bytes) {
-                    Some((_, Answer::Refused(text))) => {
-                        Err(Error::new(ErrorKind::InvalidConfig, text))
-                    }
+                    Some((_, Answer::Refused(text))) => Err(Error::invalid(text)),
                     Some((_, answer)) => Ok((answer, found)),
                     None => Err(fail(IoKind::InvalidData.into())),
                 };
@@ -198,7 +196,6 @@ impl Connection {
         answers
     }
 
-    /// Sends a request that has no answer.
     pub(crate) fn send(&mut self, request: &Request<'_>) {
         if !self.is_closed {
             self.enqueue(request);
@@ -297,7 +294,7 @@ impl Connection {
                 return Some(answer);
             }
             if let Answer::Reserved(ranges) = answer {
-                let rows = ranges.iter().flat_map(|(rows, _)| rows);
+                let rows = ranges.iter().flat_map(|range| &range.rows);
                 self.send(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }
         }

@@ -8,7 +8,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
-use crate::protocol::{Answer, Hello, Request, VERSION};
+use crate::protocol::{Answer, Hello, Request, VERSION, Welcome};
 
 /// Longest wait for a welcome: the server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ impl NewConnection {
         };
         let (answer, fds) =
             connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
-        let (Answer::Welcome { size_bytes, slab_bytes }, Ok(fds)) =
+        let (Answer::Welcome(Welcome { size_bytes, slab_bytes }), Ok(fds)) =
             (answer, <[OwnedFd; 2]>::try_from(fds))
         else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response"));

@@ -62,7 +62,6 @@ impl Client {
         Ok(Self { inner, thread })
     }
 
-    /// Wakes the background thread.
     pub(crate) fn wake(&self) {
         self.thread.thread().unpark();
     }
@@ -85,7 +84,7 @@ impl Client {
 
     pub(crate) fn call(&self, request: &Request<'_>) -> Option<Answer> {
         let deadline = self.inner.deadline();
-        self.state().call(deadline, |connection| connection.call(request, deadline))
+        self.state().request(request, deadline)
     }
 
     /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier

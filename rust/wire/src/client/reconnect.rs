@@ -86,7 +86,6 @@ impl ClientInner {
         }
     }
 
-    /// Drops a closed connection.
     fn drop_connection(&self) {
         let mut state = self.state();
         if state.connection.take().is_some() {

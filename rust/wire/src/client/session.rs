@@ -12,7 +12,7 @@ use kvloft_core::{ChunkKey, Event, Result};
 use crate::client::Client;
 use crate::client::batches::{clamp_prefix, join_answers, sent_range, split_batches};
 use crate::client::state::ClientState;
-use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
+use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange};
 
 /// Time between two checks of a flush or close.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -78,15 +78,10 @@ impl Session for Client {
         let mut state = self.state();
         match state.leases.get(&lease) {
             None => return Progress::default(),
-            Some(Some(progress))
-                if state.connection.as_ref().is_some_and(|connection| !connection.is_closed()) =>
-            {
-                return *progress;
-            }
+            Some(Some(progress)) if state.is_connected() => return *progress,
             Some(_) => {}
         }
-        match state.call(deadline, |connection| connection.call(&Request::Poll(lease.0), deadline))
-        {
+        match state.request(&Request::Poll(lease.0), deadline) {
             Some(Answer::Progress(progress)) => {
                 state.leases.insert(lease, (progress.pending_units == 0).then_some(progress));
                 progress
@@ -101,9 +96,10 @@ impl Session for Client {
         if !state.leases.contains_key(&lease) {
             return Vec::new();
         }
-        let answer =
-            state.call(deadline, |connection| connection.call(&Request::Frames(lease.0), deadline));
-        if let Some(Answer::Frames(frames)) = answer { frames } else { Vec::new() }
+        match state.request(&Request::Frames(lease.0), deadline) {
+            Some(Answer::Frames(frames)) => frames,
+            _ => Vec::new(),
+        }
     }
 
     fn release(&self, lease: LeaseId) {
@@ -130,8 +126,8 @@ impl Session for Client {
         for (range, each) in ranges.iter().zip(asked) {
             let answer = range.as_ref().map(|_| answers.next().flatten());
             num_unanswered += if matches!(answer, Some(None)) { each.num_units() } else { 0 };
-            let nothing = || (Vec::new(), each.num_units());
-            let (rows, num_dropped) = answer.flatten().unwrap_or_else(nothing);
+            let nothing = || ReservedRange { num_dropped: each.num_units(), rows: Vec::new() };
+            let ReservedRange { num_dropped, rows } = answer.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
             got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
         }
@@ -176,8 +172,8 @@ impl Session for Client {
     }
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
-        let late = self.state().missed_calls.take_new();
-        let answer = self.call(&Request::Stats(late));
+        let [num_calls, num_chunks] = self.state().missed_calls.take_new();
+        let answer = self.call(&Request::Stats(num_calls, num_chunks));
         let mut state = self.state();
         if let Some(Answer::Stats(stats)) = answer {
             state.stats = stats;
@@ -215,12 +211,10 @@ impl Session for Client {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let sent = state.change_feed.request(asked, limit);
-        let answer =
-            state.call(deadline, |connection| connection.call(&Request::Changes(sent?), deadline));
+        let answer = sent.and_then(|sent| state.request(&Request::Changes(sent), deadline));
         let changes =
             if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
-        let is_connected = !state.is_clear_pending
-            && state.connection.as_ref().is_some_and(|connection| !connection.is_closed());
+        let is_connected = !state.is_clear_pending && state.is_connected();
         state.change_feed.apply(asked, changes, is_connected)
     }
 

@@ -72,6 +72,10 @@ impl ClientState {
         }
     }
 
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connection.as_ref().is_some_and(|connection| !connection.is_closed())
+    }
+
     /// Returns the connection, if it is open. A pending clear was sent on it, so the server handles
     /// the clear before every later request.
     pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
@@ -93,6 +97,11 @@ impl ClientState {
             self.missed_calls.add_call();
         }
         answer
+    }
+
+    /// Sends a request and waits for its answer.
+    pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+        self.call(deadline, |connection| connection.call(request, deadline))
     }
 
     /// Truncates the first prefix to the part that may be stored. The server caches the keys of the
@@ -170,7 +179,6 @@ impl ClientInner {
         Instant::now() + self.config.save_deadline()
     }
 
-    /// Returns the server's name for log lines.
     pub(crate) fn server_name(&self) -> String {
         format!("the kvloft server at {}", self.config.socket.display())
     }

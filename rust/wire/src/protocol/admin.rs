@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::Tenant;
+use kvloft_core::store::{Evicted, Tenant};
 use kvloft_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +34,6 @@ pub struct EvictRequest {
     /// First hex digits of the namespaces; empty for all.
     pub namespace: String,
     /// Tag of the tenant's salt; None for every chunk.
-    #[serde(with = "hex_tag")]
     pub tenant: Option<SaltTag>,
     /// Evict from host memory only.
     pub host_only: bool,
@@ -45,16 +44,9 @@ pub struct EvictRequest {
 pub struct EvictReport {
     /// Namespaces searched, including those on disk without an engine.
     pub num_namespaces: u64,
-    /// Chunks evicted.
-    pub num_chunks: u64,
-    /// Bytes of host memory released.
-    pub host_bytes: u64,
-    /// Bytes of disk space released.
-    pub disk_bytes: u64,
-    /// Chunks skipped because they are in use; see `kvloft_core::store::Evicted`.
-    pub num_in_use: u64,
-    /// True if some matching chunks may still be found now or after a restart.
-    pub is_cut_short: bool,
+    /// Chunks evicted from all of them.
+    #[serde(flatten)]
+    pub evicted: Evicted,
 }
 
 /// Counters and gauges by name.
@@ -90,27 +82,9 @@ pub struct NamespaceStatus {
     /// Counters and gauges of its store; empty before the store is open.
     pub stats: Stats,
     /// The tenants with the most chunks.
-    pub tenants: Vec<TenantStatus>,
+    pub tenants: Vec<Tenant>,
     /// Connected engines.
     pub engines: Vec<EngineStatus>,
-}
-
-/// Chunks and limits of one tenant.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TenantStatus {
-    /// Tag of the tenant's salt; None for requests without a salt.
-    #[serde(with = "hex_tag")]
-    pub tag: Option<SaltTag>,
-    /// Bytes in host memory.
-    pub host_bytes: u64,
-    /// Bytes on disk.
-    pub disk_bytes: u64,
-    /// Quota in host memory, in bytes.
-    pub max_host_bytes: Option<u64>,
-    /// Quota on disk, in bytes.
-    pub max_disk_bytes: Option<u64>,
-    /// Seconds until a chunk expires.
-    pub ttl_s: Option<u32>,
 }
 
 /// One connected engine.
@@ -151,46 +125,5 @@ impl Status {
     /// Every connected engine.
     pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
         self.namespaces.iter().flat_map(|namespace| &namespace.engines)
-    }
-}
-
-impl From<Tenant> for TenantStatus {
-    fn from(tenant: Tenant) -> Self {
-        let Tenant { tag, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s } = tenant;
-        Self { tag, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s }
-    }
-}
-
-/// Formats a salt's tag as 16 hex digits.
-pub(crate) fn tag_text(tag: SaltTag) -> String {
-    format!("{:016x}", u64::from_be_bytes(tag.0))
-}
-
-/// A salt's tag in JSON: 16 hex digits or null.
-mod hex_tag {
-    use kvloft_core::key::SaltTag;
-    use serde::de::{Deserialize, Deserializer, Error};
-    use serde::{Serialize, Serializer};
-
-    use super::tag_text;
-
-    #[expect(clippy::ref_option, reason = "serde calls it with a reference")]
-    pub(super) fn serialize<S: Serializer>(
-        tag: &Option<SaltTag>,
-        to: S,
-    ) -> Result<S::Ok, S::Error> {
-        tag.map(tag_text).serialize(to)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        from: D,
-    ) -> Result<Option<SaltTag>, D::Error> {
-        let parse = |text: String| {
-            let tag = u64::from_str_radix(&text, 16).map(|number| SaltTag(number.to_be_bytes()));
-            tag.ok()
-                .filter(|tag| tag_text(*tag) == text)
-                .ok_or_else(|| D::Error::custom("not a salt's tag"))
-        };
-        Option::deserialize(from)?.map(parse).transpose()
     }
 }

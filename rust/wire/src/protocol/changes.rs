@@ -4,10 +4,9 @@
 //! the connection is lost, the next answer has `lost` set: earlier reports may be wrong. Must not
 //! depend on sockets.
 
-use kvloft_core::ChunkKey;
-use kvloft_core::store::{Changes, Listener, Store, Tiers};
+use kvloft_core::store::{Changes, Listener, Store};
 
-use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::codec::{Field, Reader, Writer, fields};
 use crate::protocol::prefixes::Keys;
 
 /// Maximum number of changes queued for a listener, of keys in a request, and of other rows in an
@@ -25,20 +24,18 @@ pub struct SentChanges<'a> {
     pub asked: Keys<'a>,
 }
 
-impl SentChanges<'_> {
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        to.u32(self.capacity);
-        to.u32(self.limit);
-        self.asked.write(to);
-    }
+fields! {
+    SentChanges<'a> { capacity, limit, asked }
+}
 
+impl SentChanges<'_> {
     /// Returns the changes for `listener`, which the first request creates. None if there are too
     /// many keys.
     pub(crate) fn answer(&self, store: &Store, listener: &mut Option<Listener>) -> Option<Changes> {
         if self.asked.iter().len() > MAX_CHANGES as usize {
             return None;
         }
-        let asked: Vec<_> = self.asked.iter().map(|key| ChunkKey(*key)).collect();
+        let asked: Vec<_> = self.asked.iter().collect();
         let [capacity, limit] =
             [self.capacity, self.limit].map(|number| number.min(MAX_CHANGES) as usize);
         let is_first = listener.is_none();
@@ -48,65 +45,5 @@ impl SentChanges<'_> {
     }
 }
 
-pub(crate) fn read_sent_changes<'a>(from: &mut Reader<'a>) -> Option<SentChanges<'a>> {
-    Some(SentChanges {
-        capacity: from.u32()?,
-        limit: from.u32()?,
-        asked: Keys::Bytes(from.keys()?),
-    })
-}
-
-pub(crate) fn write_changes(to: &mut Writer<'_>, changes: &Changes) {
-    to.u8(changes.lost.into());
-    to.count(changes.rows.len());
-    for (key, tiers) in &changes.rows {
-        to.key(&key.0);
-        to.u8(tiers.bits());
-    }
-}
-
-pub(crate) fn read_changes(from: &mut Reader<'_>) -> Option<Changes> {
-    let lost = from.flag()?;
-    let rows = from.list(33, |from| Some((from.chunk_key()?, Tiers::of_bits(from.u8()?)?)))?;
-    Some(Changes { rows, lost })
-}
-
 #[cfg(test)]
-mod tests {
-    use kvloft_core::evict::Eviction;
-    use kvloft_core::key::KeyChain;
-    use kvloft_core::store::{StoreConfig, TenantLimits};
-
-    use super::*;
-
-    fn store() -> Store {
-        let config = StoreConfig {
-            frame_sizes: 4096_u64.into(),
-            host_bytes: 2 * 4096,
-            eviction: Eviction::Lru,
-            available_bytes: None,
-            namespace: [7; 32],
-            disk: None,
-            now_s: 0,
-            limits: TenantLimits::default(),
-        };
-        Store::open(&config).expect("a store")
-    }
-
-    #[test]
-    fn queue_of_a_listener_is_bounded() {
-        let (store, mut listener) = (store(), None);
-        let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
-        let mut is_lost = || sent.answer(&store, &mut listener).expect("few keys").lost;
-        assert!(is_lost(), "the first answer has no earlier one");
-        assert!(!is_lost());
-        for token in 0..=MAX_CHANGES {
-            let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
-            chain.append_tokens(&[token]).expect("tokens");
-            let range = 0..1;
-            let reserved = store.reserve(&chain, range).expect("in range");
-            assert_eq!(store.commit(reserved.leases), 1);
-        }
-        assert!(is_lost(), "more keys than the bound were queued");
-    }
-}
+mod tests;

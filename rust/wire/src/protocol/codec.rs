@@ -1,163 +1,287 @@
-//! Encodes numbers, keys and text as little-endian bytes. Reading never panics, and allocates
-//! memory only for bytes that were received.
+//! Encodes messages as little-endian bytes: [`messages`] lists the messages of one direction, and a
+//! [`Field`] is a part of one. Reading never panics, and allocates memory only for bytes that were
+//! received.
 
 use kvloft_core::ChunkKey;
+use kvloft_core::io::{FrameId, FrameSizes};
+use kvloft_core::store::{
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
+};
 
 /// Bytes of the length before each message.
 pub const LENGTH_BYTES: usize = 4;
 
-/// Appends to a buffer.
+/// Appends a message to a buffer.
 #[derive(Debug)]
-pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
+pub(crate) struct Writer<'a> {
+    to: &'a mut Vec<u8>,
+    /// Where the message begins in the buffer.
+    start: usize,
+    /// The last root key written: one that repeats is written once.
+    root: Option<ChunkKey>,
+}
 
-impl Writer<'_> {
-    pub(crate) fn u8(&mut self, value: u8) {
-        self.0.push(value);
+impl<'a> Writer<'a> {
+    pub(crate) fn begin(to: &'a mut Vec<u8>, number: u32) -> Self {
+        let start = to.len();
+        let mut writer = Self { to, start, root: None };
+        0_u32.write(&mut writer); // the length
+        number.write(&mut writer);
+        writer
     }
 
-    pub(crate) fn u32(&mut self, value: u32) {
-        self.0.extend_from_slice(&value.to_le_bytes());
+    /// Writes the length of the message, which is complete.
+    pub(crate) fn end(self) {
+        let num_bytes = self.to.len() - self.start - LENGTH_BYTES;
+        let length = u32::try_from(num_bytes).unwrap_or(u32::MAX).to_le_bytes();
+        self.to[self.start..self.start + LENGTH_BYTES].copy_from_slice(&length);
     }
 
-    pub(crate) fn u64(&mut self, value: u64) {
-        self.0.extend_from_slice(&value.to_le_bytes());
-    }
-
-    pub(crate) fn key(&mut self, key: &[u8; 32]) {
-        self.0.extend_from_slice(key);
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
+        self.to.extend_from_slice(bytes);
     }
 
     /// Writes the number of items that follow. A message has room for fewer than `u32::MAX` items.
     pub(crate) fn count(&mut self, num: usize) {
-        self.u32(u32::try_from(num).unwrap_or(u32::MAX));
-    }
-
-    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
-        self.count(bytes.len());
-        self.0.extend_from_slice(bytes);
-    }
-
-    pub(crate) fn text(&mut self, text: &str) {
-        self.bytes(text.as_bytes());
+        u32::try_from(num).unwrap_or(u32::MAX).write(self);
     }
 
     pub(crate) fn keys<'k>(&mut self, keys: impl ExactSizeIterator<Item = &'k [u8; 32]>) {
         self.count(keys.len());
-        self.0.reserve(keys.len() * 32);
-        keys.for_each(|key| self.key(key));
+        self.to.reserve(keys.len() * 32);
+        keys.for_each(|key| self.bytes(key));
     }
 
-    pub(crate) fn numbers(&mut self, numbers: &[u64]) {
-        self.count(numbers.len());
-        for number in numbers {
-            self.u64(*number);
+    /// Writes a root key, or a flag that it equals the one before.
+    pub(crate) fn root(&mut self, root: ChunkKey) {
+        let is_same = self.root == Some(root);
+        is_same.write(self);
+        if !is_same {
+            root.write(self);
+            self.root = Some(root);
         }
     }
 }
 
-/// Reads from the front of a buffer. Every function returns None if the bytes are malformed.
+/// Reads from the front of a message. Every function returns None if the bytes are malformed.
 #[derive(Debug)]
-pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
+pub(crate) struct Reader<'a> {
+    rest: &'a [u8],
+    root: Option<ChunkKey>,
+}
 
 impl<'a> Reader<'a> {
+    pub(crate) fn new(message: &'a [u8]) -> Self {
+        Self { rest: message, root: None }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// Skips fields that another version may have.
+    pub(crate) fn skip_all(&mut self) {
+        self.rest = &[];
+    }
+
     fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (value, rest) = self.0.split_first_chunk::<N>()?;
-        self.0 = rest;
+        let (value, rest) = self.rest.split_first_chunk::<N>()?;
+        self.rest = rest;
         Some(*value)
     }
 
-    pub(crate) fn u8(&mut self) -> Option<u8> {
-        self.array::<1>().map(|[value]| value)
-    }
-
-    pub(crate) fn flag(&mut self) -> Option<bool> {
-        match self.u8()? {
-            0 => Some(false),
-            1 => Some(true),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    pub(crate) fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    pub(crate) fn key(&mut self) -> Option<[u8; 32]> {
-        self.array()
-    }
-
-    pub(crate) fn chunk_key(&mut self) -> Option<ChunkKey> {
-        self.key().map(ChunkKey)
-    }
-
-    fn slice(&mut self, num_bytes: usize) -> Option<&'a [u8]> {
-        let (slice, rest) = self.0.split_at_checked(num_bytes)?;
-        self.0 = rest;
+    /// Reads a number of items and their bytes.
+    fn slice(&mut self, item_bytes: usize) -> Option<&'a [u8]> {
+        let num = usize::try_from(u32::read(self)?).ok()?;
+        let (slice, rest) = self.rest.split_at_checked(num.checked_mul(item_bytes)?)?;
+        self.rest = rest;
         Some(slice)
     }
 
-    pub(crate) fn bytes(&mut self) -> Option<&'a [u8]> {
-        let num_bytes = usize::try_from(self.u32()?).ok()?;
-        self.slice(num_bytes)
-    }
-
-    pub(crate) fn text(&mut self) -> Option<String> {
-        str::from_utf8(self.bytes()?).ok().map(str::to_owned)
-    }
-
     pub(crate) fn keys(&mut self) -> Option<&'a [[u8; 32]]> {
-        let num = usize::try_from(self.u32()?).ok()?;
-        Some(self.slice(num.checked_mul(32)?)?.as_chunks().0)
+        Some(self.slice(32)?.as_chunks().0)
     }
 
-    pub(crate) fn numbers(&mut self) -> Option<Vec<u64>> {
-        let num = usize::try_from(self.u32()?).ok()?;
-        let items = self.slice(num.checked_mul(8)?)?.as_chunks().0;
-        Some(items.iter().map(|item| u64::from_le_bytes(*item)).collect())
-    }
-
-    /// Reads the number of items and the items, each of at least `num_bytes`.
-    pub(crate) fn list<T>(
-        &mut self,
-        num_bytes: usize,
-        mut read: impl FnMut(&mut Self) -> Option<T>,
-    ) -> Option<Vec<T>> {
-        let num = usize::try_from(self.u32()?).ok()?;
-        if num.checked_mul(num_bytes)? > self.0.len() {
-            return None;
+    pub(crate) fn root(&mut self) -> Option<ChunkKey> {
+        if !bool::read(self)? {
+            self.root = Some(ChunkKey::read(self)?);
         }
-        (0..num).map(|_| read(self)).collect()
+        self.root
     }
 }
 
-/// Appends a message with its length.
-pub(crate) fn write_message(
-    to: &mut Vec<u8>,
-    number: u32,
-    kind: u8,
-    fields: impl FnOnce(&mut Writer<'_>),
-) {
-    let start = to.len();
-    let mut writer = Writer(to);
-    writer.u32(0);
-    writer.u32(number);
-    writer.u8(kind);
-    fields(&mut writer);
-    let num_bytes = u32::try_from(to.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
-    to[start..start + LENGTH_BYTES].copy_from_slice(&num_bytes.to_le_bytes());
+/// A part of a message.
+pub(crate) trait Field<'a>: Sized {
+    /// Most of them in a list.
+    const MAX_ITEMS: u32 = u32::MAX;
+
+    fn write(&self, to: &mut Writer<'_>);
+
+    fn read(from: &mut Reader<'a>) -> Option<Self>;
 }
 
-/// Reads a message's number and fields. None if they are not exactly `bytes`.
-pub(crate) fn read_message<'a, T>(
-    bytes: &'a [u8],
-    read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>,
-) -> Option<(u32, T)> {
-    let mut reader = Reader(bytes);
-    let (number, kind) = (reader.u32()?, reader.u8()?);
-    let value = read(kind, &mut reader)?;
-    reader.0.is_empty().then_some((number, value))
+/// Implements [`Field`] for numbers.
+macro_rules! numbers {
+    ($($number:ty)+) => {$(
+        impl<'a> Field<'a> for $number {
+            fn write(&self, to: &mut Writer<'_>) {
+                to.bytes(&self.to_le_bytes());
+            }
+
+            fn read(from: &mut Reader<'a>) -> Option<Self> {
+                from.array().map(Self::from_le_bytes)
+            }
+        }
+    )+};
 }
+
+/// Implements [`Field`] for types with these fields, in this order.
+macro_rules! fields {
+    ($($name:ident$(<$life:lifetime>)? { $($field:tt),+ })+) => {$(
+        impl<'a> Field<'a> for $name$(<$life>)? {
+            fn write(&self, to: &mut Writer<'_>) {
+                $(self.$field.write(to);)+
+            }
+
+            fn read(from: &mut Reader<'a>) -> Option<Self> {
+                Some(Self { $($field: Field::read(from)?),+ })
+            }
+        }
+    )+};
+}
+
+/// Implements [`Field`] for types by the type that stands for them in messages.
+macro_rules! converted {
+    ($($name:ty = $sent:ty: $to:expr, $from:expr;)+) => {$(
+        impl<'a> Field<'a> for $name {
+            fn write(&self, to: &mut Writer<'_>) {
+                let to_sent: fn(&Self) -> $sent = $to;
+                to_sent(self).write(to);
+            }
+
+            fn read(from: &mut Reader<'a>) -> Option<Self> {
+                let from_sent: fn($sent) -> Option<Self> = $from;
+                from_sent(Field::read(from)?)
+            }
+        }
+    )+};
+}
+
+numbers! { u8 u32 u64 }
+
+fields! {
+    FrameId { 0 }
+    Lookup { host_units, stored_units }
+    Progress { ready_units, pending_units }
+    Anchors { num_known, num_stored }
+    LeasedFrame { frame, key, tier }
+    Reservation { ticket, frame, key, unit }
+    Changes { lost, rows }
+}
+
+converted! {
+    bool = u8: |flag| u8::from(*flag), |byte| (byte < 2).then_some(byte == 1);
+    TierName = bool: |tier| *tier == TierName::Disk,
+        |is_disk| Some(if is_disk { TierName::Disk } else { TierName::Host });
+    Tiers = u8: |tiers| tiers.bits(), Tiers::of_bits;
+    String = Vec<u8>: |text| text.as_bytes().to_vec(), |bytes| String::from_utf8(bytes).ok();
+    FrameSizes = Vec<(u64, u64)>: FrameSizes::with_raw, |sizes| Some(sizes.into());
+}
+
+impl<'a> Field<'a> for [u8; 32] {
+    fn write(&self, to: &mut Writer<'_>) {
+        to.bytes(self);
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        from.array()
+    }
+}
+
+impl<'a> Field<'a> for ChunkKey {
+    fn write(&self, to: &mut Writer<'_>) {
+        to.bytes(&self.0);
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        from.array().map(Self)
+    }
+}
+
+impl<'a> Field<'a> for &'a [u8] {
+    fn write(&self, to: &mut Writer<'_>) {
+        to.count(self.len());
+        to.bytes(self);
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        from.slice(1)
+    }
+}
+
+impl<'a, T: Field<'a>, U: Field<'a>> Field<'a> for (T, U) {
+    fn write(&self, to: &mut Writer<'_>) {
+        self.0.write(to);
+        self.1.write(to);
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        Some((T::read(from)?, U::read(from)?))
+    }
+}
+
+impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
+    fn write(&self, to: &mut Writer<'_>) {
+        to.count(self.len());
+        self.iter().for_each(|item| item.write(to));
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        let num = Some(u32::read(from)?).filter(|num| *num <= T::MAX_ITEMS)?;
+        (0..num).map(|_| T::read(from)).collect()
+    }
+}
+
+/// Defines the messages of one direction: the number of each, and its fields in order.
+macro_rules! messages {
+    (
+        $(#[$about:meta])*
+        enum $name:ident$(<$life:lifetime>)? {
+            $($(#[$doc:meta])* $kind:literal = $variant:ident$(($($field:ident: $type:ty),+))?,)+
+        }
+    ) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, PartialEq)]
+        pub enum $name$(<$life>)? {
+            $($(#[$doc])* $variant$(($($type),+))?,)+
+        }
+
+        impl<'a> $name$(<$life>)? {
+            /// Appends the message with its length to `to`.
+            pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
+                let mut message = Writer::begin(to, number);
+                match self {
+                    $(Self::$variant$(($($field),+))? => {
+                        let kind: u8 = $kind;
+                        kind.write(&mut message);
+                        $($($field.write(&mut message);)+)?
+                    })+
+                }
+                message.end();
+            }
+
+            /// Decodes a message and its number; None if it is malformed.
+            pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
+                let mut from = Reader::new(bytes);
+                let (number, kind) = (u32::read(&mut from)?, u8::read(&mut from)?);
+                let message = match kind {
+                    $($kind => Self::$variant$(($(<$type>::read(&mut from)?),+))?,)+
+                    _ => return None,
+                };
+                from.is_empty().then_some((number, message))
+            }
+        }
+    };
+}
+
+pub(crate) use {fields, messages};

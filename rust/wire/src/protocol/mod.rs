@@ -17,7 +17,7 @@ pub(crate) mod prefix_cache;
 pub(crate) mod prefixes;
 mod request;
 
-pub use self::answer::Answer;
+pub use self::answer::{Answer, ReservedRange, Welcome};
 pub use self::changes::{MAX_CHANGES, SentChanges};
 pub use self::codec::LENGTH_BYTES;
 pub use self::prefix_cache::SentAnchors;

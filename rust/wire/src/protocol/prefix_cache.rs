@@ -8,7 +8,7 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::store::Prefix;
 
-use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::codec::{Field, Reader, Writer, fields};
 use crate::protocol::prefixes::{Keys, MAX_KEYS, SentPrefixes};
 
 /// Number of new keys up to which a prefix is sent without anchors.
@@ -35,13 +35,11 @@ pub(crate) struct PrefixCache {
     keys: Vec<ChunkKey>,
 }
 
-impl SentAnchors<'_> {
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        to.u32(self.stride);
-        to.u32(self.last);
-        self.keys.write(to);
-    }
+fields! {
+    SentAnchors<'a> { stride, last, keys }
+}
 
+impl SentAnchors<'_> {
     /// Returns each anchor's end in blocks and its key; None if they are not in order or too far.
     pub(crate) fn all(&self) -> Option<Vec<(u32, ChunkKey)>> {
         let num_before = u32::try_from(self.keys.iter().len()).ok()?.checked_sub(1)?;
@@ -50,12 +48,8 @@ impl SentAnchors<'_> {
             return None;
         }
         let ends = (1..=num_before).map(|nth| nth * self.stride).chain([self.last]);
-        Some(ends.zip(self.keys.iter().map(|key| ChunkKey(*key))).collect())
+        Some(ends.zip(self.keys.iter()).collect())
     }
-}
-
-pub(crate) fn read_anchors<'a>(from: &mut Reader<'a>) -> Option<SentAnchors<'a>> {
-    Some(SentAnchors { stride: from.u32()?, last: from.u32()?, keys: Keys::Bytes(from.keys()?) })
 }
 
 /// Returns the ends of the anchors, in units, of a prefix of `num_keys` keys, its own end included.
@@ -74,7 +68,6 @@ impl PrefixCache {
         self.first + self.keys.len()
     }
 
-    /// Returns how many of the first `keys` are cached.
     fn num_same(&self, keys: &[ChunkKey]) -> usize {
         // A key stands for its whole prefix, so one comparison suffices.
         let num_both = self.len().min(keys.len());
@@ -83,7 +76,6 @@ impl PrefixCache {
         if is_same { num_both } else { 0 }
     }
 
-    /// Returns whether to send anchors before the prefix.
     pub(crate) fn needs_anchors(&self, keys: &[ChunkKey]) -> bool {
         keys.len() - self.num_same(keys) > MAX_KEYS_WITHOUT_ANCHORS
     }
@@ -146,26 +138,4 @@ impl PrefixCache {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn keys(num: u8) -> Vec<ChunkKey> {
-        (0..num).map(|at| ChunkKey([at; 32])).collect()
-    }
-
-    #[test]
-    fn prefix_before_the_anchor_shares_no_block() {
-        let keys = keys(6);
-        let mut cache = PrefixCache::default();
-        cache.reset(Some((4, keys[3])));
-        for end in 0..=3 {
-            assert_eq!(cache.num_same(&keys[..end]), 0, "{end} blocks");
-        }
-        assert_eq!((cache.num_same(&keys[..4]), cache.num_same(&keys)), (4, 4));
-        assert!(cache.extend(4, keys[4..].iter().copied()));
-        assert_eq!(
-            (cache.num_same(&keys[..3]), cache.num_same(&keys[..5]), cache.num_same(&keys)),
-            (0, 5, 6)
-        );
-    }
-}
+mod tests;

@@ -1,12 +1,12 @@
 //! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
 
-use kvloft_core::io::SizeClass;
 use std::iter::zip;
 use std::ops::Range;
 
 use kvloft_core::ChunkKey;
+use kvloft_core::io::SizeClass;
 
-use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::codec::{Field, Reader, Writer};
 
 /// Maximum number of keys of a prefix; the client ignores further keys.
 pub const MAX_KEYS: usize = 1 << 20;
@@ -24,20 +24,26 @@ pub enum Keys<'a> {
 
 impl<'a> Keys<'a> {
     /// Returns the keys in order.
-    pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8; 32]> {
+    pub fn iter(self) -> impl ExactSizeIterator<Item = ChunkKey> + use<'a> {
         let (own, bytes): (&[ChunkKey], &[[u8; 32]]) = match self {
             Self::Own(keys) => (keys, &[]),
             Self::Bytes(keys) => (&[], keys),
         };
         let num = own.len() + bytes.len();
-        (0..num).map(move |nth| own.get(nth).map_or_else(|| &bytes[nth], |key| &key.0))
+        (0..num).map(move |nth| own.get(nth).copied().unwrap_or_else(|| ChunkKey(bytes[nth])))
     }
+}
 
-    pub(crate) fn write(self, to: &mut Writer<'_>) {
+impl<'a> Field<'a> for Keys<'a> {
+    fn write(&self, to: &mut Writer<'_>) {
         match self {
             Self::Own(keys) => to.keys(keys.iter().map(|key| &key.0)),
             Self::Bytes(keys) => to.keys(keys.iter()),
         }
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        from.keys().map(Self::Bytes)
     }
 }
 
@@ -74,70 +80,39 @@ pub struct SentRange<'a> {
     pub is_attached: bool,
 }
 
-/// Writes a root key, or a flag that it equals the one before.
-fn write_root(to: &mut Writer<'_>, root: ChunkKey, before: &mut Option<ChunkKey>) {
-    let is_same = *before == Some(root);
-    to.u8(is_same.into());
-    if !is_same {
-        to.key(&root.0);
-        *before = Some(root);
-    }
-}
-
-fn read_root(from: &mut Reader<'_>, before: &mut Option<ChunkKey>) -> Option<ChunkKey> {
-    if !from.flag()? {
-        *before = Some(from.chunk_key()?);
-    }
-    *before
-}
-
-impl SentPrefixes<'_> {
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        to.u32(self.num_same);
+impl<'a> Field<'a> for SentPrefixes<'a> {
+    fn write(&self, to: &mut Writer<'_>) {
+        self.num_same.write(to);
         to.count(self.all.len());
-        let mut before = None;
         for (root, keys) in &self.all {
-            write_root(to, *root, &mut before);
+            to.root(*root);
             keys.write(to);
         }
     }
-}
 
-pub(crate) fn read_prefixes<'a>(from: &mut Reader<'a>) -> Option<SentPrefixes<'a>> {
-    let (num_same, mut before) = (from.u32()?, None);
-    let all =
-        read_list(from, |from| Some((read_root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
-    Some(SentPrefixes { num_same, all })
-}
-
-/// Reads a list of at most [`MAX_PREFIXES`] items.
-fn read_list<'a, T>(
-    from: &mut Reader<'a>,
-    read: impl FnMut(&mut Reader<'a>) -> Option<T>,
-) -> Option<Vec<T>> {
-    let (num, _) = from.0.split_first_chunk()?;
-    if u32::from_le_bytes(*num) > MAX_PREFIXES { None } else { from.list(5, read) }
-}
-
-pub(crate) fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
-    to.count(ranges.len());
-    let mut before = None;
-    for SentRange { root, first, keys, units, class, is_attached } in ranges {
-        write_root(to, *root, &mut before);
-        to.u8(class.0 << 1 | u8::from(*is_attached));
-        for number in [*first, units.start, units.end] {
-            to.u32(number);
-        }
-        keys.write(to);
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        let num_same = u32::read(from)?;
+        let num = Some(u32::read(from)?).filter(|num| *num <= MAX_PREFIXES)?;
+        let all =
+            (0..num).map(|_| Some((from.root()?, Keys::read(from)?))).collect::<Option<_>>()?;
+        Some(Self { num_same, all })
     }
 }
 
-pub(crate) fn read_ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
-    let mut before = None;
-    read_list(from, |from| {
-        let (root, bits, first) = (read_root(from, &mut before)?, from.u8()?, from.u32()?);
+impl<'a> Field<'a> for SentRange<'a> {
+    const MAX_ITEMS: u32 = MAX_PREFIXES;
+
+    fn write(&self, to: &mut Writer<'_>) {
+        to.root(self.root);
+        (self.class.0 << 1 | u8::from(self.is_attached)).write(to);
+        [self.first, self.units.start, self.units.end].iter().for_each(|number| number.write(to));
+        self.keys.write(to);
+    }
+
+    fn read(from: &mut Reader<'a>) -> Option<Self> {
+        let (root, bits, first) = (from.root()?, u8::read(from)?, u32::read(from)?);
         let (class, is_attached) = (SizeClass(bits >> 1), bits & 1 == 1);
-        let units = from.u32()?..from.u32()?;
-        Some(SentRange { root, first, units, keys: Keys::Bytes(from.keys()?), class, is_attached })
-    })
+        let units = u32::read(from)?..u32::read(from)?;
+        Some(Self { root, first, units, keys: Field::read(from)?, class, is_attached })
+    }
 }

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvloft_core::store::{Evict, erase_closed, erase_expired};
-use kvloft_core::tier::disk::Erased;
+use kvloft_core::store::{Evict, Evicted, remove_closed, remove_expired};
+use kvloft_core::tier::disk::RemovedChunks;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
+use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest};
 use crate::server::namespace::{Namespace, unix_s};
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
@@ -38,32 +38,30 @@ impl ServerState {
         let deadline = begin + EVICT_TIMEOUT;
         // Evictions run one at a time, so that each counts only its own chunks.
         let Some(_guard) = self.evict_lock.lock(deadline) else {
-            return Ok(EvictReport { is_cut_short: true, ..all });
+            all.evicted.is_cut_short = true;
+            return Ok(all);
         };
         // Closed namespaces come first, since one may be opened meanwhile, and again last, since
         // one may be closed meanwhile. A hung disk leaves time for the open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
+        let what = Evict { salt: request.tenant, is_host_only: request.host_only };
+        let being_opened = Evicted { is_cut_short: true, ..Evicted::default() };
         for namespace in &namespaces {
-            evict_in(
-                namespace,
-                Evict { salt: request.tenant, is_host_only: request.host_only },
-                deadline,
-                &mut all,
-            );
+            all.num_namespaces += 1;
+            all.evicted +=
+                namespace.store().map_or(being_opened, |store| store.evict(what, deadline));
         }
         let num_namespaces = all.num_namespaces;
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
         // A namespace on disk that is in use but not open is being closed.
-        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
+        all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.no_such_namespace());
         }
-        let tenant = request
-            .tenant
-            .map_or("all tenants".to_owned(), |tag| format!("tenant {}", tag_text(tag)));
+        let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {tag}"));
         let from = if request.host_only { " from host memory" } else { "" };
         let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
         let and_closed =
@@ -73,7 +71,7 @@ impl ServerState {
             [one] => format!("namespace {one}"),
             all => format!("namespaces {}", all.join(", ")),
         };
-        let chunks = num_chunks_text(all.num_chunks);
+        let chunks = num_chunks_text(all.evicted.num_chunks);
         self.log(format!("kvloft evict: evicted {chunks} of {tenant}{from} in {open}{and_closed}"));
         Ok(all)
     }
@@ -90,13 +88,16 @@ impl ServerState {
         {
             let (disk, root, request) =
                 (disk.clone(), Arc::clone(&self.namespaces.disk), request.clone());
-            let erase = move || erase_closed(&disk, &root, &request.namespace, request.tenant);
-            let erased = self.erase_within(deadline, erase)?;
-            all.num_namespaces += erased.num_namespaces;
-            all.num_chunks += erased.num_chunks;
-            all.disk_bytes += erased.num_bytes;
-            all.is_cut_short |= erased.is_cut_short;
-            return Ok(erased.open);
+            let remove = move || remove_closed(&disk, &root, &request.namespace, request.tenant);
+            let removed = self.remove_within(deadline, remove)?;
+            all.num_namespaces += removed.num_namespaces;
+            all.evicted += Evicted {
+                num_chunks: removed.num_chunks,
+                disk_bytes: removed.num_bytes,
+                is_cut_short: removed.is_cut_short,
+                ..Evicted::default()
+            };
+            return Ok(removed.open);
         }
         Ok(BTreeSet::new())
     }
@@ -125,7 +126,7 @@ impl ServerState {
                 let message = format!(
                     "several namespaces of this kvloft server match, open or on disk only; use --namespace with one of {ids}"
                 );
-                Err(Error::new(ErrorKind::InvalidConfig, message))
+                Err(Error::invalid(message))
             }
         }
     }
@@ -149,16 +150,16 @@ impl ServerState {
     fn clear_closed(&self, id: &str, deadline: Instant) -> Result<u64> {
         let Some(disk) = self.config.disk.clone() else { return Ok(0) };
         let (root, prefix) = (Arc::clone(&self.namespaces.disk), id.to_owned());
-        let erased =
-            self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
-        self.log_cleared(erased.num_chunks, id);
-        if erased.is_cut_short || !erased.open.is_empty() {
+        let removed =
+            self.remove_within(deadline, move || remove_closed(&disk, &root, &prefix, None))?;
+        self.log_cleared(removed.num_chunks, id);
+        if removed.is_cut_short || !removed.open.is_empty() {
             let message = format!(
                 "some chunks of namespace {id} remain: it is being opened, or the disk does not respond; run this again"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        Ok(erased.num_chunks)
+        Ok(removed.num_chunks)
     }
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
@@ -187,14 +188,14 @@ impl ServerState {
         )
     }
 
-    /// Returns the result of `erase`, or one with `is_cut_short` at the deadline.
-    fn erase_within(
+    /// Returns the result of `remove`, or one with `is_cut_short` at the deadline.
+    fn remove_within(
         &self,
         deadline: Instant,
-        erase: impl FnOnce() -> Result<Erased> + Send + 'static,
-    ) -> Result<Erased> {
-        let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
-        self.run_within(deadline, erase)?.unwrap_or_else(cut_short)
+        remove: impl FnOnce() -> Result<RemovedChunks> + Send + 'static,
+    ) -> Result<RemovedChunks> {
+        let cut_short = || Ok(RemovedChunks { is_cut_short: true, ..RemovedChunks::default() });
+        self.run_within(deadline, remove)?.unwrap_or_else(cut_short)
     }
 
     /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The
@@ -204,9 +205,9 @@ impl ServerState {
         deadline: Instant,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<Option<T>> {
-        let Some(guard) = self.erase_lock.lock(deadline) else { return Ok(None) };
+        let Some(guard) = self.closed_lock.lock(deadline) else { return Ok(None) };
         let (send, receive) = mpsc::channel();
-        spawn("erase", move || {
+        spawn("remove", move || {
             let done = work();
             drop(guard);
             let _none_waits = send.send(done);
@@ -225,8 +226,8 @@ impl ServerState {
     /// Removes expired chunks of closed namespaces.
     pub(crate) fn remove_expired(&self) {
         let Some(disk) = &self.config.disk else { return };
-        let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
-        let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
+        let removed = remove_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
+        let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
             self.log(format!(
                 "removed {num_chunks} expired chunks on disk of namespaces without engines"
@@ -237,20 +238,6 @@ impl ServerState {
 
 fn num_chunks_text(num_chunks: u64) -> String {
     format!("{num_chunks} {}", if num_chunks == 1 { "chunk" } else { "chunks" })
-}
-
-fn evict_in(namespace: &Namespace, what: Evict, deadline: Instant, all: &mut EvictReport) {
-    all.num_namespaces += 1;
-    let Some(store) = namespace.store() else {
-        all.is_cut_short = true; // being opened
-        return;
-    };
-    let evicted = store.evict(what, deadline);
-    all.num_chunks += evicted.num_chunks;
-    all.host_bytes += evicted.host_bytes;
-    all.disk_bytes += evicted.disk_bytes;
-    all.num_in_use += evicted.num_in_use;
-    all.is_cut_short |= evicted.is_cut_short;
 }
 
 #[cfg(test)]

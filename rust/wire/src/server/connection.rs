@@ -10,15 +10,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use kvloft_core::key::namespace_id;
 use kvloft_core::session::Session;
 use rustix::event::PollFlags;
 
 use crate::protocol::admin::AdminRequest;
-use crate::protocol::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
+use crate::protocol::{
+    Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION, Welcome,
+};
 use crate::server::counters::Counters;
 use crate::server::handler::{Disconnect, EngineHandler, malformed};
 use crate::server::lifeline::{Lifeline, ProcessWatch};
-use crate::server::namespace::{Membership, namespace_id};
+use crate::server::namespace::Membership;
 use crate::server::shared_state::{Peer, ServerState};
 use crate::socket::{
     SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin,
@@ -189,8 +192,8 @@ impl ServedConnection {
         let Some(arena) = membership.local.arena() else { return Err(Disconnect::Closed) };
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
-        let (size_bytes, slab_bytes) = (arena.size_bytes, arena.slab_bytes);
-        Answer::Welcome { size_bytes, slab_bytes }.encode(number, &mut out);
+        let sizes = Welcome { size_bytes: arena.size_bytes, slab_bytes: arena.slab_bytes };
+        Answer::Welcome(sizes).encode(number, &mut out);
         let (lifeline, engine_end) = Lifeline::new()?;
         self.lifeline = Some(lifeline);
         let membership = Arc::new(membership);

@@ -13,8 +13,10 @@ use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Listener, Prefix, Progress, SaveCounts, SaveRequest};
 
 use crate::protocol::prefix_cache::PrefixCache;
-use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes, SentRange};
-use crate::server::counters::{Counters, Increment};
+use crate::protocol::{
+    Answer, Keys, MAX_KEYS, Request, ReservedRange, SentAnchors, SentPrefixes, SentRange,
+};
+use crate::server::counters::{Count, Counters};
 use crate::server::namespace::Membership;
 
 /// Maximum number of read leases of one engine.
@@ -56,6 +58,7 @@ impl EngineHandler {
         Self { counters, ..Self::default() }
     }
 
+    /// Handles a request; None if it gets no answer.
     pub(crate) fn answer(
         &mut self,
         request: &Request<'_>,
@@ -63,101 +66,124 @@ impl EngineHandler {
     ) -> Result<Option<Answer>, Disconnect> {
         let local = &membership.local;
         Ok(Some(match request {
-            Request::Lookup(prefixes) | Request::LookupForSave(prefixes) => {
-                let whole = std::mem::take(&mut self.num_anchored);
-                let prefixes = self.prefixes(prefixes)?;
-                let found = local.lookup_many(&prefixes);
-                let num_units = |(nth, prefix): (usize, &Prefix<'_>)| {
-                    prefix.num_units().max(if nth == 0 { whole } else { 0 })
-                };
-                let asked = Increment::lookup(prefixes.iter().enumerate().map(num_units), &found);
-                if matches!(request, Request::Lookup(_)) {
-                    self.count(asked, membership);
-                }
-                Answer::Found(found)
-            }
-            Request::Acquire(lease, prefixes) => {
-                self.num_anchored = 0;
-                let (is_full, num_leased) = (self.leases.len() >= MAX_LEASES, self.num_leased);
-                let prefixes = self.prefixes(prefixes)?;
-                let num = prefixes.len();
-                if is_full || num_leased + num > MAX_LEASED_PREFIXES {
-                    return Ok(Some(Answer::Progress(Progress::default())));
-                }
-                let own = local.acquire_all(&prefixes);
-                self.release(*lease, local);
-                self.leases.insert(*lease, (own, num));
-                self.num_leased += num;
-                Answer::Progress(local.poll(own))
-            }
+            Request::Lookup(prefixes) => self.lookup(prefixes, membership, false)?,
+            Request::LookupForSave(prefixes) => self.lookup(prefixes, membership, true)?,
             Request::Anchors(anchors) => self.anchors(anchors, local)?,
-            Request::Poll(lease) => Answer::Progress(
-                self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default(),
-            ),
+            Request::Acquire(lease, prefixes) => {
+                Answer::Progress(self.acquire(*lease, prefixes, local)?)
+            }
+            Request::Poll(lease) => {
+                Answer::Progress(self.lease(*lease).map(|own| local.poll(own)).unwrap_or_default())
+            }
             Request::Frames(lease) => {
-                let frames = self
-                    .leases
-                    .get(lease)
-                    .map(|(lease, _)| local.frames(*lease))
-                    .unwrap_or_default();
-                self.count(Increment::Loaded(frames.len() as u64), membership);
+                let frames = self.lease(*lease).map(|own| local.frames(own)).unwrap_or_default();
+                self.count([(Count::LoadChunks, frames.len() as u64)], membership);
                 Answer::Frames(frames)
             }
-            Request::Release(lease) => {
-                self.release(*lease, local);
-                return Ok(None);
-            }
-            Request::Reserve(ranges) => {
-                let asked = self.ranges(ranges)?;
-                let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
-                let mut reserved = reserved.into_iter();
-                let rows = |got: SaveCounts| {
-                    (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped)
-                };
-                Answer::Reserved(got.into_iter().map(rows).collect())
-            }
+            Request::Reserve(ranges) => self.reserve(ranges, local)?,
             Request::Commit(tickets) => {
                 let num_saved = local.commit(tickets).into();
-                self.count(Increment::Saved(num_saved), membership);
+                self.count([(Count::SaveChunks, num_saved)], membership);
                 Answer::Count(num_saved)
             }
-            Request::Abort(tickets) => {
-                local.abort(tickets);
-                return Ok(None);
+            Request::Discard(keys) => {
+                Answer::Count(local.discard(&keys.iter().collect::<Vec<_>>()))
             }
-            Request::Discard(keys) => Answer::Count(
-                local.discard(&keys.iter().map(|key| ChunkKey(*key)).collect::<Vec<_>>()),
-            ),
             Request::Clear => {
                 local.clear();
                 Answer::Count(0)
             }
-            Request::Stats([num_calls, num_chunks]) => {
-                self.count(Increment::Late(*num_calls, *num_chunks), membership);
-                Answer::Stats(
-                    local
-                        .stats()
-                        .into_iter()
-                        .map(|(name, value)| (name.into_owned(), value))
-                        .collect(),
-                )
-            }
-            Request::LimitMemory(limit_bytes) => {
-                local.limit_memory(*limit_bytes);
-                return Ok(None);
+            Request::Stats(num_calls, num_chunks) => {
+                let late = [(Count::LateCalls, *num_calls), (Count::LateChunks, *num_chunks)];
+                self.count(late, membership);
+                let stats = local.stats().into_iter();
+                Answer::Stats(stats.map(|(name, value)| (name.into_owned(), value)).collect())
             }
             Request::Changes(asked) => {
                 let store = membership.namespace.store().ok_or(Disconnect::Closed)?;
                 Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(malformed)?)
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
+            Request::Release(_) | Request::Abort(_) | Request::LimitMemory(_) => {
+                self.handle_one_way(request, local);
+                return Ok(None);
+            }
             Request::Hello(_) | Request::Admin(..) | Request::Bye => return Err(malformed()),
         }))
     }
 
-    fn count(&self, increment: Increment, membership: &Membership) {
-        self.counters.add(increment);
-        membership.namespace.counters.add(increment);
+    /// Handles a request that gets no answer.
+    fn handle_one_way(&mut self, request: &Request<'_>, local: &Local) {
+        match request {
+            Request::Release(lease) => self.release(*lease, local),
+            Request::Abort(tickets) => local.abort(tickets),
+            Request::LimitMemory(limit_bytes) => local.limit_memory(*limit_bytes),
+            _ => {}
+        }
+    }
+
+    fn count(&self, counts: impl IntoIterator<Item = (Count, u64)>, membership: &Membership) {
+        for (count, num) in counts {
+            self.counters.add(count, num);
+            membership.namespace.counters.add(count, num);
+        }
+    }
+
+    fn lease(&self, lease: u64) -> Option<LeaseId> {
+        self.leases.get(&lease).map(|(own, _)| *own)
+    }
+
+    /// Looks prefixes up. A lookup that is part of a save is not counted.
+    fn lookup(
+        &mut self,
+        sent: &SentPrefixes<'_>,
+        membership: &Membership,
+        is_for_save: bool,
+    ) -> Result<Answer, Disconnect> {
+        let num_anchored = std::mem::take(&mut self.num_anchored);
+        let prefixes = self.prefixes(sent)?;
+        let found = membership.local.lookup_many(&prefixes);
+        if !is_for_save {
+            let first = prefixes.first().map(Prefix::num_units);
+            let num_trimmed = first.map_or(0, |first| num_anchored.saturating_sub(first));
+            let num_sent: u64 = prefixes.iter().map(|prefix| u64::from(prefix.num_units())).sum();
+            let num_found = found.iter().map(|found| u64::from(found.stored_units)).sum();
+            let num_asked = num_sent + u64::from(num_trimmed);
+            let chunks = [(Count::LookupChunks, num_asked), (Count::LookupChunksFound, num_found)];
+            self.count([(Count::Lookups, 1)].into_iter().chain(chunks), membership);
+        }
+        Ok(Answer::Found(found))
+    }
+
+    fn acquire(
+        &mut self,
+        lease: u64,
+        sent: &SentPrefixes<'_>,
+        local: &Local,
+    ) -> Result<Progress, Disconnect> {
+        self.num_anchored = 0;
+        let (is_full, num_leased) = (self.leases.len() >= MAX_LEASES, self.num_leased);
+        let prefixes = self.prefixes(sent)?;
+        let num = prefixes.len();
+        if is_full || num_leased + num > MAX_LEASED_PREFIXES {
+            return Ok(Progress::default());
+        }
+        let own = local.acquire_all(&prefixes);
+        self.release(lease, local);
+        self.leases.insert(lease, (own, num));
+        self.num_leased += num;
+        Ok(local.poll(own))
+    }
+
+    fn reserve(&mut self, sent: &[SentRange<'_>], local: &Local) -> Result<Answer, Disconnect> {
+        let asked = self.ranges(sent)?;
+        let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
+        let mut reserved = reserved.into_iter();
+        let range = |SaveCounts { num_reserved, num_dropped }| ReservedRange {
+            num_dropped,
+            rows: reserved.by_ref().take(num_reserved).collect(),
+        };
+        Ok(Answer::Reserved(got.into_iter().map(range).collect()))
     }
 
     fn release(&mut self, lease: u64, local: &Local) {
@@ -187,47 +213,37 @@ impl EngineHandler {
             sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
         let is_long = num_first > 1;
         let (first, others) = sent.all.split_at(is_long.into());
-        let mut keys = first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key));
+        let mut keys = first.iter().flat_map(|(_, keys)| keys.iter());
         let is_whole =
             if is_long { self.prefix_cache.extend(num_same, &mut keys) } else { num_same == 0 };
         if !is_whole {
             return Err(malformed());
         }
         self.scratch.clear();
-        self.scratch
-            .extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()));
         let mut rest = self.scratch.as_slice();
         let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
-            let (own, behind) = rest.split_at(keys.iter().len());
-            rest = behind;
-            Prefix::new(*root, own)
+            Prefix::new(*root, rest.split_off(..keys.iter().len()).unwrap_or_default())
         };
         let first = first.iter().map(|(root, _)| self.prefix_cache.prefix(*root));
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
-    /// Returns the ranges to reserve. The keys before `first` are not sent; unrelated keys stand in
-    /// for them, and `reserve_many` does not read them.
     fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<SaveRequest<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
-        let is_wrong = |one: &SentRange<'_>| {
-            one.first > one.units.start.saturating_sub(1)
-                || one.first as usize + one.keys.iter().len() > MAX_KEYS
-        };
-        if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
+        let is_long = |one: &SentRange<'_>| one.first as usize + one.keys.iter().len() > MAX_KEYS;
+        if num_sent > MAX_KEYS || sent.iter().any(is_long) {
             return Err(malformed());
         }
-        let longest = sent.iter().map(|one| one.first as usize).max().unwrap_or(0);
-        self.scratch.resize(longest, ChunkKey::default());
-        self.scratch.extend(sent.iter().flat_map(|one| one.keys.iter()).map(|key| ChunkKey(*key)));
-        let mut end = longest;
-        let range = |one: &SentRange<'_>| {
-            end += one.keys.iter().len();
-            let start = end - one.keys.iter().len() - one.first as usize;
-            let prefix = Prefix::new(one.root, &self.scratch[start..end]);
-            let (class, is_attached) = (one.class, one.is_attached);
-            SaveRequest { prefix, units: one.units.clone(), class, is_attached }
-        };
+        self.scratch.clear();
+        self.scratch.extend(sent.iter().flat_map(|one| one.keys.iter()));
+        let mut rest = self.scratch.as_slice();
+        let range =
+            |&SentRange { root, first, keys, ref units, class, is_attached }: &SentRange<'_>| {
+                let keys = rest.split_off(..keys.iter().len()).unwrap_or_default();
+                let prefix = Prefix { root, keys, first };
+                SaveRequest { prefix, units: units.clone(), class, is_attached }
+            };
         Ok(sent.iter().map(range).collect())
     }
 }

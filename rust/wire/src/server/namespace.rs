@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kvloft_core::Result;
+use kvloft_core::key::{namespace_hex, namespace_id};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
 use kvloft_core::store::{Store, StoreConfig};
@@ -37,21 +38,6 @@ struct EngineCount {
 pub(crate) struct Membership {
     pub(crate) namespace: Arc<Namespace>,
     pub(crate) local: Local,
-}
-
-/// Returns the first 16 hex digits of a namespace.
-pub(crate) fn namespace_id(namespace: &[u8; 32]) -> String {
-    namespace_hex(namespace)[..16].to_owned()
-}
-
-pub(crate) fn namespace_hex(namespace: &[u8; 32]) -> String {
-    namespace
-        .as_chunks::<8>()
-        .0
-        .iter()
-        .map(|part| format!("{:016x}", u64::from_be_bytes(*part)))
-        .collect::<Vec<_>>()
-        .concat()
 }
 
 impl Namespace {
@@ -91,7 +77,6 @@ impl Namespace {
         self.store().is_some_and(|store| store.is_clearing())
     }
 
-    /// Returns the configured percent of host memory.
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
         let name = namespace_hex(&self.hello.namespace);
         config
@@ -138,7 +123,6 @@ impl Namespace {
     }
 }
 
-/// Returns Unix time in seconds.
 pub(crate) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -9,15 +9,16 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use kvloft_core::key::{namespace_hex, namespace_id};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
-use kvloft_core::store::Way;
+use kvloft_core::store::SlabRelease;
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
-use crate::server::namespace::{Membership, Namespace, namespace_hex, namespace_id, store_config};
+use crate::server::namespace::{Membership, Namespace, store_config};
 use crate::threads::locked;
 
 /// Maximum number of open namespaces.
@@ -57,7 +58,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
         let message = format!(
             "--share: two shares match one namespace: {name} covers {longer}; use more digits"
         );
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        return Err(Error::invalid(message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
@@ -66,11 +67,10 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let message = format!(
         "--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}"
     );
-    Err(Error::new(ErrorKind::InvalidConfig, message))
+    Err(Error::invalid(message))
 }
 
 impl OpenNamespaces {
-    /// Returns the idle namespaces, the one idle longest first.
     fn idle(&self) -> Vec<Arc<Namespace>> {
         let since = |namespace: &Arc<Namespace>| {
             namespace.idle_since().map(|since| (since, Arc::clone(namespace)))
@@ -133,7 +133,7 @@ impl Namespaces {
             let pool = if let Some(pool) = &open.pool {
                 Arc::clone(pool)
             } else {
-                let pool = Pool::create_over(
+                let pool = Pool::create(
                     Arc::clone(&self.disk),
                     config.host_bytes,
                     hello.frame_sizes.clone(),
@@ -164,7 +164,6 @@ impl Namespaces {
         }
     }
 
-    /// Returns every open namespace, sorted.
     pub(crate) fn all(&self) -> Vec<Arc<Namespace>> {
         locked(&self.open).namespaces.values().cloned().collect()
     }
@@ -200,7 +199,7 @@ impl Namespaces {
                 ids.join(", ")
             )
         };
-        Error::new(ErrorKind::InvalidConfig, message)
+        Error::invalid(message)
     }
 
     /// Releases slabs for namespaces that need them, first from the namespace most above its share.
@@ -209,7 +208,9 @@ impl Namespaces {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
         stores.sort_by_cached_key(|store| Reverse(store.num_slabs().1));
-        stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
+        stores.iter().any(|store| {
+            matches!(store.release_slab(), SlabRelease::Released | SlabRelease::InProgress)
+        })
     }
 
     /// Removes the idle namespaces without memory; and one more if another namespace needs disk
@@ -229,7 +230,6 @@ impl Namespaces {
         idle
     }
 
-    /// Closes every namespace until the timeout.
     pub(crate) fn close(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         for namespace in self.all() {

@@ -55,7 +55,6 @@ impl Quarantine {
         drop(released); // outside the lock
     }
 
-    /// Returns the numbers of reservations and read leases in quarantine.
     pub(crate) fn num_open(&self) -> (usize, usize) {
         let entries = self.entries();
         entries

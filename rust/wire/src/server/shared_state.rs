@@ -12,7 +12,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
-use crate::server::counters::Counters;
+use crate::server::counters::{Count, Counters};
 use crate::server::lifeline::ProcessWatch;
 use crate::server::namespace::{Membership, Namespace};
 use crate::server::namespaces::Namespaces;
@@ -53,7 +53,7 @@ pub(crate) struct ServerState {
     /// Held by an eviction, which counts its chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
     /// Held during work on the disk of closed namespaces, which may hang.
-    pub(crate) erase_lock: Arc<TimedLock>,
+    pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
     pub(crate) events: Mutex<Vec<String>>,
@@ -83,7 +83,7 @@ impl ServerState {
             namespaces: Namespaces::default(),
             housekeeper: Arc::default(),
             evict_lock: Arc::default(),
-            erase_lock: Arc::default(),
+            closed_lock: Arc::default(),
             peers: Mutex::default(),
             peer_left: Condvar::new(),
             events: Mutex::default(),
@@ -172,10 +172,9 @@ impl ServerState {
 }
 
 impl Peer {
-    /// Returns the log line for an engine that disconnected.
     fn departure_line(&self) -> Option<String> {
         let namespace = &self.membership.as_ref()?.namespace;
-        let (num_saved, id) = (self.counters.num_saved(), namespace.id());
+        let (num_saved, id) = (self.counters.get(Count::SaveChunks), namespace.id());
         let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
         let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
         let size = match namespace.hello.frame_sizes.all() {

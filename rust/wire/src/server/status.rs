@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status, TenantStatus};
+use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status};
 use crate::server::namespace::Namespace;
 use crate::server::shared_state::{DiskSpace, Peer, ServerState};
 use crate::threads::locked;
@@ -60,7 +60,6 @@ impl ServerState {
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
         let tenants =
             namespace.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
-        let tenants = tenants.into_iter().map(TenantStatus::from).collect();
         NamespaceStatus {
             namespace: namespace.hello.namespace,
             description: namespace.hello.description.clone(),

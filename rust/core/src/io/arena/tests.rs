@@ -2,6 +2,7 @@
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
+use crate::ErrorKind;
 
 /// Returns the system's policy for pages of another mapping than the placed one; None if there is
 /// none.
@@ -51,8 +52,8 @@ fn system_places_memory() -> bool {
 /// Places every other page on the first node, which every machine has, with more ranges than one
 /// call takes.
 #[test]
-fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
-    let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
+fn ranges_are_placed_for_every_mapping_and_no_other_page() {
+    let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;
     let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
     let place =
         |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };

@@ -35,7 +35,6 @@ impl Breaker {
         now >= self.retry_at
     }
 
-    /// Returns true if an operation may begin.
     pub(crate) fn may_begin(&self, now: Duration) -> bool {
         self.accepts(now) && self.probe.is_none()
     }

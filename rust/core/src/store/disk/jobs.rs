@@ -13,7 +13,7 @@ use crate::key::ChunkKey;
 use crate::store::disk::time_shares::Direction;
 use crate::store::disk::work::{Attached, Clearing, JobInFlight};
 use crate::store::state::State;
-use crate::store::tenants::quota::Room;
+use crate::store::tenants::quota::FrameSource;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::FrameFor;
 use crate::units::micros;
@@ -174,7 +174,6 @@ impl State {
         }
     }
 
-    /// Closes both breakers after a job that hung has ended.
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, Some(true), self.now);
         self.disk.write_breaker.end(ticket, Some(true), self.now);
@@ -187,17 +186,17 @@ impl State {
             let has_parent =
                 entry.parent.is_none_or(|parent| self.index[parent].host.may_have_children());
             let class = entry.disk.slot().map(SlotId::class).unwrap_or_default();
-            let room = self.room_of(entry.tenant, class);
+            let source = self.source_of(entry.tenant, class);
             if let (DiskState::Stored(slot), true) = (entry.disk, has_parent)
                 && let Some(place) =
-                    self.take_frame_under(entry.parent, room, (class, FrameFor::Read))
+                    self.take_frame_under(entry.parent, source, (class, FrameFor::Read))
             {
                 self.change_host(id, HostEvent::Read(place));
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
             // No frame is available: the leases that wait for this chunk end before it.
-            self.stats.quota_dropped += u64::from(room != Room::Any);
+            self.stats.quota_dropped += u64::from(source != FrameSource::Any);
             self.fail_host(id);
         }
         None
@@ -292,7 +291,6 @@ impl State {
         outcome.is_ok() || is_damaged
     }
 
-    /// Ends a write.
     fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);

@@ -1,23 +1,22 @@
 //! The disk side of the store: which chunks are read, written and freed, and what happens when the
 //! disk fails.
 //!
-//! Everything here decides under the store's lock. Only `threads` and `opener` do I/O, without it.
+//! Everything here decides under the store's lock. Only `threads` does I/O, without it.
 //! From the ground up:
 //!
 //! | file | contents |
 //! |---|---|
-//! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, fair shares of disk time, a queue of chunks |
+//! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, shares of disk time, queue of chunks |
 //! | `work` | everything the lock guards for the disk tier: queues, jobs in flight, breakers |
 //! | `transitions` | changes a chunk's state, with everything that follows from it |
 //! | `slots` | free a slot for a chunk that is about to be written |
 //! | `recover` | index the chunks that a tier held when it was opened |
 //! | `removed_dir` | drop the chunks of a tier whose directory was removed |
 //! | `jobs` | choose the next read, write or free, and apply its outcome |
-//! | `opener`, `threads` | open the tier; run the jobs |
+//! | `threads` | open the tier and run the jobs |
 
 pub(crate) mod breaker;
 pub(crate) mod jobs;
-pub(crate) mod opener;
 pub(crate) mod queue;
 pub(crate) mod recover;
 pub(crate) mod removed_dir;

@@ -26,7 +26,6 @@ impl Queue {
         }
     }
 
-    /// Puts a chunk before all others.
     pub(crate) fn push_first(&mut self, index: &Index, id: ChunkId) {
         self.0.push_front((id, index[id].generation));
     }

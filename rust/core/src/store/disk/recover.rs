@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::Error;
 use crate::evict::ChunkId;
 use crate::index::{DiskEvent, Entry, NEVER};
 use crate::store::disk::removed_dir::CHECK_EVERY;
@@ -18,6 +19,7 @@ impl State {
     /// store is closing.
     pub(crate) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
+        self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
             self.log_recovery(format!("disk tier: open, with {} chunks", found.len()));
@@ -30,23 +32,26 @@ impl State {
     }
 
     /// Schedules another attempt to open the tier after `wait`.
-    pub(crate) fn postpone(&mut self, wait: Duration, why: &str) {
+    pub(crate) fn postpone(&mut self, wait: Duration, error: Error) {
         self.disk.attached = Attached::NotBefore(self.now + wait);
+        let why = error.to_string();
         if self.disk.last_event != why {
-            why.clone_into(&mut self.disk.last_event);
             self.log(format!(
                 "disk tier: cannot be opened; using host memory only and retrying: {why}"
             ));
+            self.disk.last_event = why;
         }
+        self.disk.first_opening.get_or_insert(Err(error));
     }
 
-    /// Lets a disk thread wait for the first attempt, which takes longer than `waited`.
-    pub(crate) fn open_later(&mut self, waited: Duration) {
-        self.disk.attached = Attached::NotBefore(self.now);
-        let seconds = waited.as_secs();
-        self.disk.last_event =
-            format!("disk tier: not open after {seconds} s; using host memory only until it is");
-        self.log(self.disk.last_event.clone());
+    /// Reports that the first attempt takes longer than `waited`.
+    pub(crate) fn report_slow_opening(&mut self, waited: Duration) {
+        if self.disk.first_opening.is_none() {
+            let seconds = waited.as_secs();
+            let event = "using host memory only until it is";
+            self.disk.last_event = format!("disk tier: not open after {seconds} s; {event}");
+            self.log(self.disk.last_event.clone());
+        }
     }
 
     /// Returns true if the caller should open the tier now; `attach` or `postpone` must follow.

@@ -41,7 +41,6 @@ impl State {
         self.begin_evict(victim)
     }
 
-    /// Begins to evict a given chunk.
     fn begin_evict(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
         debug_assert_eq!(
             self.index[victim].disk_evictable,

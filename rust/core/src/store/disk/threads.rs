@@ -3,14 +3,14 @@
 //! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the
 //! threads end, and the store answers with misses from then on.
 
-use crate::io::{Frame, SizeClass};
-use std::sync::{Arc, PoisonError};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::evict::ChunkId;
+use crate::io::{Frame, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::disk::jobs::{End, Job, Written};
-use crate::store::disk::opener::{Opened, Opening, guarded};
 use crate::store::disk::removed_dir::Emptying;
 use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
@@ -32,7 +32,7 @@ const WRITE_TRIES: u32 = 2;
 /// signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
 /// Time until the first attempt to reopen a tier; each failed attempt doubles it.
-pub(crate) const FIRST_REOPEN: Duration = Duration::from_secs(1);
+const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 /// The next action of a thread.
@@ -46,8 +46,7 @@ enum Work {
     Job(u64, Job, Arc<dyn LocalTier>),
 }
 
-/// Starts a thread. `Io` if the system refuses.
-pub(crate) fn spawn(inner: &Arc<Locked>, nth: u32) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while do_next(&inner) {};
@@ -87,35 +86,29 @@ fn open(inner: &Locked) -> bool {
             continue;
         }
         drop(state);
-        let slow_opening = inner.slow_opening.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let tier = slow_opening
-            .map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
-        match tier {
-            None => return false,
-            Some(Ok((disk, found))) => {
+        match guarded(opener) {
+            Ok((disk, found)) => {
                 inner.change_tier(Some(Arc::clone(&disk)));
                 let is_wanted = inner.with_state(|state| state.attach(found)).unwrap_or(false);
+                inner.idle.notify_all();
                 if !is_wanted {
                     disk.close();
                 }
                 return is_wanted;
             }
-            Some(Err(error)) => {
+            Err(error) => {
+                inner.with_state(|state| state.postpone(wait, error));
+                inner.idle.notify_all();
                 wait = (wait * 2).min(LONGEST_REOPEN);
-                inner.with_state(|state| state.postpone(wait, &error.to_string()));
             }
         }
     }
 }
 
-/// Waits for a slow first attempt to open the tier; None if the store closes.
-fn wait_for(opening: &Opening, inner: &Locked) -> Option<Result<Opened>> {
-    loop {
-        let tier = opening.wait(POLL_EVERY);
-        if tier.is_some() || inner.lock()?.disk.stopping {
-            return tier;
-        }
-    }
+/// Calls `work`, and turns a panic into an `Io` error.
+fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
 
 /// Waits for work and does it. Returns false if the store closes.

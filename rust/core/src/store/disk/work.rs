@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
+use crate::Result;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 use crate::store::disk::breaker::{Breaker, HANG_AFTER};
@@ -57,6 +58,8 @@ pub(crate) struct JobInFlight {
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) attached: Attached,
+    /// Outcome of the first attempt to open it.
+    pub(crate) first_opening: Option<Result<()>>,
     /// The last reported reason why it could not be opened.
     pub(crate) last_event: String,
     /// Chunks in state `Queued`.
@@ -150,10 +153,7 @@ impl DiskWork {
 
     /// Returns true if the tier accepts reads now.
     pub(crate) fn answers(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes
-            && !self.stopping
-            && self.read_breaker.accepts(now)
-            && !self.all_hang()
+        self.accepts(&self.read_breaker, now)
     }
 
     /// Returns true if chunks wait to be read or are being read.
@@ -165,10 +165,11 @@ impl DiskWork {
     /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host
     /// memory.
     pub(crate) fn takes_writes(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes
-            && !self.stopping
-            && self.write_breaker.accepts(now)
-            && !self.all_hang()
+        self.accepts(&self.write_breaker, now)
+    }
+
+    fn accepts(&self, breaker: &Breaker, now: Duration) -> bool {
+        self.attached == Attached::Yes && !self.stopping && breaker.accepts(now) && !self.all_hang()
     }
 
     /// Returns true if every disk thread hangs, so that no thread can probe the tier.
@@ -191,24 +192,13 @@ impl DiskWork {
     pub(crate) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
         let charge = self.time_shares.begin(direction);
-        self.in_flight.push(JobInFlight {
-            ticket,
-            direction: Some(direction),
-            started: now,
-            charge,
-            hangs: false,
-        });
+        let (direction, started) = (Some(direction), now);
+        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
     }
 
     pub(crate) fn begin_check(&mut self, ticket: u64, now: Duration) {
-        let charge = Duration::ZERO;
-        self.in_flight.push(JobInFlight {
-            ticket,
-            direction: None,
-            started: now,
-            charge,
-            hangs: false,
-        });
+        let (direction, started, charge) = (None, now, Duration::ZERO);
+        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
     }
 
     pub(crate) fn is_checking(&self) -> bool {

@@ -17,21 +17,21 @@ const SLICE: usize = 256;
 /// Slabs that are emptied at the same time, if some of their frames must stay for now.
 const MAX_DRAINS: usize = 4;
 
-/// Outcome of `Store::give_way`.
+/// Outcome of `Store::release_slab`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum SlabRelease {
     /// No other store needs memory of this store.
-    Unasked,
+    NotNeeded,
     /// A slab was released.
-    Gave,
+    Released,
     /// More calls are needed.
-    Working,
+    InProgress,
     /// All remaining chunks are in use.
-    Stuck,
+    Blocked,
 }
 
 impl State {
-    pub(crate) fn give_way(&mut self) -> Way {
+    pub(crate) fn release_slab(&mut self) -> SlabRelease {
         self.host.collect();
         let wanted = self.host.wanted();
         let mut drains = std::mem::take(&mut self.drains);
@@ -40,18 +40,18 @@ impl State {
         {
             self.host.keep(drain.slab);
         }
-        let Some(wanted) = wanted else { return Way::Unasked };
+        let Some(wanted) = wanted else { return SlabRelease::NotNeeded };
         drains.all.retain(|drain| self.is_draining(drain.slab));
-        let way = self.work_at(&mut drains, wanted);
-        if way == Way::Stuck {
+        let outcome = self.empty_drains(&mut drains, wanted);
+        if outcome == SlabRelease::Blocked {
             drains.stuck.clear();
             drains.all.iter_mut().for_each(|drain| drain.is_done = false);
         }
         self.drains = drains;
-        way
+        outcome
     }
 
-    fn work_at(&mut self, drains: &mut Drains, wanted: Wanted) -> Way {
+    fn empty_drains(&mut self, drains: &mut Drains, wanted: Wanted) -> SlabRelease {
         let mut budget = SLICE;
         for nth in 0..MAX_DRAINS {
             if nth == drains.all.len() {
@@ -62,16 +62,16 @@ impl State {
             if drains.all[nth].is_done {
                 continue;
             }
-            let way = self.empty(&mut drains.all[nth], &mut drains.stuck, &mut budget);
-            if way == Way::Gave {
+            let outcome = self.empty(&mut drains.all[nth], &mut drains.stuck, &mut budget);
+            if outcome == SlabRelease::Released {
                 drains.all.swap_remove(nth);
             }
-            if way != Way::Stuck {
-                return way;
+            if outcome != SlabRelease::Blocked {
+                return outcome;
             }
             drains.all[nth].is_done = true;
         }
-        Way::Stuck
+        SlabRelease::Blocked
     }
 
     fn is_draining(&self, slab: SlabId) -> bool {
@@ -84,10 +84,10 @@ impl State {
         drain: &mut Drain,
         stuck: &mut FxHashSet<(ChunkId, u32)>,
         budget: &mut usize,
-    ) -> Way {
+    ) -> SlabRelease {
         while self.is_draining(drain.slab) {
             if *budget == 0 {
-                return Way::Working;
+                return SlabRelease::InProgress;
             }
             *budget -= 1;
             if !drain.path.is_empty() {
@@ -97,10 +97,10 @@ impl State {
                 self.go_to(id, &mut drain.path, stuck);
             } else {
                 drain.next = 0;
-                return Way::Stuck;
+                return SlabRelease::Blocked;
             }
         }
-        Way::Gave
+        SlabRelease::Released
     }
 
     fn go_to(&self, id: ChunkId, path: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {

@@ -15,7 +15,7 @@ use crate::key::SaltTag;
 use crate::store::config::DiskSettings;
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
-use crate::tier::disk::{self, DiskRoot, Erased};
+use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
 /// A chunk saved further in the future than this has an unknown age and counts as expired.
 const MAX_SKEW_S: u32 = 60;
@@ -29,18 +29,18 @@ fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     }
 }
 
-/// Erases expired chunks in the closed namespaces of a disk directory.
+/// Removes expired chunks in the closed namespaces of a disk directory.
 ///
 /// `root` is that of the open stores. `Io` if the directory cannot be listed.
-pub fn erase_expired(
+pub fn remove_expired(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
     limits: &TenantLimits,
     now_s: u64,
-) -> Result<Erased> {
+) -> Result<RemovedChunks> {
     let table = Table::new(limits, 1, Bases::default());
     let seconds = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
-    disk::erase(&settings.dir, settings.cap_bytes, root, "", |first| {
+    disk::remove_closed(&settings.dir, settings.cap_bytes, root, "", |first| {
         let ttl_s = table.ceiling(table.class_of(SaltTag::of_root(&first.parent))).ttl_s;
         expiry(ttl_s, seconds(first.saved_s), seconds(now_s)) <= seconds(now_s)
     })
@@ -53,7 +53,6 @@ impl State {
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
     }
 
-    /// Returns true if the chunk has expired.
     pub(crate) fn is_expired(&self, entry: &Entry) -> bool {
         entry.expires_s <= self.unix_s
     }

@@ -52,7 +52,6 @@ impl TenantLimits {
         self.all().filter_map(|limits| limits.ttl_s).min()
     }
 
-    /// Returns true if any limit is set.
     pub(crate) fn is_set(&self) -> bool {
         self.all().any(|limits| *limits != Limits::default())
     }
@@ -116,7 +115,6 @@ impl Table {
         table
     }
 
-    /// Changes the sizes that percentages refer to.
     pub(crate) fn set_bases(&mut self, bases: Bases) {
         if self.bases != bases {
             self.bases = bases;

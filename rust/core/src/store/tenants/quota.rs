@@ -1,4 +1,4 @@
-//! Quotas: a tenant at its quota gets room only by evicting its coldest chunk.
+//! Quotas: a tenant at its quota gets a frame or slot only by evicting its coldest chunk.
 //!
 //! A frame counts from the moment it is taken, so no tenant exceeds its quota, unless the quota was
 //! lowered or the disk held more when it was opened. Then the sweeper evicts the excess.
@@ -12,7 +12,7 @@ use crate::store::tenants::limits::{Bases, Ceiling};
 
 /// Where the frame or slot for a chunk may come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Room {
+pub(crate) enum FrameSource {
     /// From the whole tier: its tenant is below its quota.
     Any,
     /// From this tenant's chunks: it is at its quota.
@@ -21,40 +21,44 @@ pub(crate) enum Room {
     None,
 }
 
-/// Returns the policy group of a tenant's chunks.
 pub(crate) fn group(tenant: TenantId) -> GroupId {
     GroupId(tenant.0)
 }
 
 impl State {
     /// Returns where a frame of `class` for a new chunk may come from.
-    pub(crate) fn room_for(&self, new: &Entry, parent: Option<ChunkId>, class: SizeClass) -> Room {
+    pub(crate) fn source_for(
+        &self,
+        new: &Entry,
+        parent: Option<ChunkId>,
+        class: SizeClass,
+    ) -> FrameSource {
         if !self.tenants.limits.has_quotas {
-            return Room::Any;
+            return FrameSource::Any;
         }
         let tag = SaltTag::of_root(&new.parent_key);
         match parent.map(|parent| self.index[parent].tenant).or_else(|| self.tenants.find_any(tag))
         {
-            Some(tenant) => self.room_of(tenant, class),
+            Some(tenant) => self.source_of(tenant, class),
             None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host
                 < self.host.pages(class) =>
             {
-                Room::None
+                FrameSource::None
             }
-            None => Room::Any,
+            None => FrameSource::Any,
         }
     }
 
     /// Returns where another frame of `class` for a tenant may come from.
-    pub(crate) fn room_of(&self, tenant: TenantId, class: SizeClass) -> Room {
+    pub(crate) fn source_of(&self, tenant: TenantId, class: SizeClass) -> FrameSource {
         if !self.tenants.limits.has_quotas {
-            return Room::Any;
+            return FrameSource::Any;
         }
         let (pages, quota) = (self.host.pages(class), self.tenants.ceiling(tenant).host);
         match self.tenants.host_pages(tenant).saturating_add(pages) {
-            wanted if wanted <= quota => Room::Any,
-            _ if pages > quota => Room::None,
-            _ => Room::Own(tenant),
+            wanted if wanted <= quota => FrameSource::Any,
+            _ if pages > quota => FrameSource::None,
+            _ => FrameSource::Own(tenant),
         }
     }
 

@@ -93,7 +93,6 @@ impl Locked {
     }
 }
 
-/// Starts the thread. `Io` if the system refuses.
 pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let work = move || {

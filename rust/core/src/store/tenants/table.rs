@@ -106,7 +106,6 @@ impl TenantTable {
         self.all[id.0 as usize].disk_pages
     }
 
-    /// Returns the limits of a tenant.
     pub(crate) fn ceiling(&self, id: TenantId) -> Ceiling {
         self.limits.ceiling(self.all[id.0 as usize].class)
     }
@@ -120,7 +119,6 @@ impl TenantTable {
         self.all[id.0 as usize].tag
     }
 
-    /// Returns the number of salts with at least one entry.
     pub(crate) fn num_salts(&self) -> u64 {
         self.by_tag.len() as u64
     }

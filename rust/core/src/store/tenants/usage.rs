@@ -1,5 +1,7 @@
 //! Lists each tenant's chunks in a store, for status reports.
 
+use serde::{Deserialize, Serialize};
+
 use crate::index::TenantId;
 use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
@@ -9,7 +11,7 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 
 /// Usage and limits of one tenant.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
     /// None for requests without a salt.
     pub tag: Option<SaltTag>,
@@ -50,8 +52,8 @@ impl State {
 }
 
 impl Store {
-    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number of salts that
-    /// have chunks.
+    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number
+    /// of salts that have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))

@@ -23,7 +23,6 @@ pub(crate) struct SlotCount {
 }
 
 impl SlotCount {
-    /// Bytes of both files of the class.
     pub(crate) fn bytes(self) -> u64 {
         let overhead = u64::from(self.slots) * SLOT_OVERHEAD_BYTES;
         u64::from(self.filled)
@@ -39,7 +38,6 @@ impl SlotCount {
     }
 }
 
-/// Bytes of a namespace, all its size classes together.
 pub(crate) fn namespace_bytes(classes: &[SlotCount]) -> u64 {
     let maps = map_bytes(classes.len());
     classes.iter().map(|class| class.bytes()).fold(maps, u64::saturating_add)

@@ -113,17 +113,14 @@ impl SlotFiles {
         })
     }
 
-    /// Its size class.
     pub(super) fn class(&self) -> SizeClass {
         self.class
     }
 
-    /// Bytes of a frame.
     pub(super) fn frame_bytes(&self) -> u64 {
         self.frame_bytes
     }
 
-    /// Describes the damage of a slot.
     pub(super) fn damage(
         &self,
         namespace: &str,
@@ -134,7 +131,6 @@ impl SlotFiles {
         Damage { slot, frame_bytes, ..Damage::new(namespace, problem) }
     }
 
-    /// Whether frames bypass the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.frames.is_direct()
     }
@@ -206,7 +202,6 @@ impl SlotFiles {
         }
     }
 
-    /// Makes the slot empty.
     pub(super) fn clear_record(&self, slot: SlotId) -> io::Result<()> {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }

@@ -7,12 +7,12 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use super::books::Books;
 use super::budget::{self, SlotCount};
 use super::files::SlotFiles;
 use super::punch::runs;
 use super::record::Record;
-use super::root::{Owner, Room};
+use super::root::{Claim, OpenNamespace};
+use super::tier_state::TierState;
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
 /// Contents of the files of a size class.
@@ -31,7 +31,6 @@ pub(super) struct ClassIndex {
 }
 
 impl ClassIndex {
-    /// Reads the records of a class.
     pub(super) fn read(files: &SlotFiles) -> io::Result<Self> {
         let mut found = Self::default();
         let (records, frames) = files.for_each_record(|slot, record| {
@@ -47,12 +46,10 @@ impl ClassIndex {
         Ok(found)
     }
 
-    /// Its slots.
     pub(super) fn count(&self, frame_bytes: u64) -> SlotCount {
         self.count_below(self.len, frame_bytes)
     }
 
-    /// Its first slots.
     fn count_below(&self, slots: u32, frame_bytes: u64) -> SlotCount {
         let recorded = self.recorded.partition_point(|slot| *slot < slots);
         let recorded = u32::try_from(recorded).unwrap_or(u32::MAX);
@@ -92,10 +89,10 @@ impl ClassIndex {
 /// Makes room if the directory exceeds its limit, and cuts the files accordingly.
 pub(super) fn fit_cap(
     config: &DiskConfig,
-    owner: &Owner,
+    owner: &OpenNamespace,
     files: &[SlotFiles],
     found: &mut [ClassIndex],
-    books: &mut Books,
+    state: &mut TierState,
 ) -> io::Result<()> {
     let counts = |found: &[ClassIndex]| -> Vec<SlotCount> {
         files.iter().zip(found).map(|(files, index)| index.count(files.frame_bytes())).collect()
@@ -104,15 +101,15 @@ pub(super) fn fit_cap(
         let filled = u32::try_from(index.recorded.len()).unwrap_or(u32::MAX);
         SlotCount { filled: filled.min(count.filled), ..*count }
     };
-    books.stats.dropped_records = found.iter().map(|index| index.unsound.len() as u64).sum();
+    state.stats.dropped_records = found.iter().map(|index| index.unsound.len() as u64).sum();
     let all = counts(found);
     let want = budget::namespace_bytes(&all);
     let least: Vec<_> = all.iter().zip(&*found).map(|(all, index)| recorded(all, index)).collect();
     let have_several = files.len() > 1;
     let enough = if have_several { budget::namespace_bytes(&least) } else { want };
-    let Room { bytes: room, foreign_bytes } =
-        owner.claim(config, [enough, want], |line| books.event(line))?;
-    books.foreign_bytes = foreign_bytes;
+    let Claim { bytes: room, foreign_bytes } =
+        owner.claim(config, [enough, want], |line| state.event(line))?;
+    state.foreign_bytes = foreign_bytes;
     if want > room && have_several {
         for (files, index) in files.iter().zip(&mut *found) {
             index.give_up_free(files)?;
@@ -129,7 +126,7 @@ pub(super) fn fit_cap(
             taken <= room || u128::from(bytes) <= part
         };
         let keep = budget::largest_fit(count.slots, fits);
-        books.stats.dropped_over_cap += index.cut(keep, files)?;
+        state.stats.dropped_over_cap += index.cut(keep, files)?;
     }
     Ok(())
 }

@@ -7,11 +7,11 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use super::books::Grower;
 use super::budget::{self, SlotCount};
-use super::root::{Owner, Room};
+use super::root::{Claim, OpenNamespace};
 use super::slots::Slots;
 use super::tier::DiskTier;
+use super::tier_state::Grower;
 use super::types::SlotId;
 use crate::io::{MAX_FRAMES, SizeClass};
 
@@ -37,29 +37,29 @@ impl DiskTier {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
         let is_full = is_pointless && self.growth().is_full;
-        let mut books = self.books();
+        let mut state = self.state();
         if !is_pointless {
-            books.slots.iter_mut().for_each(Slots::release_holes);
+            state.slots.iter_mut().for_each(Slots::release_holes);
         }
         // A hole is allowed, or another thread has grown the files or freed a slot meanwhile.
-        let taken = books.take(class);
+        let taken = state.take(class);
         if taken.is_some() || is_pointless && self.files.len() == 1 {
             return taken;
         }
-        drop(books);
+        drop(state);
         self.make_slots(class, is_full);
-        self.books().take(class)
+        self.state().take(class)
     }
 
     /// Records that the file system had no space for a write: until the next attempt, only slots
     /// with blocks are written.
     pub(super) fn hold_growth(&self) {
         self.skip_growth(true);
-        let mut books = self.books();
-        books.stats.grow_errors += 1;
-        books.slots.iter_mut().for_each(Slots::hold_holes);
+        let mut state = self.state();
+        state.stats.grow_errors += 1;
+        state.slots.iter_mut().for_each(Slots::hold_holes);
         let dir = self.config.dir.display();
-        books.event(format!(
+        state.event(format!(
             "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"
         ));
     }
@@ -81,7 +81,7 @@ impl DiskTier {
     /// for one slot, with the room of other classes' free slots. If `is_full`, the file system has
     /// no space for more.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
-        let (Ok(owner), counts) = (self.enter(), self.books().counts()) else { return };
+        let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =
             (budget::namespace_bytes(&counts), counts.get(class.index()).copied())
         else {
@@ -95,14 +95,14 @@ impl DiskTier {
         let claimed = if is_full { None } else { self.claim(&owner, [with(1), with(most)]) };
         let room = num_bytes.max(claimed.unwrap_or(0));
         let mut more = budget::largest_fit(most, |more| with(more) <= room);
-        if more == 0 && most > 0 && self.give_way(class, with(1) - room, is_full) {
+        if more == 0 && most > 0 && self.punch_spare(class, with(1) - room, is_full) {
             more = 1;
         }
         if more == 0 && !is_full {
             self.skip_growth(false);
         }
         self.add(class, count, more);
-        owner.settle(self.books().num_bytes());
+        owner.settle(self.state().num_bytes());
     }
 
     /// Adds slots: punched ones first, then new ones.
@@ -111,7 +111,7 @@ impl DiskTier {
         self.refill(class, punched);
         let to = count.slots + (more - punched);
         let (len, have_blocks) = self.grow_to(class, count.slots, to);
-        self.books().with(class, |slots| slots.grow(len, have_blocks));
+        self.state().with(class, |slots| slots.grow(len, have_blocks));
     }
 
     fn grow_to(&self, class: SizeClass, have: u32, mut to: u32) -> (u32, bool) {
@@ -145,10 +145,10 @@ impl DiskTier {
     /// Returns the bytes that the namespace can claim, up to the second number; closed namespaces
     /// are deleted only if the first number would not fit otherwise. None if the system does not
     /// report it.
-    fn claim(&self, owner: &Owner, bytes: [u64; 2]) -> Option<u64> {
-        let room = owner.claim(&self.config, bytes, |line| self.books().event(line));
-        let Room { bytes, foreign_bytes } = room.ok()?;
-        self.books().foreign_bytes = foreign_bytes;
+    fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {
+        let room = owner.claim(&self.config, bytes, |line| self.state().event(line));
+        let Claim { bytes, foreign_bytes } = room.ok()?;
+        self.state().foreign_bytes = foreign_bytes;
         Some(bytes)
     }
 }

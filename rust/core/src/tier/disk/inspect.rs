@@ -13,7 +13,8 @@ use super::record::Record;
 use super::superblock::{Refusal, Superblock};
 use super::types::{Damage, DiskMeta};
 use crate::io::FrameSizes;
-use crate::{Error, ErrorKind, Result};
+use crate::key::namespace_id;
+use crate::{Error, Result};
 
 /// One namespace directory as found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,7 +54,7 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
             "{} {why}: DIR must be what an engine or a server has as its disk_path",
             dir.display()
         );
-        Error::new(ErrorKind::InvalidConfig, message)
+        Error::invalid(message)
     };
     match fs::metadata(dir) {
         Ok(meta) if meta.is_dir() => {}
@@ -87,8 +88,7 @@ pub(super) fn open_namespace(
         Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
         Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
-    let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name)
-    else {
+    let Some(namespace) = superblock.namespace().filter(|n| namespace_id(n) == found.name) else {
         return Err(fail("superblock.json is another namespace's".to_owned()));
     };
     let sizes = FrameSizes::from(superblock.frame_sizes.clone());

@@ -4,7 +4,6 @@
 //! to free slots are checked.
 
 use std::path::PathBuf;
-use std::sync::PoisonError;
 
 use super::files::SlotFiles;
 use super::slots::Slots;
@@ -13,6 +12,7 @@ use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, paths};
 use crate::error::is_no_space;
 use crate::io::SizeClass;
+use crate::sync::locked;
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -20,11 +20,11 @@ impl DiskTier {
     /// Frees a slot; does nothing if no caller has it.
     fn leave(&self, slot: SlotId) -> Result<()> {
         let class = slot.class();
-        let leaving = self.books().of(class).and_then(|slots| slots.leaving(slot));
+        let leaving = self.state().of(class).and_then(|slots| slots.leaving(slot));
         let Some(before) = leaving else { return Ok(()) };
         let files = self.files_of(class)?;
         let cleared = if before.may_have_record() { files.clear_record(slot) } else { Ok(()) };
-        self.books().with(class, |slots| match cleared {
+        self.state().with(class, |slots| match cleared {
             Ok(()) => slots.left(slot),
             Err(_) => slots.stays(slot, before),
         });
@@ -33,13 +33,13 @@ impl DiskTier {
 
     /// Returns the sequence number of a write that can begin.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
-        let mut books = self.books();
-        if !books.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
+        let mut state = self.state();
+        if !state.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
             let message = "a disk slot was written that was not reserved";
             return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.number()));
         }
-        books.next_sequence = books.next_sequence.saturating_add(1);
-        Ok(books.next_sequence - 1)
+        state.next_sequence = state.next_sequence.saturating_add(1);
+        Ok(state.next_sequence - 1)
     }
 
     /// The files of a slot, if a frame of `len` bytes is of its size.
@@ -51,7 +51,7 @@ impl DiskTier {
         }
         let message =
             format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
-        Err(Error::new(ErrorKind::InvalidConfig, message))
+        Err(Error::invalid(message))
     }
 }
 
@@ -60,7 +60,7 @@ impl LocalTier for DiskTier {
     /// step. If another thread takes long to do that, this one does not wait and returns None.
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
-        let slot = self.books().take(class);
+        let slot = self.state().take(class);
         slot.or_else(|| self.reserve_more(class))
     }
 
@@ -74,17 +74,17 @@ impl LocalTier for DiskTier {
         let _inside = self.enter()?;
         let (class, files) = (slot.class(), self.files_for(slot, frame.len())?);
         let sequence = self.begin_write(slot)?;
-        let at_record = || self.books().with(class, |slots| slots.unsure(slot));
+        let at_record = || self.state().with(class, |slots| slots.unsure(slot));
         let written = files.write(slot, meta, frame, sequence, at_record);
         if let Err(error) = written {
             if is_no_space(&error) {
                 self.hold_growth();
             } else {
-                self.books().with(class, |slots| slots.doubt(slot));
+                self.state().with(class, |slots| slots.doubt(slot));
             }
             return Err(self.io_error("write", slot, error));
         }
-        self.books().with(class, |slots| slots.written(slot));
+        self.state().with(class, |slots| slots.written(slot));
         Ok(())
     }
 
@@ -119,31 +119,31 @@ impl LocalTier for DiskTier {
     }
 
     fn stats(&self) -> DiskStats {
-        let books = self.books();
-        let bytes = books.num_bytes().saturating_add(budget::FIXED_BYTES);
+        let state = self.state();
+        let bytes = state.num_bytes().saturating_add(budget::FIXED_BYTES);
         DiskStats {
-            slots: books.counts().iter().map(|count| u64::from(count.filled)).sum(),
-            slots_used: books.slots.iter().map(Slots::used).sum(),
-            slots_reserved: books.slots.iter().map(Slots::reserved).sum(),
-            bytes: bytes.saturating_add(books.foreign_bytes),
+            slots: state.counts().iter().map(|count| u64::from(count.filled)).sum(),
+            slots_used: state.slots.iter().map(Slots::used).sum(),
+            slots_reserved: state.slots.iter().map(Slots::reserved).sum(),
+            bytes: bytes.saturating_add(state.foreign_bytes),
             cap_bytes: self.config.cap_bytes,
             direct: self.files.iter().all(SlotFiles::is_direct),
-            ..books.stats
+            ..state.stats
         }
     }
 
     fn take_events(&self) -> Vec<String> {
-        self.books().take_events()
+        self.state().take_events()
     }
 
     fn clear(&self) -> Result<()> {
         let _inside = self.enter()?;
-        let used: Vec<_> = self.books().slots.iter().flat_map(Slots::all_used).collect();
+        let used: Vec<_> = self.state().slots.iter().flat_map(Slots::all_used).collect();
         used.into_iter().map(|slot| self.leave(slot)).fold(Ok(()), Result::and)
     }
 
     fn close(&self) {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let owner = locked(&self.owner).take();
         drop(owner);
     }
 }

@@ -5,9 +5,7 @@
 //! waiting reads (`store`) or on the contents of a frame. It never calls fsync: after a power loss,
 //! checksums turn lost writes into counted misses.
 
-mod books;
 pub(crate) mod budget;
-mod erase;
 mod file_size;
 mod files;
 mod fit;
@@ -21,21 +19,23 @@ mod paths;
 mod punch;
 pub(crate) mod record;
 pub(crate) mod recover;
+mod remove_closed;
 mod root;
 mod slots;
 pub(crate) mod superblock;
 mod tier;
+mod tier_state;
 mod types;
 mod verify;
 
 #[cfg(test)]
 mod tests;
 
-pub use erase::Erased;
-pub(crate) use erase::erase;
 #[doc(hidden)]
 pub use files::{OpenFiles, OsFiles};
 pub use inspect::{NamespaceInfo, inspect};
+pub use remove_closed::RemovedChunks;
+pub(crate) use remove_closed::remove_closed;
 pub use root::DiskRoot;
 pub use tier::DiskTier;
 pub use types::{Damage, DiskConfig, DiskEntry, DiskMeta, DiskStats, SlotId};

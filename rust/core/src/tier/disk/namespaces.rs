@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use super::budget::PAGE_BYTES;
 use super::superblock;
 use super::types::DiskConfig;
+use crate::key::namespace_id;
 
 /// Prefixes of slot file names, in the order of deletion: an interrupted deletion leaves no record
 /// without its frame.
@@ -64,14 +65,9 @@ pub(crate) struct Found {
     pub(crate) last_used: (i64, i64),
 }
 
-/// A namespace's directory name: the first 16 hex digits.
-pub(crate) fn dir_name(namespace: &[u8; 32]) -> String {
-    superblock::hex(namespace)[..16].to_owned()
-}
-
-/// The directory of the namespace to serve.
+/// Where the files of the namespace that is to be served are.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
-    config.dir.join(dir_name(&config.namespace))
+    config.dir.join(namespace_id(&config.namespace))
 }
 
 /// Creates a directory and its parents, accessible to this user only, unless it exists: on a frozen

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 
-use super::books::{Books, Growth};
 use super::files::{OpenFiles, OsFiles, SlotFiles};
 use super::fit::{ClassIndex, fit_cap};
 use super::recover::{self, Recovered};
@@ -19,11 +18,13 @@ use super::root::DiskRoot;
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::tier::DiskTier;
+use super::tier_state::{Growth, TierState};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
 use super::{budget, namespaces, paths};
+use crate::key::namespace_id;
 use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 impl DiskTier {
     /// Opens or creates the directory and returns the chunks of this namespace: parents before
@@ -36,27 +37,17 @@ impl DiskTier {
     /// retries later. A failed open leaves nothing that prevents the next one.
     #[expect(clippy::needless_pass_by_value, reason = "the tier owns the settings from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_with_files(&config, &OsFiles)
+        Self::open_in(&config, &Arc::default())
     }
 
     /// As [`Self::open`], with other namespaces of the directory open in this process.
-    pub fn open_beside(
-        config: &DiskConfig,
-        root: &Arc<DiskRoot>,
-    ) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_at(config, root, &OsFiles)
+    pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
+        Self::open_with_files(config, root, &OsFiles)
     }
 
     /// As [`Self::open`], with another source of files, such as one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(
-        config: &DiskConfig,
-        opener: &dyn OpenFiles,
-    ) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_at(config, &Arc::default(), opener)
-    }
-
-    pub(super) fn open_at(
         config: &DiskConfig,
         root: &Arc<DiskRoot>,
         opener: &dyn OpenFiles,
@@ -65,23 +56,23 @@ impl DiskTier {
         let owner = root.enter(config)?;
         let dir = namespaces::dir_of(config);
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
-        let mut books = Books::default();
-        make_namespace(&dir, &mut books).map_err(failed)?;
+        let mut state = TierState::default();
+        make_namespace(&dir, &mut state).map_err(failed)?;
         paths::check_owner_at(&config.dir, &dir)?;
         for name in namespaces::file_names(&dir).map_err(failed)? {
             paths::check_owner_at(&config.dir, &dir.join(name))?;
         }
-        claim_namespace(config, &dir, &mut books).map_err(failed)?;
+        claim_namespace(config, &dir, &mut state).map_err(failed)?;
         let files = open_files(config, &dir, opener).map_err(failed)?;
         let mut found =
             files.iter().map(ClassIndex::read).collect::<io::Result<Vec<_>>>().map_err(failed)?;
-        fit_cap(config, &owner, &files, &mut found, &mut books).map_err(failed)?;
-        let entries = settle(&files, found, &mut books);
-        owner.settle(books.num_bytes());
+        fit_cap(config, &owner, &files, &mut found, &mut state).map_err(failed)?;
+        let entries = settle(&files, found, &mut state);
+        owner.settle(state.num_bytes());
         let tier = Self {
             config: config.clone(),
             files,
-            books: Mutex::new(books),
+            state: Mutex::new(state),
             growth: Mutex::new(Growth::default()),
             grown: Condvar::new(),
             owner: Mutex::new(Some(owner)),
@@ -91,7 +82,7 @@ impl DiskTier {
 }
 
 fn validate(config: &DiskConfig) -> Result<()> {
-    let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
+    let fail = |message: String| Err(Error::invalid(message));
     let sizes = config.frame_sizes.all();
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
@@ -122,16 +113,16 @@ fn open_files(
 }
 
 /// Creates the namespace's directory; replaces a file or link of that name.
-fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
+fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
-        start_afresh(dir, "it was not a directory", books);
+        start_afresh(dir, "it was not a directory", state);
     }
     namespaces::make_dir(dir)
 }
 
 /// Writes this namespace's superblock; deletes the files if there was another one.
-fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
+fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
         Some(Ok(_)) if namespaces::has_strange_files(dir) => {
@@ -139,9 +130,10 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
         }
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
-            if found.namespace().is_some_and(|other| {
-                namespaces::dir_name(&other) == namespaces::dir_name(&config.namespace)
-            }) {
+            if found
+                .namespace()
+                .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
+            {
                 let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
                 return Err(io::Error::other(message));
             }
@@ -151,8 +143,8 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
             format!("its frames have {:?} bytes", found.frame_sizes)
         }
         Some(Ok(found)) if found.frame_sizes != ours.frame_sizes => {
-            books.event(format!(
-                "{} keeps its chunks of frame sizes that are still in use: the sizes were {:?} bytes and are now {:?}",
+            state.event(format!(
+                "{} keeps chunks of the sizes that are still used: they were {:?} bytes and are {:?}",
                 dir.display(),
                 found.frame_sizes,
                 ours.frame_sizes
@@ -169,14 +161,14 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
         None if namespaces::remove_files(dir, |_| true)? => "it had no superblock.json".to_owned(),
         None => return ours.write(dir),
     };
-    start_afresh(dir, &why, books);
+    start_afresh(dir, &why, state);
     namespaces::remove_files(dir, |_| true)?;
     ours.write(dir)
 }
 
-fn start_afresh(dir: &Path, why: &str, books: &mut Books) {
-    books.stats.fresh_starts += 1;
-    books.event(format!("{} is recreated: {why}", dir.display()));
+fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
+    state.stats.fresh_starts += 1;
+    state.event(format!("{} starts afresh: {why}", dir.display()));
 }
 
 /// Marks the namespace as used now; the least recently used one is deleted first.
@@ -190,13 +182,13 @@ fn touch(dir: &Path) -> io::Result<()> {
 ///
 /// A dropped chunk whose record cannot be cleared would be found by a later open, so it is appended
 /// to the entries for the caller to free.
-fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec<DiskEntry> {
+fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = recover::recover(&all);
-    books.stats.recovered = entries.len() as u64;
-    books.stats.dropped_duplicates = duplicates.len() as u64;
-    books.stats.dropped_orphans = orphans.len() as u64;
-    books.next_sequence =
+    state.stats.recovered = entries.len() as u64;
+    state.stats.dropped_duplicates = duplicates.len() as u64;
+    state.stats.dropped_orphans = orphans.len() as u64;
+    state.next_sequence =
         entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
     let is_kept = |slot: &SlotId| files[slot.class().index()].clear_record(*slot).is_err();
     let given_up: HashSet<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
@@ -207,15 +199,14 @@ fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, books: &mut Books) -> Vec
         let used = used.filter(|slot| slot.class() == files.class());
         let count = index.count(files.frame_bytes());
         let punched = index.punched();
-        books.slots.push(Slots::found(files.class(), count, used, &index.unsound, punched));
+        state.slots.push(Slots::found(files.class(), count, used, &index.unsound, punched));
     }
-    if let Some(line) = losses(&books.stats) {
-        books.event(line);
+    if let Some(line) = losses(&state.stats) {
+        state.event(line);
     }
     entries
 }
 
-/// Describes the chunks that opening dropped, for the log.
 fn losses(stats: &DiskStats) -> Option<String> {
     let DiskStats {
         recovered,

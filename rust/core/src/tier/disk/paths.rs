@@ -84,5 +84,5 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         }
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
-    Error::new(ErrorKind::InvalidConfig, format!("{} ({error})", advice(never)))
+    Error::invalid(format!("{} ({error})", advice(never)))
 }

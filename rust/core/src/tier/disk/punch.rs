@@ -20,7 +20,7 @@ impl DiskTier {
     /// false if there are fewer; then none is punched, unless the file system refuses some.
     ///
     /// If the file system is full, only slots with blocks make room.
-    pub(super) fn give_way(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
+    pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
             return false;
@@ -42,12 +42,12 @@ impl DiskTier {
         bytes: u64,
         is_full: bool,
     ) -> Vec<(SizeClass, Vec<u32>)> {
-        let mut books = self.books();
+        let mut state = self.state();
         let others = self.files.iter().filter(|files| files.class() != class);
         let (mut plan, mut missing) = (Vec::new(), bytes);
         for files in others {
             let (other, frame_bytes) = (files.class(), files.frame_bytes());
-            let spare = books.of(other).map_or(0, |slots| slots.num_spare(!is_full));
+            let spare = state.of(other).map_or(0, |slots| slots.num_spare(!is_full));
             let most = missing.div_ceil(frame_bytes).min(spare.into());
             missing = missing.saturating_sub(most * frame_bytes);
             plan.push((other, u32::try_from(most).unwrap_or(u32::MAX)));
@@ -56,7 +56,7 @@ impl DiskTier {
             return Vec::new();
         }
         let mut take = |(other, most): (SizeClass, u32)| {
-            Some((other, books.of(other)?.take_for_punch(most, !is_full)))
+            Some((other, state.of(other)?.take_for_punch(most, !is_full)))
         };
         plan.into_iter().filter_map(&mut take).collect()
     }
@@ -68,11 +68,11 @@ impl DiskTier {
         match files.punch(run) {
             Ok(()) => {
                 self.growth().is_punch_refused = false;
-                self.books().with(class, |slots| slots.punched(run.clone()));
+                self.state().with(class, |slots| slots.punched(run.clone()));
                 u64::from(run.end - run.start) * files.frame_bytes()
             }
             Err(error) => {
-                self.books().with(class, |slots| {
+                self.state().with(class, |slots| {
                     run.clone().for_each(|slot| slots.left(SlotId::new(class, slot)));
                 });
                 self.note_refused_punch(&error);
@@ -86,11 +86,11 @@ impl DiskTier {
         growth.punch_refused_at = Some(Instant::now());
         let is_news = !std::mem::replace(&mut growth.is_punch_refused, true);
         drop(growth);
-        let mut books = self.books();
-        books.stats.grow_errors += 1;
+        let mut state = self.state();
+        state.stats.grow_errors += 1;
         if is_news {
-            books.event(format!(
-                "{} cannot reuse the space of evicted chunks for chunks of another size: {error}",
+            state.event(format!(
+                "{} cannot use the room of evicted chunks for chunks of another size: {error}",
                 self.config.dir.display()
             ));
         }
@@ -98,19 +98,19 @@ impl DiskTier {
 
     /// Cuts punched slots off the end of the files.
     fn cut(&self, class: SizeClass) {
-        let mut books = self.books();
-        let (Ok(files), Some(slots)) = (self.files_of(class), books.of(class)) else { return };
+        let mut state = self.state();
+        let (Ok(files), Some(slots)) = (self.files_of(class), state.of(class)) else { return };
         let (len, end) = (slots.len(), slots.end());
-        drop(books);
+        drop(state);
         if end < len && files.set_slots(end).is_ok() {
-            self.books().with(class, |slots| slots.cut(end));
+            self.state().with(class, |slots| slots.cut(end));
         }
     }
 
     /// Allocates blocks for punched slots, as far as the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
         let punched =
-            self.books().of(class).map_or_else(Vec::new, |slots| slots.first_punched(num));
+            self.state().of(class).map_or_else(Vec::new, |slots| slots.first_punched(num));
         let Ok(files) = self.files_of(class) else { return };
         for run in runs(&punched) {
             let mut part = run.clone();
@@ -118,7 +118,7 @@ impl DiskTier {
                 match files.refill(&part) {
                     Ok(have_blocks) => {
                         self.growth().is_refused = false;
-                        self.books().with(class, |slots| slots.refill(part.clone(), have_blocks));
+                        self.state().with(class, |slots| slots.refill(part.clone(), have_blocks));
                         break;
                     }
                     Err(error) => {

@@ -55,7 +55,6 @@ pub(crate) fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
 
-/// The checksum of a frame, as kept in its record.
 pub(crate) fn payload_checksum(frame: &[u8]) -> u128 {
     PayloadHasher::oneshot(frame)
 }

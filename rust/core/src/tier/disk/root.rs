@@ -10,13 +10,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use super::lock::DirLock;
 use super::types::DiskConfig;
 use super::{budget, namespaces, paths};
-use crate::sync::{Mutex, MutexGuard};
+use crate::key::namespace_id;
+use crate::sync::{Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
 /// A namespace's directory and superblock, counted if several namespaces are open.
@@ -35,14 +36,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// State shared by all tiers of one directory in this process.
 #[derive(Debug, Default)]
 pub struct DiskRoot {
-    books: Mutex<Books>,
+    state: Mutex<RootState>,
     opening: Mutex<()>,
     /// Whether several namespaces may be open.
     is_shared: bool,
 }
 
 #[derive(Debug, Default)]
-struct Books {
+struct RootState {
     lock: Weak<DirLock>,
     /// The lock, while this process keeps the directory even without an open namespace.
     kept: Option<Arc<DirLock>>,
@@ -58,14 +59,14 @@ struct Books {
 
 /// Ownership of one namespace's files and, shared, of the directory; released with its last clone.
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(super) struct OpenNamespace {
     root: Arc<DiskRoot>,
     name: String,
     _lock: Arc<DirLock>,
 }
 
 /// Bytes that can be claimed.
-pub(super) struct Room {
+pub(super) struct Claim {
     /// Bytes that the namespace can claim.
     pub(super) bytes: u64,
     /// Bytes of all other namespaces; 0 if those report their own.
@@ -78,22 +79,22 @@ impl DiskRoot {
         Arc::new(Self { is_shared: true, ..Self::default() })
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, RootState> {
+        locked(&self.state)
     }
 
     /// Locks the directory for this process until [`Self::let_go`], even without an open namespace;
     /// creates it if it is missing. Same errors as [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
-        let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
-        self.books().kept = Some(lock);
+        self.state().kept = Some(lock);
         Ok(())
     }
 
     /// Keeps the directory no longer than namespaces are open.
     pub fn let_go(&self) {
-        let kept = self.books().kept.take();
+        let kept = self.state().kept.take();
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
@@ -120,19 +121,19 @@ impl DiskRoot {
     /// time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
-        let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
+        let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
         }
         let lock = Arc::new(DirLock::acquire(dir)?);
-        let mut books = self.books();
-        books.lock = Arc::downgrade(&lock);
-        let before = books
+        let mut state = self.state();
+        state.lock = Arc::downgrade(&lock);
+        let before = state
             .kept
             .as_ref()
             .map(|_| Arc::clone(&lock))
-            .and_then(|lock| books.kept.replace(lock));
-        drop(books);
+            .and_then(|lock| state.kept.replace(lock));
+        drop(state);
         drop(before);
         Ok(lock)
     }
@@ -140,12 +141,11 @@ impl DiskRoot {
     /// Returns whether a namespace had no room since the last call, so that closing another would
     /// help.
     pub(crate) fn take_short(&self) -> bool {
-        std::mem::take(&mut self.books().is_short)
+        std::mem::take(&mut self.state().is_short)
     }
 
-    /// Names of the namespaces that this process has open.
     pub(super) fn open_names(&self) -> BTreeSet<String> {
-        self.books().open.keys().cloned().collect()
+        self.state().open.keys().cloned().collect()
     }
 
     /// Locks opening and closing of the directory. `Busy` if another thread holds the lock past
@@ -170,27 +170,27 @@ impl DiskRoot {
     /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
     /// if another process has the directory, or if this process has the namespace open, is deleting
     /// it, or cannot lock the directory in time.
-    pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
+    pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<OpenNamespace>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
-        let name = namespaces::dir_name(&config.namespace);
+        let name = namespace_id(&config.namespace);
         // Until it claims its bytes, others must not grow into them.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
-        let mut books = self.books();
-        if books.open.contains_key(&name) || books.leaving.contains(&name) {
+        let mut state = self.state();
+        if state.open.contains_key(&name) || state.leaving.contains(&name) {
             let message = format!(
                 "{} is in use by this process: it is closing, or another store has it",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        books.open.insert(name.clone(), found.bytes);
-        books.changes += 1;
-        Ok(Arc::new(Owner { root: Arc::clone(self), name, _lock: lock }))
+        state.open.insert(name.clone(), found.bytes);
+        state.changes += 1;
+        Ok(Arc::new(OpenNamespace { root: Arc::clone(self), name, _lock: lock }))
     }
 }
 
-impl Owner {
+impl OpenNamespace {
     /// Maximum growth of a file at once.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
@@ -199,9 +199,9 @@ impl Owner {
 
     /// Bytes of other open namespaces, which are not measured on disk: their claims, or their
     /// parts.
-    fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
-        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
-        let others = books.open.iter().filter(|(name, _)| **name != self.name);
+    fn open_bytes(&self, state: &RootState, cap_bytes: u64) -> u64 {
+        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / state.open.len().max(1) as u64;
+        let others = state.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
@@ -212,26 +212,26 @@ impl Owner {
         config: &DiskConfig,
         [enough, want]: [u64; 2],
         mut note: impl FnMut(String),
-    ) -> io::Result<Room> {
+    ) -> io::Result<Claim> {
         let cap_bytes = config.cap_bytes.saturating_sub(budget::FIXED_BYTES);
         for _ in 0..TRIES {
-            let books = self.root.books();
-            let (changes, open_bytes) = (books.changes, self.open_bytes(&books, config.cap_bytes));
-            let open: BTreeSet<_> = books.open.keys().cloned().collect();
-            drop(books);
+            let state = self.root.state();
+            let (changes, open_bytes) = (state.changes, self.open_bytes(&state, config.cap_bytes));
+            let open: BTreeSet<_> = state.open.keys().cloned().collect();
+            drop(state);
             let fits =
                 |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
             let closed_bytes =
                 namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
-            let mut books = self.root.books();
-            if books.changes == changes {
+            let mut state = self.root.state();
+            if state.changes == changes {
                 let foreign_bytes =
-                    closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
+                    closed_bytes.saturating_add(self.open_bytes(&state, config.cap_bytes));
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
-                let claimed = books.open.entry(self.name.clone()).or_default();
+                let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                books.is_short |= bytes < enough;
-                return Ok(Room {
+                state.is_short |= bytes < enough;
+                return Ok(Claim {
                     bytes,
                     foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes },
                 });
@@ -242,27 +242,27 @@ impl Owner {
 
     /// Reduces its claim to these bytes.
     pub(super) fn settle(&self, bytes: u64) {
-        self.root.books().open.insert(self.name.clone(), bytes);
+        self.root.state().open.insert(self.name.clone(), bytes);
     }
 
     /// Deletes a closed namespace, which cannot be opened meanwhile.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
-        let mut books = self.root.books();
-        if books.open.contains_key(&found.name) || !books.leaving.insert(found.name.clone()) {
+        let mut state = self.root.state();
+        if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is in use"));
         }
-        drop(books);
+        drop(state);
         let removed = namespaces::remove(&found.path);
-        self.root.books().leaving.remove(&found.name);
+        self.root.state().leaving.remove(&found.name);
         removed
     }
 }
 
-impl Drop for Owner {
+impl Drop for OpenNamespace {
     fn drop(&mut self) {
-        let mut books = self.root.books();
-        books.open.remove(&self.name);
-        books.changes += 1;
+        let mut state = self.root.state();
+        state.open.remove(&self.name);
+        state.changes += 1;
     }
 }
 

@@ -14,7 +14,7 @@ use crate::io::SizeClass;
 
 /// What a slot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum SlotState {
     /// True if its record on disk may not be empty.
     Free(bool),
     /// The caller's, not written; `true` as for `Free`.
@@ -27,10 +27,10 @@ pub(super) enum State {
     Punched,
 }
 
-impl State {
+impl SlotState {
     /// Whether the record must be cleared before the slot is free.
     pub(super) fn may_have_record(self) -> bool {
-        matches!(self, State::Used | State::Reserved(true))
+        matches!(self, SlotState::Used | SlotState::Reserved(true))
     }
 }
 
@@ -39,7 +39,7 @@ impl State {
 pub(super) struct Slots {
     class: SizeClass,
     frame_bytes: u64,
-    states: Vec<State>,
+    states: Vec<SlotState>,
     /// Whether the file system is known to have blocks for a slot.
     has_blocks: Vec<bool>,
     /// Free slots that have blocks.
@@ -62,22 +62,22 @@ impl Slots {
         unsure: &[SlotId],
         punched: BTreeSet<u32>,
     ) -> Self {
-        let mut states = vec![State::Free(false); count.slots as usize];
+        let mut states = vec![SlotState::Free(false); count.slots as usize];
         for slot in unsure {
-            states[slot.number() as usize] = State::Free(true);
+            states[slot.number() as usize] = SlotState::Free(true);
         }
         for slot in &punched {
-            states[*slot as usize] = State::Punched;
+            states[*slot as usize] = SlotState::Punched;
         }
         let mut used = 0;
         for slot in entries {
-            states[slot.number() as usize] = State::Used;
+            states[slot.number() as usize] = SlotState::Used;
             used += 1;
         }
-        let is_clean = |&slot: &u32| states[slot as usize] == State::Free(false);
+        let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free(false);
         let unsure = unsure.iter().map(|slot| slot.number());
         let holes = (0..count.slots).filter(is_clean).chain(unsure).collect();
-        let has_blocks = states.iter().map(|state| *state == State::Used).collect();
+        let has_blocks = states.iter().map(|state| *state == SlotState::Used).collect();
         let frame_bytes = count.frame_bytes;
         Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
     }
@@ -94,7 +94,6 @@ impl Slots {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    /// Slots that hold a chunk.
     pub(super) fn used(&self) -> u64 {
         self.used
     }
@@ -114,7 +113,7 @@ impl Slots {
             self.holes.extend(new);
         }
         let len = self.states.len().max(len as usize);
-        self.states.resize(len, State::Free(false));
+        self.states.resize(len, SlotState::Free(false));
         self.has_blocks.resize(len, have_blocks);
     }
 
@@ -158,8 +157,8 @@ impl Slots {
         while taken.len() < most as usize {
             let hole = if with_holes { self.holes.pop_back() } else { None };
             let Some(slot) = hole.or_else(|| self.free.pop_back()) else { break };
-            if self.states[slot as usize] == State::Free(false) {
-                self.states[slot as usize] = State::Leaving;
+            if self.states[slot as usize] == SlotState::Free(false) {
+                self.states[slot as usize] = SlotState::Leaving;
                 taken.push(slot);
             } else {
                 skipped.push(slot);
@@ -173,7 +172,7 @@ impl Slots {
     /// Records that the blocks of these slots were punched.
     pub(super) fn punched(&mut self, slots: impl Iterator<Item = u32>) {
         for slot in slots {
-            self.states[slot as usize] = State::Punched;
+            self.states[slot as usize] = SlotState::Punched;
             self.punched.insert(slot);
         }
     }
@@ -183,24 +182,23 @@ impl Slots {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
         let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
         let slot = SlotId::new(self.class, number);
-        let is_unsure = self.states[number as usize] == State::Free(true);
-        self.set(slot, State::Reserved(is_unsure));
+        let is_unsure = self.states[number as usize] == SlotState::Free(true);
+        self.set(slot, SlotState::Reserved(is_unsure));
         Some(slot)
     }
 
     /// Returns whether a caller can write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
-        matches!(self.states.get(slot.number() as usize), Some(State::Reserved(_)))
+        matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
 
     /// Records that a write of the record begins: it may be present from now on.
     pub(super) fn unsure(&mut self, slot: SlotId) {
-        self.set(slot, State::Reserved(true));
+        self.set(slot, SlotState::Reserved(true));
     }
 
-    /// A write went through.
     pub(super) fn written(&mut self, slot: SlotId) {
-        self.set(slot, State::Used);
+        self.set(slot, SlotState::Used);
         self.used += 1;
         self.has_blocks[slot.number() as usize] = true;
     }
@@ -215,45 +213,45 @@ impl Slots {
         self.are_holes_held = true;
     }
 
-    /// Hands out holes again.
     pub(super) fn release_holes(&mut self) {
         self.are_holes_held = false;
     }
 
     /// Begins to take the slot from its caller, which ends with `left` or `stays`. None if no
     /// caller has it.
-    pub(super) fn leaving(&mut self, slot: SlotId) -> Option<State> {
+    pub(super) fn leaving(&mut self, slot: SlotId) -> Option<SlotState> {
         let before = self.states.get(slot.number() as usize).copied();
-        let before = before.filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
-        self.set(slot, State::Leaving);
-        self.used -= u64::from(before == State::Used);
+        let before =
+            before.filter(|state| matches!(state, SlotState::Reserved(_) | SlotState::Used))?;
+        self.set(slot, SlotState::Leaving);
+        self.used -= u64::from(before == SlotState::Used);
         Some(before)
     }
 
     /// The slot is free; its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
-        self.set(slot, State::Free(false));
+        self.set(slot, SlotState::Free(false));
         let queue =
             if self.has_blocks[slot.number() as usize] { &mut self.free } else { &mut self.holes };
         queue.push_back(slot.number());
     }
 
     /// Leaves the slot with its caller, unchanged.
-    pub(super) fn stays(&mut self, slot: SlotId, before: State) {
+    pub(super) fn stays(&mut self, slot: SlotId, before: SlotState) {
         self.set(slot, before);
-        self.used += u64::from(before == State::Used);
+        self.used += u64::from(before == SlotState::Used);
     }
 
     /// Every slot that holds a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)
-            .filter(|(_, state)| **state == State::Used)
+            .filter(|(_, state)| **state == SlotState::Used)
             .map(|(slot, _)| SlotId::new(self.class, slot))
             .collect()
     }
 
-    fn set(&mut self, slot: SlotId, state: State) {
+    fn set(&mut self, slot: SlotId, state: SlotState) {
         self.states[slot.number() as usize] = state;
     }
 }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use twox_hash::XxHash3_64;
 
 use crate::io::FrameSizes;
+use crate::key::namespace_hex;
 
 /// Version of the formats of superblock, index and frames together.
 pub(crate) const FORMAT: u32 = 4;
@@ -101,7 +102,7 @@ impl Superblock {
         let mut made = Self {
             format: FORMAT,
             frame_sizes: frame_sizes.to_owned(),
-            namespace: hex(namespace),
+            namespace: namespace_hex(namespace),
             description,
             checksum: String::new(),
         };
@@ -109,12 +110,10 @@ impl Superblock {
         made
     }
 
-    /// Whether both have a frame size in common.
     pub(crate) fn has_sizes_of(&self, other: &Self) -> bool {
         self.frame_sizes.iter().any(|size| other.frame_sizes.contains(size))
     }
 
-    /// Parses a file's bytes.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
         let parsed: Self = serde_json::from_slice(bytes).map_err(|_| Refusal::NotOurs)?;
         if parsed.checksum != parsed.compute_checksum() {
@@ -123,8 +122,9 @@ impl Superblock {
         if parsed.format != FORMAT {
             return Err(Refusal::OtherFormat(parsed.format));
         }
-        let is_hex =
-            parsed.namespace().is_some_and(|namespace| hex(&namespace) == parsed.namespace);
+        let is_hex = parsed
+            .namespace()
+            .is_some_and(|namespace| namespace_hex(&namespace) == parsed.namespace);
         if !is_hex || !are_frame_sizes(&parsed.frame_sizes) {
             return Err(Refusal::Damaged("a value is out of range"));
         }
@@ -180,9 +180,4 @@ fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
     options
-}
-
-/// A namespace in lower-case hex digits.
-pub(crate) fn hex(namespace: &[u8; 32]) -> String {
-    blake3::Hash::from(*namespace).to_hex().to_string()
 }

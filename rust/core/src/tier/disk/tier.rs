@@ -2,16 +2,16 @@
 //! `local` use it.
 
 use std::io;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::books::{Books, Growth};
 use super::files::SlotFiles;
 use super::namespaces;
-use super::root::Owner;
+use super::root::OpenNamespace;
+use super::tier_state::{Growth, TierState};
 use super::types::{DiskConfig, SlotId};
 use crate::io::SizeClass;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
 /// Number of reservations rejected after a failed growth before the next attempt.
@@ -26,18 +26,18 @@ pub struct DiskTier {
     pub(super) config: DiskConfig,
     /// By size class.
     pub(super) files: Vec<SlotFiles>,
-    pub(super) books: Mutex<Books>,
+    pub(super) state: Mutex<TierState>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
     /// None once closed. Each call in progress shares ownership, and the last one to return
     /// releases the directory: a hung call keeps it, so there are never two owners. Declared last,
     /// so that it is dropped last.
-    pub(super) owner: Mutex<Option<Arc<Owner>>>,
+    pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 
 impl DiskTier {
-    pub(super) fn enter(&self) -> Result<Arc<Owner>> {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    pub(super) fn enter(&self) -> Result<Arc<OpenNamespace>> {
+        let owner = locked(&self.owner).clone();
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
@@ -45,16 +45,16 @@ impl DiskTier {
     pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
         self.files.get(class.index()).ok_or_else(|| {
             let message = format!("a disk tier has no frames of size class {}", class.0);
-            Error::new(ErrorKind::InvalidConfig, message)
+            Error::invalid(message)
         })
     }
 
-    pub(super) fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn state(&self) -> MutexGuard<'_, TierState> {
+        locked(&self.state)
     }
 
     pub(super) fn growth(&self) -> MutexGuard<'_, Growth> {
-        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.growth)
     }
 
     pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
@@ -73,10 +73,10 @@ impl DiskTier {
     /// Counts failures to add slots; logs the first one until slots are added again.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
-        let mut books = self.books();
-        books.stats.grow_errors += 1;
+        let mut state = self.state();
+        state.stats.grow_errors += 1;
         if is_news {
-            books.event(format!(
+            state.event(format!(
                 "{} cannot grow by {num_slots} chunks: {error}",
                 self.config.dir.display()
             ));

@@ -16,13 +16,13 @@ const FIRST_CHUNK: u32 = 2;
 /// The frames of one size in slabs of one store.
 #[derive(Debug)]
 pub(super) struct Grid {
-    class: SizeClass,
-    frames: FrameGrid,
+    pub(super) class: SizeClass,
+    pub(super) frames: FrameGrid,
     /// Bytes that a chunk of this class takes uncompressed.
-    raw_bytes: u64,
+    pub(super) raw_bytes: u64,
     /// The lowest are handed out first.
     free: BTreeSet<u32>,
-    num_taken: u64,
+    pub(super) num_taken: u64,
     /// The chunk that has each frame.
     holders: Vec<u32>,
     /// The last frame examined for its chunk.
@@ -35,33 +35,12 @@ impl Grid {
         Self { class, frames, raw_bytes, free: BTreeSet::new(), num_taken: 0, holders, hand: 0 }
     }
 
-    pub(super) fn class(&self) -> SizeClass {
-        self.class
-    }
-
-    pub(super) fn frame_bytes(&self) -> u64 {
-        self.frames.frame_bytes
-    }
-
-    pub(super) fn raw_bytes(&self) -> u64 {
-        self.raw_bytes
-    }
-
-    pub(super) fn num_taken(&self) -> u64 {
-        self.num_taken
-    }
-
     pub(super) fn num_free(&self) -> u64 {
         self.free.len() as u64
     }
 
     pub(super) fn first_free(&self) -> Option<u32> {
         self.free.first().copied()
-    }
-
-    /// Returns whether a frame is within the first `bytes` of the arena.
-    pub(super) fn is_within(&self, number: u32, bytes: u64) -> bool {
-        self.frames.is_within(number, bytes)
     }
 
     pub(super) fn slab_of(&self, number: u32) -> usize {
@@ -72,7 +51,6 @@ impl Grid {
         self.holders.get(number as usize).is_some_and(|holder| *holder != FREE)
     }
 
-    /// Takes the lowest free frame.
     pub(super) fn take(&mut self) -> Option<u32> {
         let number = self.free.pop_first()?;
         self.holders[number as usize] = TAKEN;
@@ -94,7 +72,6 @@ impl Grid {
         }
     }
 
-    /// Adds the frames of a slab that no chunk has.
     pub(super) fn add_slab(&mut self, slab: usize) {
         let frames = self.frames.frames_of(u32::try_from(slab).unwrap_or(u32::MAX));
         self.free.extend(frames.filter(|number| self.holders[*number as usize] == FREE));
@@ -121,9 +98,9 @@ impl Grid {
     /// Returns the chunk of the next frame within the first `bytes`, in rounds.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
-        if self.hand >= self.frames.num_frames() || !self.is_within(self.hand, bytes) {
+        if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {
             self.hand = 0;
         }
-        self.chunk_of(self.hand).filter(|_| self.is_within(self.hand, bytes))
+        self.chunk_of(self.hand).filter(|_| self.frames.is_within(self.hand, bytes))
     }
 }

@@ -1,6 +1,7 @@
 //! Frames that are held back, slabs that change their size class, and slabs that are released.
 
 use super::*;
+use crate::tier::disk::DiskRoot;
 
 const PAGE: u64 = 4096;
 const ONE: SizeClass = SizeClass(0);
@@ -38,7 +39,7 @@ fn frames_from_the_limit_on_are_held_back_until_it_rises() {
 
 #[test]
 fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
-    let pool = Pool::create(64 * PAGE, PAGE, || {}).unwrap();
+    let pool = Pool::create(DiskRoot::shared(), 64 * PAGE, PAGE, || {}).unwrap();
     let mut tier = HostTier::join(&pool, None, &PAGE.into()).unwrap();
     let wanted = Wanted { end: u32::MAX, class: None };
     let first = tier.grow(ONE, FrameFor::Save).unwrap();

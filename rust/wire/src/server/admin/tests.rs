@@ -7,7 +7,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Limits, Prefix, Store, StoreConfig, TenantLimits};
-use kvloft_core::tier::disk::Erased;
+use kvloft_core::tier::disk::RemovedChunks;
 
 use super::EvictRequest;
 use crate::protocol::Hello;
@@ -87,11 +87,11 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     assert!(closing.flush(LONG));
     let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
     let said = evict("");
-    assert!(said.is_cut_short && said.num_chunks == 0, "{said:?}");
-    assert!(!evict("07").is_cut_short, "another is meant");
+    assert!(said.evicted.is_cut_short && said.evicted.num_chunks == 0, "{said:?}");
+    assert!(!evict("07").evicted.is_cut_short, "another is meant");
     drop(closing);
     let said = evict("");
-    assert!(!said.is_cut_short && said.num_chunks == 2, "{said:?}");
+    assert!(!said.evicted.is_cut_short && said.evicted.num_chunks == 2, "{said:?}");
 }
 
 #[test]
@@ -100,10 +100,12 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     let server = Server::open(config(dir.path()).0).expect("a server");
     let (heal, hung) = mpsc::channel::<()>();
     let soon = || Instant::now() + Duration::from_millis(50);
-    let hangs = move || Ok(hung.recv().map_or_else(|_| Erased::default(), |()| Erased::default()));
-    let erased = |num_chunks| move || Ok(Erased { num_chunks, ..Erased::default() });
-    assert!(server.state.erase_within(soon(), hangs).expect("started").is_cut_short);
-    let said = server.state.erase_within(soon(), erased(1)).expect("not begun");
+    let hangs = move || {
+        Ok(hung.recv().map_or_else(|_| RemovedChunks::default(), |()| RemovedChunks::default()))
+    };
+    let removed = |num_chunks| move || Ok(RemovedChunks { num_chunks, ..RemovedChunks::default() });
+    assert!(server.state.remove_within(soon(), hangs).expect("started").is_cut_short);
+    let said = server.state.remove_within(soon(), removed(1)).expect("not begun");
     assert!(
         said.is_cut_short && said.num_chunks == 0,
         "one thread waits for the disk, not one for each request"
@@ -111,7 +113,7 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     assert!(server.state.closed("", soon()).is_none(), "the disk hangs");
     drop(heal);
     assert_eq!(server.state.closed("", Instant::now() + LONG), Some(Vec::new()));
-    let said = server.state.erase_within(Instant::now() + LONG, erased(1)).expect("done");
+    let said = server.state.remove_within(Instant::now() + LONG, removed(1)).expect("done");
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
@@ -169,8 +171,9 @@ fn concurrent_evictions_count_their_own_chunks() {
             let (rows, _) = engine.reserve(Prefix::from(&chain), 0..num).expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
-        let evict =
-            |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
+        let evict = |salt: &'static str| {
+            server.state.evict(&request("", salt)).expect("done").evicted.num_chunks
+        };
         let both = thread::scope(|scope| {
             ["a", "b"]
                 .map(|salt| scope.spawn(move || evict(salt)))

@@ -5,17 +5,17 @@ use std::fs;
 use std::sync::mpsc;
 use std::thread;
 
-use super::super::namespaces::dir_name;
 use super::*;
+use crate::key::namespace_id;
 
 #[test]
 fn a_namespace_is_not_opened_while_it_is_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path());
     let root = DiskRoot::shared();
-    root.books().leaving.insert(dir_name(&config.namespace));
+    root.state().leaving.insert(namespace_id(&config.namespace));
     assert_eq!(root.enter(&config).unwrap_err().kind(), ErrorKind::Busy);
-    root.books().leaving.clear();
+    root.state().leaving.clear();
     assert!(root.enter(&config).is_ok());
 }
 

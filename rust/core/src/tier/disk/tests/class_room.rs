@@ -145,7 +145,7 @@ fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
     let dir = tempfile::tempdir().unwrap();
     let config = sized(dir.path(), &SIZES);
     let root = DiskRoot::shared();
-    let open = |config: &DiskConfig| DiskTier::open_beside(config, &root).unwrap().0;
+    let open = |config: &DiskConfig| DiskTier::open_in(config, &root).unwrap().0;
     let first = open(&config);
     let mut small = fill_up(&first, SMALL, 0);
     let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });

@@ -21,7 +21,7 @@ pub(super) fn sized(dir: &Path, sizes: &[u64]) -> DiskConfig {
 pub(super) fn faulty(config: &DiskConfig) -> (DiskTier, FaultFiles) {
     let files = FaultFiles::default();
     files.watch(&config.dir);
-    (DiskTier::open_with_files(config, &files).unwrap().0, files)
+    (DiskTier::open_with_files(config, &std::sync::Arc::default(), &files).unwrap().0, files)
 }
 
 pub(super) fn buffer(tier: &DiskTier, slot: SlotId) -> PageBuffer {
@@ -137,7 +137,8 @@ fn test_a_smaller_cap_takes_free_slots_before_chunks() {
             files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Punch]));
         }
         let small = DiskConfig { cap_bytes: config.cap_bytes / 2, ..config };
-        let (tier, found) = DiskTier::open_with_files(&small, &files).unwrap();
+        let (tier, found) =
+            DiskTier::open_with_files(&small, &std::sync::Arc::default(), &files).unwrap();
         assert_eq!(found.len(), if can_punch { 2 } else { 0 });
         assert!(blocks(dir.path()) <= small.cap_bytes && tier.stats().bytes <= small.cap_bytes);
         assert!(tier.reserve(LARGE).is_some());

@@ -56,7 +56,9 @@ impl Place for OnFiles {
     }
 
     fn open(&self) -> Opened {
-        let (tier, found) = DiskTier::open_with_files(&self.config(), &self.files).expect("opens");
+        let (tier, found) =
+            DiskTier::open_with_files(&self.config(), &std::sync::Arc::default(), &self.files)
+                .expect("opens");
         (Arc::new(tier), found)
     }
 

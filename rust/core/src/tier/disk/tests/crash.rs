@@ -175,12 +175,15 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
     let files = FaultFiles::default();
     let num_sizes = u32::try_from(num_sizes).expect("few");
     let mut recorder = Recorder { files: files.clone(), num_sizes, ..Recorder::default() };
-    let mut tier = DiskTier::open_with_files(&config, &files).expect("opens").0;
+    let mut tier =
+        DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files).expect("opens").0;
     files.inject(fault);
     for &op in ops {
         if matches!(op, Op::Reopen) {
             drop(tier);
-            let Ok((again, found)) = DiskTier::open_with_files(&config, &files) else {
+            let Ok((again, found)) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
+            else {
                 // Opening was refused, which proves nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);

@@ -1,6 +1,7 @@
 //! The rules of a directory: one owner, the size limit, other namespaces, and unexpected files.
 
 use crate::io::SizeClass;
+use crate::key::namespace_id;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +13,7 @@ use crate::ErrorKind;
 use crate::test_support::faults::{FaultFiles, du};
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
-    config.dir.join(namespaces::dir_name(&config.namespace))
+    config.dir.join(namespace_id(&config.namespace))
 }
 
 fn with_namespace(config: &DiskConfig, byte: u8) -> DiskConfig {
@@ -24,7 +25,8 @@ fn fill(config: &DiskConfig) -> u32 {
 }
 
 fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
-    let (tier, found) = DiskTier::open_with_files(config, files).unwrap();
+    let (tier, found) =
+        DiskTier::open_with_files(config, &std::sync::Arc::default(), files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
     while let Some(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
@@ -160,7 +162,7 @@ fn test_the_cap_holds_at_every_instant() {
 #[test]
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
-    let path_of = |byte: u8| dir.path().join(namespaces::dir_name(&[byte; 32]));
+    let path_of = |byte: u8| dir.path().join(namespace_id(&[byte; 32]));
     // Created elsewhere, so that none makes room for another; namespace 2 is the least recently
     // used, then 3, then 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
@@ -211,7 +213,7 @@ fn test_what_is_not_ours_is_never_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let base = config(dir.path(), 6);
     fill(&with_namespace(&base, 1));
-    let foreign = dir.path().join(namespaces::dir_name(&[1; 32]));
+    let foreign = dir.path().join(namespace_id(&[1; 32]));
     fs::write(foreign.join("notes.txt"), "mine").unwrap();
     fs::create_dir(dir.path().join("photos")).unwrap();
     fs::write(dir.path().join("photos/index.dat"), "mine").unwrap();

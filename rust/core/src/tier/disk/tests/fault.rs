@@ -14,7 +14,7 @@ fn refuse_once(files: &FaultFiles, n: u64, number: i32) {
 
 fn faulty(config: &DiskConfig) -> (DiskTier, FaultFiles) {
     let files = FaultFiles::default();
-    let (tier, _) = DiskTier::open_with_files(config, &files).unwrap();
+    let (tier, _) = DiskTier::open_with_files(config, &std::sync::Arc::default(), &files).unwrap();
     (tier, files)
 }
 

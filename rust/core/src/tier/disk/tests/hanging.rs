@@ -33,7 +33,9 @@ impl Hanging {
     fn new(slots: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (config, files) = (config(dir.path(), slots), FaultFiles::default());
-        let tier = Arc::new(DiskTier::open_with_files(&config, &files).unwrap().0);
+        let tier = Arc::new(
+            DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files).unwrap().0,
+        );
         Self { tier, files, config, _dir: dir }
     }
 
@@ -112,7 +114,8 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let small = config(dir.path(), 2);
     let _ = open(&small).0.reserve(SizeClass(0));
     let it = Hanging { config: config(dir.path(), 8), ..Hanging::new(1) };
-    let (tier, _) = DiskTier::open_with_files(&it.config, &it.files).unwrap();
+    let (tier, _) =
+        DiskTier::open_with_files(&it.config, &std::sync::Arc::default(), &it.files).unwrap();
     let it = Hanging { tier: Arc::new(tier), ..it };
     let (slot, spare) = (put(&it.tier, 0), it.tier.reserve(SizeClass(0)).unwrap());
     let grower = it.hang(&[Call::Allocate], |tier| tier.reserve(SizeClass(0)));

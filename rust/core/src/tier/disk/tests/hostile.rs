@@ -13,6 +13,7 @@ use super::super::superblock::Superblock;
 use super::super::{Verifier, inspect, namespaces};
 use super::*;
 use crate::ErrorKind;
+use crate::key::namespace_id;
 use crate::test_support::faults::{Call, EIO, Fault, FaultFiles, Rule};
 
 fn filled(dir: &Path) -> DiskConfig {
@@ -25,7 +26,7 @@ fn filled(dir: &Path) -> DiskConfig {
 }
 
 fn places(config: &DiskConfig) -> Vec<PathBuf> {
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     let files = ["index-8192.dat", "frames-8192.dat", "superblock.json"].map(|name| own.join(name));
     [config.dir.clone(), config.dir.join("lock"), own].into_iter().chain(files).collect()
 }
@@ -74,7 +75,7 @@ fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
 fn test_no_link_is_followed() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 4);
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     let target = dir.path().join("mine");
     fs::create_dir(&own).unwrap();
     fs::set_permissions(&own, Permissions::from_mode(0o700)).unwrap();
@@ -101,7 +102,7 @@ fn test_no_link_is_followed() {
 fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays() {
     let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let config = config(dir.path(), 4);
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     fs::write(elsewhere.path().join("index.dat"), "precious").unwrap();
     symlink(elsewhere.path(), &own).unwrap();
     let (tier, _) = open(&config);
@@ -116,7 +117,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();
     let config = DiskConfig { description: "renamed".to_owned(), ..filled(dir.path()) };
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     let target = dir.path().join("mine");
     fs::write(&target, "precious").unwrap();
     symlink(&target, own.join("superblock.json.tmp")).unwrap();
@@ -171,10 +172,17 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
                 Call::Read => rule.on(&[Call::Read]),
                 _ => rule.on(&[Call::SetLen]),
             });
-            if let Err(error) = DiskTier::open_with_files(&config, &files) {
-                assert_eq!(error.kind(), ErrorKind::Io, "it can pass: {error}");
+            if let Err(error) =
+                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
+            {
+                assert_eq!(error.kind(), ErrorKind::Io, "it may pass: {error}");
             }
-            let (tier, found) = DiskTier::open_with_files(&config, &FaultFiles::default()).unwrap();
+            let (tier, found) = DiskTier::open_with_files(
+                &config,
+                &std::sync::Arc::default(),
+                &FaultFiles::default(),
+            )
+            .unwrap();
             assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![0, 1, 2, 3], 0));
         }
     }
@@ -202,7 +210,7 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
     drop(open(&config));
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     let superblock = Superblock::new(&config.namespace, &[frame_bytes], "forged");
     fs::write(own.join("superblock.json"), serde_json::to_vec(&superblock).unwrap()).unwrap();
     let record = Record { meta: meta_of(0), payload, sequence: 0 };
@@ -221,7 +229,7 @@ fn test_a_forged_frame_size_allocates_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path(), 1);
         drop(open(&config));
-        let path = config.dir.join(namespaces::dir_name(&config.namespace)).join("superblock.json");
+        let path = config.dir.join(namespace_id(&config.namespace)).join("superblock.json");
         let forged = Superblock::new(&config.namespace, &[frame_bytes], "forged");
         fs::write(&path, serde_json::to_vec(&forged).unwrap()).unwrap();
         let damage = Verifier::open(dir.path()).unwrap().step(1);
@@ -271,7 +279,7 @@ fn test_a_flood_of_damaged_records_is_told_in_few_lines() {
 fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     // The maximum number of slots: 512 GiB of records, 16 TiB of frames, or as much as the file
     // system allows.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {

@@ -2,13 +2,14 @@
 //! report the damage.
 
 use crate::io::SizeClass;
+use crate::key::namespace_id;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use proptest::prelude::*;
 
-use super::super::{Damage, Verifier, inspect, namespaces};
+use super::super::{Damage, Verifier, inspect};
 use super::*;
 use crate::ErrorKind;
 
@@ -22,7 +23,7 @@ fn filled(dir: &Path) -> DiskConfig {
 }
 
 fn file(config: &DiskConfig, name: &str) -> PathBuf {
-    config.dir.join(namespaces::dir_name(&config.namespace)).join(name)
+    config.dir.join(namespace_id(&config.namespace)).join(name)
 }
 
 fn spoil(path: &Path, offset: u64, mask: u8) {
@@ -126,7 +127,7 @@ fn problems_of(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames() {
+fn test_verify_and_inspect_report_frames_whose_records_are_gone() {
     let lost = "those without a record are lost";
     for (records, problem) in [
         (
@@ -276,7 +277,7 @@ fn test_verify_compares_the_frames_own_trailer() {
 fn test_verify_sees_superblocks_that_are_damaged_or_in_the_wrong_place() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
-    let good = config.dir.join(namespaces::dir_name(&config.namespace));
+    let good = config.dir.join(namespace_id(&config.namespace));
     fs::rename(&good, config.dir.join("00112233445566aa")).unwrap();
     fs::create_dir(config.dir.join("00112233445566bb")).unwrap();
     let mut problems: Vec<_> = verify(dir.path()).into_iter().map(|d| d.problem).collect();

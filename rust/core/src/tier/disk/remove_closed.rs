@@ -9,16 +9,17 @@ use std::sync::Arc;
 use super::inspect::open_namespace;
 use super::namespaces::{self, Found};
 use super::root::DiskRoot;
-use super::superblock::{self, Superblock};
+use super::superblock::Superblock;
 use super::tier::DiskTier;
 use super::types::{DiskConfig, DiskMeta};
 use crate::io::FrameSizes;
+use crate::key::{namespace_hex, namespace_id};
 use crate::tier::LocalTier;
 use crate::{Error, Result};
 
-/// Result of an erasure.
+/// Result of a removal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Erased {
+pub struct RemovedChunks {
     /// Namespaces that were searched.
     pub num_namespaces: u64,
     /// Chunks that were removed.
@@ -35,14 +36,14 @@ pub struct Erased {
 /// Frees the first chunks that match `meant`, and their descendants, in all namespaces of `dir`
 /// whose names begin with `prefix`, except those that `root` has open. A missing directory contains
 /// nothing. `Io` if it cannot be listed.
-pub(crate) fn erase(
+pub(crate) fn remove_closed(
     dir: &Path,
     cap_bytes: u64,
     root: &Arc<DiskRoot>,
     prefix: &str,
     is_meant: impl Fn(&DiskMeta) -> bool,
-) -> Result<Erased> {
-    let mut all = Erased::default();
+) -> Result<RemovedChunks> {
+    let mut all = RemovedChunks::default();
     if !dir.exists() {
         return Ok(all);
     }
@@ -52,12 +53,12 @@ pub(crate) fn erase(
         .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     all.open = open.into_iter().filter(|name| is_named(name)).collect();
     for found in found.iter().filter(|found| is_named(&found.name)) {
-        match erase_in(found, dir, cap_bytes, root, (prefix, &is_meant)) {
-            Ok(erased) => {
-                all.num_namespaces += erased.num_namespaces;
-                all.num_chunks += erased.num_chunks;
-                all.num_bytes += erased.num_bytes;
-                all.is_cut_short |= erased.is_cut_short;
+        match remove_in(found, dir, cap_bytes, root, (prefix, &is_meant)) {
+            Ok(removed) => {
+                all.num_namespaces += removed.num_namespaces;
+                all.num_chunks += removed.num_chunks;
+                all.num_bytes += removed.num_bytes;
+                all.is_cut_short |= removed.is_cut_short;
             }
             Err(_) => all.is_cut_short = true,
         }
@@ -65,22 +66,24 @@ pub(crate) fn erase(
     Ok(all)
 }
 
-fn erase_in(
+fn remove_in(
     found: &Found,
     dir: &Path,
     cap_bytes: u64,
     root: &Arc<DiskRoot>,
     (prefix, is_meant): (&str, &impl Fn(&DiskMeta) -> bool),
-) -> Result<Erased> {
+) -> Result<RemovedChunks> {
     let (superblock, files) = match open_namespace(found) {
-        Ok((_, files)) if files.is_empty() => return Ok(Erased::default()),
+        Ok((_, files)) if files.is_empty() => return Ok(RemovedChunks::default()),
         Ok((superblock, files)) if files.iter().all(Result::is_ok) => (superblock, files),
-        _ => return Ok(Erased { is_cut_short: is_whole(found), ..Erased::default() }),
+        _ => {
+            return Ok(RemovedChunks { is_cut_short: is_whole(found), ..RemovedChunks::default() });
+        }
     };
     let named =
-        superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
-    let Some(namespace) = named else { return Ok(Erased::default()) };
-    let nothing = Erased { num_namespaces: 1, ..Erased::default() };
+        superblock.namespace().filter(|namespace| namespace_hex(namespace).starts_with(prefix));
+    let Some(namespace) = named else { return Ok(RemovedChunks::default()) };
+    let nothing = RemovedChunks { num_namespaces: 1, ..RemovedChunks::default() };
     let mut has_some = false;
     for files in files.iter().flatten() {
         let walked = files.for_each_record(|_, record| {
@@ -99,7 +102,7 @@ fn erase_in(
         namespace,
         description: superblock.description,
     };
-    let (tier, entries) = DiskTier::open_beside(&config, root)?;
+    let (tier, entries) = DiskTier::open_in(&config, root)?;
     let mut gone = HashSet::new();
     let mut slots = Vec::new();
     for entry in entries {
@@ -109,17 +112,17 @@ fn erase_in(
             slots.push(entry.slot);
         }
     }
-    let mut erased = nothing;
+    let mut removed = nothing;
     for slot in slots.into_iter().rev() {
         if tier.free(slot).is_ok() {
-            erased.num_chunks += 1;
-            erased.num_bytes += frame_sizes.bytes(slot.class());
+            removed.num_chunks += 1;
+            removed.num_bytes += frame_sizes.bytes(slot.class());
         } else {
-            erased.is_cut_short = true;
+            removed.is_cut_short = true;
         }
     }
     tier.close();
-    Ok(erased)
+    Ok(removed)
 }
 
 /// Returns whether the error can pass, for example if the system has no free descriptors. A damaged
@@ -132,7 +135,7 @@ fn is_whole(found: &Found) -> bool {
     let has_files = |size: &u64| is_there(namespaces::frames_name(*size));
     let is_ours = |superblock: Superblock| {
         let sizes = &superblock.frame_sizes;
-        superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name)
+        superblock.namespace().is_some_and(|of| namespace_id(&of) == found.name)
             && sizes.iter().all(is_whole)
             && sizes.iter().any(has_files)
     };

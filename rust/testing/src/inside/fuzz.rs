@@ -11,6 +11,7 @@ use std::path::Path;
 use twox_hash::XxHash3_64;
 
 use super::PageBuffer;
+use crate::key::namespace_id;
 use crate::tier::LocalTier;
 use crate::tier::disk::record::{
     self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed,
@@ -223,7 +224,7 @@ fn buffer(class: SizeClass) -> PageBuffer {
 }
 
 fn write_files(input: &mut Input, config: &DiskConfig) -> std::io::Result<()> {
-    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let own = config.dir.join(namespace_id(&config.namespace));
     namespaces::make_dir(&own)?;
     let ours = config.frame_sizes.all();
     let sizes =

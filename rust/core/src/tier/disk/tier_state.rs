@@ -13,7 +13,7 @@ const MAX_EVENTS: usize = 64;
 
 /// The whole state; the tier keeps it behind one lock, and does no I/O under it.
 #[derive(Debug, Default)]
-pub(super) struct Books {
+pub(super) struct TierState {
     /// By size class.
     pub(super) slots: Vec<Slots>,
     /// The counters; gauges are left at zero.
@@ -25,7 +25,7 @@ pub(super) struct Books {
     told: Vec<String>,
 }
 
-impl Books {
+impl TierState {
     /// The slots of a size class, if there is one.
     pub(super) fn of(&mut self, class: SizeClass) -> Option<&mut Slots> {
         self.slots.get_mut(class.index())
@@ -43,7 +43,6 @@ impl Books {
         self.of(class)?.take()
     }
 
-    /// The slots of each size class.
     pub(super) fn counts(&self) -> Vec<SlotCount> {
         self.slots.iter().map(Slots::count).collect()
     }
