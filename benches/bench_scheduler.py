@@ -26,9 +26,9 @@ from kvloft import _core
 from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
 from kvloft.seam.batch import Tables
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import RequestView
-from kvloft.store import groups_of
+from kvloft.store import arena_of, groups_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.views import VllmRequest, view_step
 
@@ -72,14 +72,14 @@ class Engine:
         *,
         wrap_store: Callable[[Any], Any] = lambda store: store,
     ) -> None:
-        frame_bytes = 4096
+        shape = CacheShape(groups)
         self.groups = groups
         self.tables: dict[str, Tables] = {}
         self.session = _core.Session(
-            frame_bytes=frame_bytes,
-            host_bytes=num_frames * frame_bytes,
+            frame_bytes=shape.frame_sizes,
+            host_bytes=num_frames * shape.frame_bytes(0),
             namespace=bytes(32),
-            groups=groups_of(CacheShape(groups)),
+            groups=groups_of(shape),
         )
         self.store = wrap_store(self.session)
         root = _core.root_key(bytes(32), None, None)
@@ -87,8 +87,7 @@ class Engine:
         def new_chain(_: RequestView, lookahead: int) -> _core.KeyChain:
             return _core.KeyChain(root, block_tokens=BLOCK_TOKENS, lookahead=lookahead)
 
-        arena = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
-        settings = PlanSettings(CacheShape(self.groups), arena)
+        settings = PlanSettings(shape, arena_of(self.session, shape))
         self.core = SchedulerCore(self.store, new_chain, settings, clock=time.monotonic)
         self.run_ahead = run_ahead
         self.requests: list[Any] = []

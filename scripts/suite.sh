@@ -86,14 +86,14 @@ all() {
   in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
   wait $! || return
   GROUPS_TO_END=()
-  in_group beside_engines >build/logs/beside.log 2>&1
+  in_group without_engines >build/logs/without_engines.log 2>&1
   in_group phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
   wait || true
-  cat build/logs/beside.log
+  cat build/logs/without_engines.log
   [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED, they did not finish"
 }
 
-beside_engines() {
+without_engines() {
   local version
   other_environments >build/logs/others.log 2>&1 </dev/null &
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.

@@ -20,13 +20,12 @@ requests = st.tuples(
 
 
 def num_taken(needs: dict[ReqId, BlockNeed]) -> int:
-    return sum(need.own for need in needs.values()) + sum(
-        n for _, n in {s for need in needs.values() for s in need.shared}
-    )
+    shared = {stride for need in needs.values() for stride in need.shared.items()}
+    return sum(need.own for need in needs.values()) + sum(num_blocks for _, num_blocks in shared)
 
 
 def num_shared(need: BlockNeed) -> int:
-    return sum(num_blocks for _, num_blocks in need.shared)
+    return sum(need.shared.values())
 
 
 @given(st.lists(requests, max_size=30), st.integers(10, 200))

@@ -18,9 +18,7 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import FrameMemory
 
 FORWARD_CYCLES = 4_000_000
-"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that
-writes their blocks runs.
-"""
+"""About 2 ms, a short forward: saves are submitted while the forward that writes them runs."""
 
 
 class HostFrames:
@@ -70,9 +68,7 @@ class Ceiling:
         # registered
         self._frames = host
         self._host = host.bytes.ctypes.data
-        self._device = torch.empty(
-            2 * num_bytes, dtype=torch.uint8, device="cuda"
-        )  # first, because it creates the context
+        self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
         self._device.random_(0, 256)
         driver.host_register(self._host, 2 * num_bytes)
         self._up, self._down = driver.Stream.create(), driver.Stream.create()

@@ -19,9 +19,7 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 MAX_WAITING = 1 << 16
-"""Changed keys that wait in the store (2 MiB); with more changes, all chunks are looked up
-again.
-"""
+"""Changed keys that wait in the store (2 MiB). With more, all chunks are looked up again."""
 MAX_CHUNKS = 1 << 18
 """Chunks that are remembered: some 0.7 KiB each, 0.5 KiB for each further block, and 4 bytes per
 token. Older ones are no longer announced.
@@ -30,16 +28,12 @@ SLICE = 2048
 """Chunks looked up per step."""
 
 Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
-"""(request, block_tokens, begin, end): blocks [begin, end) of a request; none if their hashes mean
-nothing to other processes.
-"""
+"""(request, block_tokens, begin, end): its blocks [begin, end), if others know their hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupBlocks:
-    """How the blocks of one KV cache group lie in units. ``number``: the group's number in the
-    keys.
-    """
+    """How a group's blocks lie in units. ``number``: the group's number in the keys."""
 
     nth: int
     number: int | None
@@ -54,9 +48,7 @@ class _Chunk:
     blocks: Sequence[Block]
     group: int
     parent: bytes | None
-    """The chunk without which this one is useless: the one before it, or the main group's of the
-    same unit.
-    """
+    """The chunk that this one needs: the one before, or the main group's of this unit."""
     where: int = 0
     """Tiers that the store reported last, as announced."""
 
@@ -86,15 +78,11 @@ class Announcer:
         others = [group for group in groups if shape.groups[group.nth].kind != "state"]
         self._others = sorted(others, key=lambda group: group is not self._main)
         self._known: dict[bytes, _Chunk] = {}
-        """In the order of requests, the beginning of a prefix first: some routers drop blocks
-        without a parent.
-        """
+        """In the order of requests: some routers drop blocks announced before their parent."""
         self._children: dict[bytes, int] = {}
         """By parent: the number of known chunks that need it."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys, least recently requested first: all without children, and others that were
-        requested after theirs.
-        """
+        """Known keys without children, and others requested after theirs; the oldest first."""
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys of recent requests, each once, in their order."""
         self._round: list[bytes] = []
@@ -104,8 +92,7 @@ class Announcer:
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
 
-    # -- requests
-    # -----------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
         """``live`` has the chunks of ``units``: they are in the store, or may be saved to it."""
@@ -124,9 +111,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> None:
-        """``num_above``: units of the prefix whose last chunk of the main group is the parent of
-        the first chunk.
-        """
+        """Note chunks whose first parent is the main group's last of ``num_above`` units."""
         if self._is_over:
             return
         found = self._find_chunks(live, chain, groups, units, num_above)
@@ -140,9 +125,7 @@ class Announcer:
         self._note_recent(found)
         while len(self._known) > self._max_chunks:
             key, _ = self._recent.popitem(last=False)
-            if (
-                key not in self._children
-            ):  # else it returns to the front with the last of its children
+            if key not in self._children:  # else it returns to the front after its last child
                 self._move(self._forget(key), 0)
 
     def _find_chunks(
@@ -159,11 +142,8 @@ class Announcer:
         for unit, group in product(units, groups):
             key = chain.key(unit, group.number)
             if (chunk := self._known.get(key)) is None:
-                begin = unit * group.per_unit + group.num_dropped
-                blocks = self._describe(
-                    live, group.block_tokens, begin, (unit + 1) * group.per_unit
-                )
-                if not blocks:
+                begin, end = unit * group.per_unit + group.num_dropped, (unit + 1) * group.per_unit
+                if not (blocks := self._describe(live, group.block_tokens, begin, end)):
                     break
                 chunk = _Chunk(blocks, group.nth, above)
             found[key] = chunk
@@ -196,8 +176,7 @@ class Announcer:
                     self._recent.move_to_end(parent, last=False)
         return chunk
 
-    # -- events
-    # -----------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def take(self) -> list[Event]:
         """Return the events since the last call, in order. Looks up at most `SLICE` chunks."""
@@ -243,9 +222,7 @@ class Announcer:
         self._round.clear()
 
     def _all(self) -> list[bytes]:
-        """Return all known keys for `_round`. A list: building a dict of 2^18 keys would delay a
-        step by 0.1 s.
-        """
+        """Return all known keys, as a list: a dict of 2^18 keys would delay a step by 0.1 s."""
         return list(reversed(self._known))
 
     def _move(self, chunk: _Chunk, where: int) -> None:
@@ -258,8 +235,6 @@ class Announcer:
 
 
 def _group_blocks(shape: CacheShape, nth: int) -> _GroupBlocks:
-    group = shape.groups[nth]
+    group, number = shape.groups[nth], shape.number_of(nth)
     num_dropped = group.blocks_per_unit - group.kept_blocks
-    return _GroupBlocks(
-        nth, shape.number_of(nth), group.block_tokens, group.blocks_per_unit, num_dropped
-    )
+    return _GroupBlocks(nth, number, group.block_tokens, group.blocks_per_unit, num_dropped)

@@ -11,11 +11,10 @@ preempted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvloft.plan.leases import PinnedFrames, Stride
+from kvloft.plan.leases import StrideCounts, Strides
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import KeyChain
@@ -34,12 +33,10 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
-    """Blocks that one request needs: ``own`` at most, and ``shared`` strides of its local prefix,
-    which other requests can share.
-    """
+    """Blocks that one request needs, and strides of its local prefix that others can share."""
 
     own: int
-    shared: list[Stride]
+    shared: Strides
 
 
 class BlockBudget:
@@ -47,10 +44,10 @@ class BlockBudget:
 
     def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
         self._groups, self._pool = groups, pool
+        self._full = [group for group in groups if group.kind == "full"]
         self._needs: dict[ReqId, BlockNeed] = {}
-        self._users: Counter[Stride] = Counter()
-        self._num_taken = 0
-        self._prefixes = PinnedFrames(pool.num_blocks)
+        self._num_own = 0
+        self._prefixes = StrideCounts(pool.num_blocks)
 
     def need(
         self, chain: KeyChain, num_tokens: int, *, local_tokens: int, loaded_tokens: int
@@ -61,11 +58,10 @@ class BlockBudget:
         num_tokens += 1 + 2 * self._pool.num_drafts
         num_ahead = min(self._pool.step_tokens, num_tokens - loaded_tokens)
         own = sum(self._own(group, num_tokens, local_tokens, num_ahead) for group in self._groups)
-        if not (full := [group for group in self._groups if group.kind == "full"]):
-            return BlockNeed(own, [])
-        strides = self._prefixes.strides(chain, local_tokens // full[0].unit_tokens)
-        per_unit = sum(group.blocks_per_unit for group in full)
-        return BlockNeed(own, [(key, num_units * per_unit) for key, num_units in strides])
+        num_units = local_tokens // self._full[0].unit_tokens if self._full else 0
+        per_unit = sum(group.blocks_per_unit for group in self._full)
+        strides = self._prefixes.strides(chain, num_units)
+        return BlockNeed(own, {key: num * per_unit for key, num in strides.items()})
 
     def _own(self, group: GroupShape, num_tokens: int, local_tokens: int, num_ahead: int) -> int:
         num_blocks = -(-num_tokens // group.block_tokens)
@@ -78,28 +74,20 @@ class BlockBudget:
                 return min(num_blocks, 3) + self._pool.num_drafts
 
     def fits(self, need: BlockNeed) -> bool:
-        """Return True if ``need`` fits together with all others. Alone, every request fits: vLLM
-        checks that itself.
-        """
-        added = sum(stride[1] for stride in need.shared if stride not in self._users)
-        return not self._needs or self._num_taken + need.own + added <= self._pool.num_blocks
+        """Return True if ``need`` fits with all others. vLLM checks that it fits alone."""
+        num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
+        return not self._needs or num_taken <= self._pool.num_blocks
 
     def take(self, req_id: ReqId, need: BlockNeed) -> None:
         """Count a request that vLLM admits with a load. It holds nothing yet."""
         self._needs[req_id] = need
-        self._num_taken += need.own
-        for stride in need.shared:
-            self._num_taken += 0 if stride in self._users else stride[1]
-            self._users[stride] += 1
+        self._num_own += need.own
+        self._prefixes.add(need.shared)
 
     def release(self, req_id: ReqId) -> bool:
         """Stop counting a request that runs or finished. Returns True if it was counted."""
         if (need := self._needs.pop(req_id, None)) is None:
             return False
-        self._num_taken -= need.own
-        for stride in need.shared:
-            self._users[stride] -= 1
-            if not self._users[stride]:
-                del self._users[stride]
-                self._num_taken -= stride[1]
+        self._num_own -= need.own
+        self._prefixes.remove(need.shared)
         return True

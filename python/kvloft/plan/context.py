@@ -25,6 +25,4 @@ class PlanContext:
     notes: EventNotes
     requests: dict[ReqId, RequestState] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    """Tokens and events since vLLM last took the statistics, by the names in
-    ``kvloft.vllm.stats``.
-    """
+    """By the names in ``kvloft.vllm.stats``, since vLLM last took the statistics."""

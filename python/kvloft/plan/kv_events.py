@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Tiers as `Session.changes` adds them up, plus another number for chunks that are being read into
-host memory.
-"""
+"""Tiers as `Session.changes` adds them up; it also adds 4 for chunks being read."""
 
 
 class Block(NamedTuple):
@@ -31,9 +29,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """These blocks, each the parent of the next, of KV cache group ``group`` are in ``tier``
-    now.
-    """
+    """Blocks of a KV cache group, each the parent of the next, are in ``tier`` now."""
 
     tier: int
     blocks: list[Block]
@@ -53,9 +49,7 @@ Event = Stored | Removed
 
 @dataclass(slots=True, eq=False)
 class EventLog:
-    """Counts the chunks that contain each block, and logs an event when the first one enters a tier
-    or the last one leaves it.
-    """
+    """Logs an event when the first chunk with a block enters a tier, or the last leaves."""
 
     _holders: dict[int, Counter[tuple[int, bytes]]] = field(
         default_factory=lambda: {tier: Counter() for tier in TIERS}

@@ -7,48 +7,82 @@ decided elsewhere (`ReadTurns`).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from kvloft.seam.ids import ReqId
 from kvloft.seam.store import KeyChain, ReadLease
 
 MAX_STRIDE = 16
 
-Stride = tuple[bytes, int]
-"""The key at the end of a stride, and the number of its units."""
+Strides = dict[bytes, int]
+"""Units, or blocks, by the key at the end of each stride."""
+
+
+class StrideCounts:
+    """Strides with one or more users, and their ``total`` units, each counted once.
+
+    Loads and lookups wait for it with hundreds of strides, hence the operations on whole sets.
+    """
+
+    def __init__(self, max_units: int) -> None:
+        """``max_units``: about the largest total."""
+        self._stride = max(1, min(MAX_STRIDE, max_units // 64))
+        self._used: set[bytes] = set()
+        self._more_users: Counter[bytes] = Counter()
+        """Number of users without the first one, of strides with several."""
+        self.total = 0
+
+    def strides(self, chain: KeyChain, num_units: int) -> Strides:
+        """Return the strides of the first ``num_units`` of ``chain``."""
+        starts = range(0, num_units, self._stride)
+        ends = [min(start + self._stride, num_units) for start in starts]
+        return {chain.key(end - 1): end - start for start, end in zip(starts, ends, strict=True)}
+
+    def total_with(self, strides: Strides) -> int:
+        """Return the total with ``strides`` added."""
+        return self.total + _total(strides) - _total(strides, strides.keys() & self._used)
+
+    def add(self, strides: Strides) -> None:
+        """Count one user of ``strides``."""
+        self.total = self.total_with(strides)
+        self._more_users.update(strides.keys() & self._used)
+        self._used.update(strides)
+
+    def remove(self, strides: Strides) -> None:
+        """Count off one user of ``strides``."""
+        shared = strides.keys() & self._more_users.keys()
+        self.total -= _total(strides) - _total(strides, shared)
+        self._used.difference_update(strides.keys() - shared if shared else strides)
+        for key in shared:
+            self._more_users[key] -= 1
+            if not self._more_users[key]:
+                del self._more_users[key]
+
+
+def _total(strides: Strides, keys: Collection[bytes] | None = None) -> int:
+    return sum(strides.values() if keys is None else map(strides.__getitem__, keys))
 
 
 class PinnedFrames:
     """Counts the units that a set of leases pins, each unit once."""
 
-    def __init__(self, num_units: int) -> None:
-        self._stride = max(1, min(MAX_STRIDE, num_units // 64))
-        self._num_users: dict[bytes, int] = {}
-        self.num_units = 0
+    def __init__(self, max_units: int) -> None:
+        self._counts = StrideCounts(max_units)
+        self.strides, self.num_with = self._counts.strides, self._counts.total_with
         self.leases: dict[Lease, None] = {}
 
-    def strides(self, chain: KeyChain, num_units: int) -> list[Stride]:
-        """Return the strides of the first ``num_units`` of ``chain``."""
-        starts = range(0, num_units, self._stride)
-        ends = [min(start + self._stride, num_units) for start in starts]
-        return [(chain.key(end - 1), end - start) for start, end in zip(starts, ends, strict=True)]
-
-    def num_with(self, strides: list[Stride]) -> int:
-        """Return how many units would be pinned with ``strides`` added."""
-        return self.num_units + sum(num for key, num in strides if key not in self._num_users)
+    @property
+    def num_units(self) -> int:
+        return self._counts.total
 
     def add(self, lease: Lease) -> None:
         self.leases[lease] = None
-        for key, num in lease.strides:
-            num_before = self._num_users.get(key, 0)
-            self._num_users[key] = num_before + 1
-            self.num_units += 0 if num_before else num
+        self._counts.add(lease.strides)
 
     def remove(self, lease: Lease) -> None:
         del self.leases[lease]
-        for key, num in lease.strides:
-            self._num_users[key] -= 1
-            if not self._num_users[key]:
-                del self._num_users[key]
-                self.num_units -= num
+        self._counts.remove(lease.strides)
 
 
 class Lease:
@@ -62,7 +96,7 @@ class Lease:
         req_id: ReqId,
         lease: ReadLease,
         pinned: PinnedFrames,
-        strides: list[Stride],
+        strides: Strides,
         num_tokens: int,
     ) -> None:
         self.req_id, self.num_tokens, self.strides = req_id, num_tokens, strides

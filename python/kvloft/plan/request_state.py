@@ -18,9 +18,7 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""More tokens than any request has. Not larger, because CPython compares larger ints more
-slowly.
-"""
+"""More tokens than any request has. CPython compares larger ints more slowly."""
 
 
 class IncomingUnits(NamedTuple):

@@ -125,15 +125,10 @@ class SavePlanner:
         return due
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
-        """Examine the running requests that `SaveSchedule` finds due; in most steps these are
-        few.
-        """
+        """Examine the running requests that are due; in most steps these are few."""
         due: list[RequestState] = []
-        running, computed, scheduled = (
-            step.running,
-            step.num_computed_tokens,
-            step.num_scheduled_tokens,
-        )
+        running, computed = step.running, step.num_computed_tokens
+        scheduled = step.num_scheduled_tokens
         schedule, requests, unit_tokens = self._schedule, self._requests, self._unit_tokens
         if schedule.running != running:
             due = self._examine_left_out(step)
@@ -176,9 +171,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Return True if units are to be saved at ``frontier``, and set the frontier of the next
-        examination.
-        """
+        """Return True if units are to be saved at ``frontier``. Sets ``next_save``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False

@@ -16,15 +16,11 @@ from kvloft.plan.request_state import NEVER
 from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
-"""Steps in a row of one token per request before the next steps are predicted, which costs as much
-as some steps.
-"""
+"""Steady steps before the next are predicted, which costs as much as some steps."""
 
 
 class SaveSchedule:
-    """The running requests in the order of the step's columns, and the frontiers at which they are
-    due.
-    """
+    """Running requests in the order of the step's columns, and when they are due."""
 
     def __init__(self) -> None:
         self.running: list[ReqId] = []

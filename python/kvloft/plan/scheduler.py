@@ -50,9 +50,7 @@ class SchedulerCore:
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._requests, self.counters = context.requests, context.counters
         self._writers = BlockWriters(
-            self._unit_tokens,
-            sees_grants=self._shape.is_divisible,
-            lookahead=self._shape.lookahead,
+            self._unit_tokens, sees_grants=self._shape.is_divisible, lookahead=self._shape.lookahead
         )
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)
@@ -133,9 +131,7 @@ class SchedulerCore:
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the workers' plan for one schedule: queued loads, and saves of what it
-        completes.
-        """
+        """Return the workers' plan for one schedule: queued loads, and saves."""
         self._admission.loads.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -171,9 +167,7 @@ class SchedulerCore:
         self._admission.disk.pacing.observe_step_end(self._clock())
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan without saves, for a step that could not be read: otherwise requests with
-        queued loads would wait permanently.
-        """
+        """Return a plan without saves for a step that could not be read: loads must not wait."""
         self._saves.abandon_plan()
         return self._end_plan((), tuple(self._store.being_read()))
 
@@ -235,9 +229,7 @@ class SchedulerCore:
         self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store, also of chunks being saved. KV that requests already have is not
-        saved.
-        """
+        """Clear the store, also of saves in flight. KV of running requests is not saved."""
         for request in self._requests.values():
             request.kv_outdated = bool(request.blocks)
             request.forget_saves()

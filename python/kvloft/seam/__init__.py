@@ -1,3 +1,1 @@
-"""Values and protocols that the scheduler side and the worker side share. Must not import torch,
-vLLM or the extension.
-"""
+"""Values of both sides. Must not import torch, vLLM or the extension."""

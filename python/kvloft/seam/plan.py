@@ -1,6 +1,4 @@
-"""The messages between the two sides: a StepPlan to the workers and a StepReport back. Immutable
-values.
-"""
+"""The messages between the two sides, as immutable values: StepPlan and StepReport."""
 
 from __future__ import annotations
 

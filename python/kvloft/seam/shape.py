@@ -60,9 +60,7 @@ class GroupShape:
 
 
 def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
-    """Return the bytes of a shard's part of a frame, by size class. Groups of one size share a
-    class.
-    """
+    """Return the bytes of parts by size class. Groups of one size share a class."""
     every = {group.part_bytes for group in groups} | {group.compact_bytes for group in groups}
     return sorted(every - {0})
 
@@ -93,16 +91,12 @@ class CacheShape:
 
     @property
     def main(self) -> int:
-        """Return the group that represents the request: the first with full attention, or else with
-        a window.
-        """
+        """Return the first group with full attention, or else with a window."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group number in the keys of the group's chunks; None if they have the keys of
-        the prefix.
-        """
+        """Return the group's number in keys; None if its chunks have the keys of the prefix."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
@@ -112,16 +106,12 @@ class CacheShape:
 
     @property
     def is_divisible(self) -> bool:
-        """Return True if any part of a stored prefix is a hit, which is so for one group with full
-        attention.
-        """
+        """Return True if any part of a stored prefix is a hit: one full-attention group."""
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
     @property
     def is_dense(self) -> bool:
-        """Return True if some group needs every block of a prefix, so that no hit extends beyond a
-        missing chunk.
-        """
+        """Return True if some group needs every block, so no hit spans a missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -172,16 +162,13 @@ class ArenaSpec:
     path: str
     size_bytes: int
     slab_bytes: int
-    """Frames of one size lie whole in slabs, one behind the other. The last slab includes the bytes
-    behind it."""
+    """Size of slabs, which hold whole frames of one size. The last one includes the rest."""
     groups: tuple[GroupShape, ...]
     """The KV cache groups as the scheduler side sees them: it knows the sizes of all ranks."""
     id: int = 0
     """Identifies the memory, because paths are reused; 0: unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that a worker holds open while it can write to frames; None
-    without a server.
-    """
+    """Path and inode of the pipe that workers hold open (see `Lifeline`); of servers only."""
 
     def is_same_memory(self, other: ArenaSpec | None) -> bool:
         """Return True if ``other`` is the same memory, possibly through another connection."""

@@ -1,6 +1,4 @@
-"""Types of the store for the scheduler side. They are the extension's, which is not imported at run
-time.
-"""
+"""Types of the store, from the extension, which is not imported at run time."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -13,9 +13,7 @@ from kvloft.seam.ids import BlockId, ReqId
 
 @dataclass(frozen=True, slots=True)
 class EmbedRows:
-    """Prompt embeddings of positions [start, start + num_rows): raw bytes of a C-contiguous
-    array.
-    """
+    """Prompt embeddings from position ``start`` on: bytes of a C-contiguous array."""
 
     start: int
     num_rows: int
@@ -56,22 +54,16 @@ class LiveRequest(Protocol):
     def req_id(self) -> ReqId: ...
     @property
     def token_ids(self) -> Sequence[int]:
-        """Return vLLM's list of prompt and confirmed output tokens. It can shrink in a streaming
-        session.
-        """
+        """Return vLLM's list of known tokens, which a streaming session can shorten."""
         ...
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the prompt's length. It changes only when a streaming session receives its next
-        input.
-        """
+        """Return the prompt's length, which a streaming session's next input changes."""
         ...
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return token_ids and num_prompt_tokens in one call, which is cheaper for hundreds of
-        requests per step.
-        """
+        """Return token_ids and num_prompt_tokens, called for hundreds of requests per step."""
         ...
 
     @property
@@ -105,9 +97,7 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """``block`` of a state group holds the state after ``num_tokens`` tokens once this step's
-    forward is done.
-    """
+    """``block`` has the state after ``num_tokens`` once this step's forward is done."""
 
     req_id: ReqId
     group: int

@@ -93,16 +93,14 @@ class KVLoftConnector(KVConnectorBase_V1):
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
-        ranks = (
-            configs_of_ranks(vllm_config, kv_cache_config)
-            if role == KVConnectorRole.SCHEDULER
-            else [kv_cache_config]
-        )
-        shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
         if role == KVConnectorRole.SCHEDULER:
+            ranks = configs_of_ranks(vllm_config, kv_cache_config)
+            shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
             self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
             listen(ADD_REQUEST, self.meet_scheduler)
         else:
+            own = [kv_cache_config]
+            shape = cache_shape(vllm_config, own, encoding_of(own, config))
             self._half = self._worker = WorkerHalf(vllm_config, kv_cache_config, shape, config)
 
     @classmethod
@@ -126,8 +124,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         """A dropped save is a future miss; nothing has to be delivered."""
         return False
 
-    # -- worker side
-    # ----------------------------------------------------------------------------------------------
+    # -- worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -179,8 +176,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         report = self._worker.core.take_report()
         return KVLoftWorkerMetadata([report]) if report is not None else None
 
-    # -- scheduler side
-    # -------------------------------------------------------------------------------------------
+    # -- scheduler side ---------------------------------------------------------------------------
 
     @_miss_on_error(lambda self: (0, False))
     def get_num_new_matched_tokens(
@@ -237,8 +233,8 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Called before each request is added: notes whether this is the scheduler's only connector
-        or a child of MultiConnector.
+        """Note, before a request is added, whether this is the only connector or a child of
+        MultiConnector.
 
         The only connector also frees the blocks of a preempted or finished request at once, as
         without a connector. vLLM defers that while a step in flight can write them, because a
@@ -252,9 +248,8 @@ class KVLoftConnector(KVConnectorBase_V1):
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.siblings = ()
-            if not getattr(
-                scheduler, "defer_async_loads", False
-            ):  # HiSparse reads its pages after they are free
+            # HiSparse reads its pages after they are free.
+            if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
             self._scheduler.siblings = tuple(child for child in children if child is not self)
@@ -263,8 +258,7 @@ class KVLoftConnector(KVConnectorBase_V1):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_kv_events()
 
-    # -- both
-    # -----------------------------------------------------------------------------------------
+    # -- both -------------------------------------------------------------------------------------
 
     @_miss_on_error()
     def get_kv_connector_stats(self) -> KVLoftStats | None:
@@ -319,8 +313,5 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
     """Return the class that a setting of ``kv_groups`` requires."""
-    return (
-        KVLoftGroupsConnector
-        if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
-        else KVLoftConnector
-    )
+    with_groups = kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
+    return KVLoftGroupsConnector if with_groups else KVLoftConnector
