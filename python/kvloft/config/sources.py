@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloft.config.environment import ENV_FILE, ENV_PREFIX, environment, setting_variables
+from kvloft.config.foreign import equivalent
 from kvloft.config.table import AUTO, KEYS, OF_STORE, Config, is_checked_for_unit
 from kvloft.config.units import has_unit
 from kvloft.errors import ConfigError
@@ -134,6 +135,9 @@ def _known(
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
+    if other := equivalent(str(key)):
+        name = _shown(key) if written is None else written
+        raise ConfigError(f"{name} ({origin}) {other}.")
     import difflib  # slow, and needed for an error only
 
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)

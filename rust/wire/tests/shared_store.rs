@@ -209,7 +209,7 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let first = connect(dir.path());
     let other = ClientConfig { frame_sizes: (2 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(other.clone());
-    assert!(said.contains("give both the same settings"), "{said}");
+    assert!(said.contains("give them the same settings"), "{said}");
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
