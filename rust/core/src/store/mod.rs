@@ -42,7 +42,7 @@ mod tenants;
 #[cfg(any(test, feature = "testing"))]
 mod tests;
 
-pub use api::{Lookup, Reserved};
+pub use api::Lookup;
 pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
 pub use evict::{Evict, remove_closed};
