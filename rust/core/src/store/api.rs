@@ -7,23 +7,15 @@ use crate::Result;
 use crate::key::ChunkKey;
 use crate::store::config::ArenaInfo;
 use crate::store::disk::work::Clearing;
+use crate::store::host::emptying::SlabRelease;
 use crate::store::lease::{ReadLease, WriteLease};
-use crate::store::lookup::{Anchors, Prefix};
+use crate::store::lookup::{Anchors, Lookup, Prefix};
 use crate::store::open::Store;
 use crate::store::save::{SaveCounts, SaveRequest};
 use crate::store::state::State;
 
 /// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Leading units of a prefix that are stored.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Lookup {
-    /// In host memory.
-    pub host_units: u32,
-    /// In host memory or on disk.
-    pub stored_units: u32,
-}
 
 impl Store {
     /// Returns how another process of this user maps the frames.
@@ -35,9 +27,8 @@ impl Store {
     /// as empty. No side effect (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
-        let found: Option<Vec<_>> = self.inner.with_open_state(find);
-        let of = |(host_units, stored_units)| Lookup { host_units, stored_units };
-        found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
+        let found = self.inner.with_open_state(find);
+        found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
     /// Returns how many of a prefix's `anchors` are stored, and how many of those are proven.
@@ -139,6 +130,24 @@ impl Store {
     /// Disk reads use any.
     pub fn limit_memory(&self, limit_bytes: u64) {
         self.inner.with_state(|state| state.host.limit(limit_bytes));
+    }
+
+    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
+    /// stores need them.
+    pub fn set_active(&self, is_active: bool) {
+        self.inner.with_state(|state| state.host.member().set_active(is_active));
+    }
+
+    /// Returns the number of slabs it has, and how many of them exceed its share.
+    pub fn num_slabs(&self) -> (u32, u32) {
+        let state = self.inner.lock();
+        state.map(|state| state.host.member().num_slabs()).unwrap_or_default()
+    }
+
+    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
+    /// each call does a slice.
+    pub fn release_slab(&self) -> SlabRelease {
+        self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
     /// Returns the log lines for the operator since the last call, oldest first.
