@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`faults`] | files that fail, hang or corrupt bytes on demand |
-//! | [`one_prefix`] | calls for one prefix, of which engines make many at once |
+//! | [`one_prefix`] | calls for a single prefix; engines make calls for many |
 //! | [`memory_tier`] | a `LocalTier` in memory that fails, hangs and panics on demand |
 //! | [`local_tier`], [`remote_tier`] | what each implementation of the trait must do, against a model |
 //!

@@ -221,7 +221,9 @@ impl State {
             entry.parent_key != prefix.key_of(entry.depth)
         };
         let Some(id) = unproven.iter().copied().find(is_foreign) else {
-            unproven.into_iter().for_each(|id| self.index[id].proven = true);
+            for id in unproven {
+                self.index[id].proven = true;
+            }
             return None;
         };
         self.stats.disk_verify_failures += 1;
