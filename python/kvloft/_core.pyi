@@ -155,8 +155,8 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """``frame_bytes``: the frame size, or one per size class, or pairs with the bytes that a chunk
-        of the class takes uncompressed. ``limits``: see `kvloft.limits`.
+        """``frame_bytes``: the frame size, or one per size class, or pairs with the bytes that a
+        chunk of the class takes uncompressed. ``limits``: see `kvloft.limits`.
 
         ``groups``: (number in keys, kind, block tokens, blocks per unit, kept blocks, reach, size
         class, size class of compressed chunks) of each KV cache group; see `kvloft.seam.shape`.
@@ -313,7 +313,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     StoreError without a server, and ConfigError if it refuses.
     """
 
-def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
+def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Remove a namespace from every tier, for all engines; returns the number of chunks.
 
     Its name in hex begins with ``namespace``, which may be empty if there is only one. Raises as

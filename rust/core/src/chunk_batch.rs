@@ -9,7 +9,7 @@ mod part;
 
 use std::collections::BTreeSet;
 
-pub use self::part::Columns;
+pub use self::part::{Columns, NOT_WANTED};
 use self::part::{Part, check_table, numbers, wanted};
 use crate::engine::Cut;
 use crate::io::{FrameId, SizeClass};
@@ -17,8 +17,6 @@ use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
 use crate::{Error, Result};
 
-/// In the blocks of a batch: this block of the chunk is not copied.
-pub const NOT_WANTED: i32 = -1;
 /// A block that belongs to no request. It is never saved.
 pub const NULL_BLOCK: i32 = 0;
 

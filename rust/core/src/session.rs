@@ -6,7 +6,6 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -39,18 +38,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn renew(&self) -> bool {
         false
     }
-    /// Returns how many leading units of the prefix are stored. No side effect (I9).
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
-        self.lookup_many(&[prefix]).pop().unwrap_or_default()
-    }
-    /// Looks up many prefixes in one call.
+    /// Returns how many leading units of each prefix are stored. No side effect (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the stored chunks of a prefix in host memory and starts reads of the others, as far as
-    /// frames are available.
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
-        self.acquire_all(&[prefix])
-    }
-    /// Acquires many prefixes as one lease.
+    /// Pins the stored chunks of prefixes in host memory, as one lease, and starts reads of the
+    /// others, as far as frames are available.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
     /// Returns how many chunks are ready and how many are being read, over all prefixes of the
     /// lease. Zeros for a lease that ended.
@@ -59,15 +50,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease; a second call does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves frames for the missing chunks of a range; also returns how many got no frame.
-    /// Numbers ascend for the life of the store; a new store never reuses a number that this
+    /// Reserves frames for the missing chunks of ranges of prefixes. Returns the reservations in
+    /// order, and their number for each range. Reserves nothing if a prefix is shorter than its
+    /// range. Numbers ascend for the life of the store; a new store never reuses a number that this
     /// session received before.
-    fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
-        let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
-        Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
-    }
-    /// Reserves ranges of many prefixes in one call. Returns the reservations in order, and their
-    /// number for each range. Reserves nothing if a prefix is shorter than its range.
     fn reserve_many(
         &self,
         asked: &[SaveRequest<'_>],

@@ -22,6 +22,7 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, KeyChain, key::root_key};
 use kvloft_testing::PageBuffer;
+use kvloft_testing::one_prefix::StoreExt;
 use tempfile::TempDir;
 
 const FRAME: usize = 64 * 1024;

@@ -23,6 +23,7 @@ use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, KeyChain};
 use kvloft_testing::PageBuffer;
 use kvloft_testing::faults::blocks;
+use kvloft_testing::one_prefix::StoreExt;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";

@@ -10,6 +10,7 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{SaveRequest, Store, StoreConfig};
 use kvloft_core::tier::disk::DiskRoot;
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{config, stat};
 
 const PAGE: u64 = 4096;

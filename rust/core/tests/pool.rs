@@ -20,6 +20,7 @@ use kvloft_core::store::{
     DiskSettings, ReadLease, SaveRequest, SlabRelease, Store, StoreConfig, WriteLease,
 };
 use kvloft_core::tier::disk::DiskRoot;
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;

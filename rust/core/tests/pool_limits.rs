@@ -12,6 +12,7 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{ReadLease, SlabRelease, Store, StoreConfig};
 use kvloft_core::tier::disk::DiskRoot;
+use kvloft_testing::one_prefix::StoreExt;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];

@@ -17,6 +17,7 @@ use kvloft_core::store::{
     Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
     StoreConfig, TierName,
 };
+use kvloft_testing::one_prefix::SessionExt;
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {

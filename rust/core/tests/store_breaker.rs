@@ -13,6 +13,7 @@ use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Prefix, Progress, ReadLease, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);

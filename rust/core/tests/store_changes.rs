@@ -14,6 +14,7 @@ use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{
     Changes, Listener, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease,
 };
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{
     MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat,

@@ -18,6 +18,7 @@ use kvloft_core::store::{
     DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, remove_closed,
 };
 use kvloft_core::tier::disk::{DiskRoot, RemovedChunks, inspect};
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, save, verify};
 

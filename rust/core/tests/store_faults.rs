@@ -18,6 +18,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{
     MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat, verify,

@@ -16,6 +16,7 @@ use kvloft_core::{ChunkKey, KeyChain, Result};
 use kvloft_testing::PageBuffer;
 use kvloft_testing::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use kvloft_testing::memory_tier::MemoryTier;
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);

@@ -19,6 +19,7 @@ use kvloft_core::store::{
     Evict, Limits, Prefix, Quota, ReadLease, SaveRequest, Store, StoreConfig, TenantLimits,
     WriteLease,
 };
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{
     MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, stat, verify,

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{Anchors, Lookup, Prefix, ReadLease, Store, WriteLease};
+use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{arena_of, config, fill, prompt_chain, stat, verify};
 

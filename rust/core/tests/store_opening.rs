@@ -14,6 +14,7 @@ use kvloft_core::store::{Opener, Store, StoreConfig};
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 use kvloft_testing::memory_tier::MemoryTier;
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 
 const LONG: Duration = Duration::from_secs(60);

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, Store, StoreConfig, TenantLimits};
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, save, stat};
 
 const FRAMES: u32 = 32;

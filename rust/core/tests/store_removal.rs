@@ -17,6 +17,7 @@ use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::{Error, ErrorKind, KeyChain};
 use kvloft_testing::memory_tier::MemoryTier;
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{
     FRAME, arena_of, chain, config, disk_settings, prompt_chain, save, stat, verify,
 };

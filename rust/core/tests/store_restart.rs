@@ -13,6 +13,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Anchors, DiskSettings, Lookup, Prefix, Store, StoreConfig};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_testing::faults::{Call, EIO, Fault, FaultFiles, Rule};
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::KeyChain;
 use kvloft_core::store::{Prefix, SaveRequest, Store, StoreConfig};
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::*;
 
 const GROUP: u32 = 5;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Store, StoreConfig};
+use kvloft_testing::one_prefix::StoreExt;
 use store_common::{MemoryDisk, arena_of, config, disk_settings, fill, prompt_chain, stat, verify};
 
 const THREADS: usize = 4;

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix};
+use kvloft_core::store::Prefix;
 use kvloft_core::{ChunkKey, KeyChain};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::protocol::{Hello, Request, VERSION};
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 

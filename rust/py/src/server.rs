@@ -15,6 +15,17 @@ use crate::error::raise;
 use crate::limits::{PyTenantLimits, tenant_limits};
 use crate::time::timeout;
 
+/// The settings of a disk tier, if there is a path.
+pub(crate) fn disk_settings(
+    path: Option<PathBuf>,
+    cap_bytes: u64,
+    num_threads: u32,
+    description: &str,
+) -> Option<DiskSettings> {
+    let description = description.to_owned();
+    path.map(|dir| DiskSettings { dir, cap_bytes, num_threads, description })
+}
+
 /// A store that engines of this user share; listens until it is closed.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Server {
@@ -43,18 +54,12 @@ impl Server {
         limits: Option<PyTenantLimits>,
         settings: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
-        let disk = disk_path.map(|dir| DiskSettings {
-            dir,
-            cap_bytes: disk_bytes,
-            num_threads: disk_threads,
-            description: String::new(),
-        });
         let config = ServerConfig {
             socket,
             host_bytes,
             eviction: Eviction::parse(eviction).map_err(raise)?,
             available_bytes: available_bytes(),
-            disk,
+            disk: disk_settings(disk_path, disk_bytes, disk_threads, ""),
             shares: shares.unwrap_or_default(),
             numa: numa.unwrap_or_default(),
             limits: tenant_limits(limits).map_err(raise)?,

@@ -13,8 +13,8 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::{FrameSizes, available_bytes};
 use kvloft_core::key;
 use kvloft_core::session::{self, Local};
-use kvloft_core::store::{Changes, DiskSettings, Lookup, StoreConfig};
-use kvloft_wire::{Client, ClientConfig};
+use kvloft_core::store::{Changes, Lookup, StoreConfig};
+use kvloft_wire::{Client, ClientConfig, unix_s};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
@@ -24,7 +24,8 @@ use crate::groups::{PyGroup, append_saved_blocks};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::lease::ReadLease;
 use crate::limits::{PyTenantLimits, tenant_limits};
-use crate::time::{timeout, unix_s};
+use crate::server::disk_settings;
+use crate::time::timeout;
 use crate::tokens::{append_token_ids, block_ids, number};
 
 /// A store with one engine's loads and saves in flight.
@@ -129,12 +130,7 @@ impl Session {
         limits: Option<PyTenantLimits>,
     ) -> PyResult<Self> {
         let sizes = FrameSizes::from(frame_bytes);
-        let disk = disk_path.map(|dir| DiskSettings {
-            dir,
-            cap_bytes: disk_bytes,
-            num_threads: disk_threads,
-            description: description.to_owned(),
-        });
+        let disk = disk_settings(disk_path, disk_bytes, disk_threads, description);
         let config = StoreConfig {
             frame_sizes: sizes.clone(),
             host_bytes,

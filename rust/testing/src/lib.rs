@@ -3,6 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`faults`] | files that fail, hang or corrupt bytes on demand |
+//! | [`one_prefix`] | calls for a single prefix; engines make calls for many |
 //! | [`memory_tier`] | a `LocalTier` in memory that fails, hangs and panics on demand |
 //! | [`local_tier`], [`remote_tier`] | what each implementation of the trait must do, against a model |
 //!
@@ -12,6 +13,7 @@
 pub mod faults;
 pub mod local_tier;
 pub mod memory_tier;
+pub mod one_prefix;
 pub mod remote_tier;
 
 pub use kvloft_core::testing::PageBuffer;

@@ -10,6 +10,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{Local, Session};
 use kvloft_core::store::{Prefix, StoreConfig};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 const PROMPT_TOKENS: u32 = 131_072;

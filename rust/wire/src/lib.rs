@@ -16,4 +16,5 @@ pub use client::config::ClientConfig;
 pub use protocol::admin::{EvictReport, NamespaceStatus, Status};
 pub use server::Server;
 pub use server::config::{GPU_SETTLE, ServerConfig};
+pub use server::namespace::unix_s;
 pub use server::namespaces::MAX_NAMESPACES;

@@ -14,6 +14,7 @@ use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Evicted, Prefix};
 use kvloft_core::{ErrorKind, Result};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
 /// Allows many connections: each admin request opens one, and the server may close it later.

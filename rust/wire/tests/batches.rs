@@ -11,6 +11,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRequest, StoreConfig};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::protocol::MAX_PREFIXES;
 use kvloft_wire::{Server, ServerConfig};
 use proptest::collection::vec;

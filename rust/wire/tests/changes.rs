@@ -11,6 +11,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Tiers};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, Server, ServerConfig, clear};
 use proptest::prelude::*;
 use proptest::sample::Index;

@@ -9,6 +9,7 @@ use common::{FRAME, LONG, chain, connect, found, save, server_config, stat, unti
 use kvloft_core::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Progress};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Server, ServerConfig};
 use proptest::prelude::*;
 

@@ -15,6 +15,7 @@ use common::{
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{
     Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status,
 };

@@ -13,6 +13,7 @@ use common::{
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, status};
 
 #[test]

@@ -19,6 +19,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress};
 use kvloft_core::{ChunkKey, ErrorKind};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::protocol::{
     Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes,

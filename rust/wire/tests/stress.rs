@@ -13,6 +13,7 @@ use common::{FRAME, LONG, remote_config, server_config, stat, until};
 use kvloft_core::key::{KeyChain, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 /// Pages of a chunk; a slab has four.

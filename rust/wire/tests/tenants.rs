@@ -12,6 +12,7 @@ use common::{
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Quota, SaveRequest, Tenant, TenantLimits};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, NamespaceStatus, Server, ServerConfig, status};
 
 fn engine(dir: &Path, nth: u8) -> Client {

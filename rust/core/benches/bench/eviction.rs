@@ -8,6 +8,7 @@ use std::path::Path;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{Store, StoreConfig};
+use kvloft_testing::one_prefix::StoreExt;
 
 use crate::states;
 use crate::table::{title, verdict};

@@ -9,6 +9,7 @@ use std::time::Instant;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{Store, StoreConfig};
+use kvloft_testing::one_prefix::StoreExt;
 
 use crate::table::{Times, title, verdict};
 

@@ -9,6 +9,7 @@
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
+use kvloft_testing::one_prefix::StoreExt;
 
 use crate::lookup::{NUM_CHUNKS, full_store, prompt};
 use crate::table::{Times, title, verdict};

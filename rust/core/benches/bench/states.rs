@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{Prefix, SaveRequest, Store, StoreConfig, TenantLimits};
+use kvloft_testing::one_prefix::StoreExt;
 
 use crate::table::{title, verdict};
 use crate::trace::Trace;

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use super::NOT_WANTED;
 use crate::io::FrameId;
 use crate::{Error, Result};
+
+/// In the blocks of a batch: this block of the chunk is not copied.
+pub const NOT_WANTED: i32 = -1;
 
 /// The chunks of one group; never none.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -15,11 +15,8 @@ use crate::store::{Lookup, Prefix};
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
-#[derive(Debug, Clone, Copy)]
-enum Where {
-    Host,
-    Stored,
-}
+/// Chooses the tiers in which chunks count.
+type Tiers = fn(&Lookup) -> u32;
 
 /// Lookup results of one group, for the units from `start` on.
 struct Column<'a> {
@@ -58,19 +55,15 @@ impl Column<'_> {
         (self.start, self.found) = (start, found);
     }
 
-    fn is_there(&self, unit: u32, at: Where) -> bool {
-        let found = self.found[(unit - self.start) as usize];
-        0 < match at {
-            Where::Host => found.host_units,
-            Where::Stored => found.stored_units,
-        }
+    fn is_there(&self, unit: u32, tiers: Tiers) -> bool {
+        tiers(&self.found[(unit - self.start) as usize]) > 0
     }
 
     /// Returns `num_units` if all chunks that a prefix of that length needs are stored; else a
     /// smaller number, such that no number between the two is a hit.
-    fn nearest(&self, num_units: u32, at: Where) -> u32 {
+    fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
-            self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, at))
+            self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
         else {
             return num_units;
         };
@@ -79,7 +72,7 @@ impl Column<'_> {
         }
         (self.start..missing)
             .rev()
-            .find(|unit| self.is_there(*unit, at))
+            .find(|unit| self.is_there(*unit, tiers))
             .map_or(self.start, |unit| unit + 1)
     }
 }
@@ -100,9 +93,12 @@ pub(super) fn deepest(
         found: Vec::new(),
     };
     let mut columns: Vec<_> = attached.map(column).collect();
-    let stored_units = search(session, chain, &mut columns, most.stored_units, Where::Stored)?;
+    let stored_units =
+        search(session, chain, &mut columns, most.stored_units, |found| found.stored_units)?;
     let host_units =
-        search(session, chain, &mut columns, most.host_units.min(stored_units), Where::Host)?;
+        search(session, chain, &mut columns, most.host_units.min(stored_units), |found| {
+            found.host_units
+        })?;
     Ok(Lookup { host_units, stored_units })
 }
 
@@ -111,7 +107,7 @@ fn search(
     chain: &KeyChain,
     columns: &mut [Column<'_>],
     most: u32,
-    at: Where,
+    tiers: Tiers,
 ) -> Result<u32> {
     let (mut num_units, mut further) = (most, 0);
     while num_units > 0 {
@@ -120,8 +116,11 @@ fn search(
             look_up(session, chain, unknown, num_units, further)?;
             further = if further == 0 { LOOK_BACK } else { further.saturating_mul(LOOK_FURTHER) };
         }
-        let nearest =
-            columns.iter().map(|column| column.nearest(num_units, at)).min().unwrap_or(num_units);
+        let nearest = columns
+            .iter()
+            .map(|column| column.nearest(num_units, tiers))
+            .min()
+            .unwrap_or(num_units);
         if nearest == num_units {
             break;
         }

@@ -53,7 +53,9 @@ impl EngineSession {
     ///
     /// Skips a chunk of another group if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        rows.iter_mut().for_each(|row| self.extend_groups(row.chain));
+        for row in rows.iter_mut() {
+            self.extend_groups(row.chain);
+        }
         let parts = rows.iter().map(|row| self.parts(row)).collect::<Result<Vec<_>>>()?;
         self.reserve_parts(&parts)
     }

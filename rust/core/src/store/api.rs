@@ -1,14 +1,14 @@
 //! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear and statistics.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::key::ChunkKey;
 use crate::store::config::ArenaInfo;
 use crate::store::disk::work::Clearing;
+use crate::store::host::emptying::SlabRelease;
 use crate::store::lease::{ReadLease, WriteLease};
-use crate::store::lookup::{Anchors, Prefix};
+use crate::store::lookup::{Anchors, Lookup, Prefix};
 use crate::store::open::Store;
 use crate::store::save::{SaveCounts, SaveRequest};
 use crate::store::state::State;
@@ -17,43 +17,18 @@ use crate::{Event, Result};
 /// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Leading units of a prefix that are stored.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Lookup {
-    /// In host memory.
-    pub host_units: u32,
-    /// In host memory or on disk.
-    pub stored_units: u32,
-}
-
-/// Result of [`Store::reserve`]: a lease for each chunk to be filled, and the number of chunks
-/// without a frame.
-#[derive(Debug, Default)]
-pub struct Reserved {
-    /// In order of the prefix.
-    pub leases: Vec<WriteLease>,
-    /// The first chunk without a frame or a parent, and all after it.
-    pub num_dropped: u32,
-}
-
 impl Store {
     /// Returns how another process of this user maps the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
 
-    /// Returns how many leading units of the prefix are stored. A paused disk counts as empty. No
-    /// side effect (I9).
-    pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
-        self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
-    }
-
-    /// As [`Self::lookup`] for many prefixes, at one moment.
+    /// Returns how many leading units of each prefix are stored, at one moment. A paused disk counts
+    /// as empty. No side effect (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
-        let found: Option<Vec<_>> = self.inner.with_open_state(find);
-        let of = |(host_units, stored_units)| Lookup { host_units, stored_units };
-        found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
+        let found = self.inner.with_open_state(find);
+        found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
     /// Returns how many of a prefix's `anchors` are stored, and how many of those are proven.
@@ -64,37 +39,20 @@ impl Store {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
-    /// Pins the stored part of a prefix that is in host memory and starts reading the rest from
-    /// disk.
+    /// Pins the stored parts of prefixes that are in host memory and starts reading the rest from
+    /// disk, as one lease that counts the units of all of them.
     ///
-    /// A read takes a frame when it begins. The lease ends before the first chunk that gets no
-    /// frame or cannot be read.
-    pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
-        self.acquire_all(&[prefix.into()])
-    }
-
-    /// As [`Self::acquire`] for many prefixes, as one lease that counts the units of all of them.
+    /// A read takes a frame when it begins. The lease of a prefix ends before the first chunk that
+    /// gets no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
             |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
     }
 
-    /// Reserves frames for the chunks of `units` that are neither in host memory nor being filled.
-    ///
-    /// It stops at the first chunk without a frame. `InvalidConfig` if the prefix is shorter than
-    /// `units`.
-    pub fn reserve<'a>(
-        &self,
-        prefix: impl Into<Prefix<'a>>,
-        units: Range<u32>,
-    ) -> Result<Reserved> {
-        let (leases, got) = self.reserve_many(None, &[(prefix.into(), units).into()])?;
-        Ok(Reserved { leases, num_dropped: got[0].num_dropped })
-    }
-
-    /// As [`Self::reserve`] for many prefixes: returns the leases of all of them in order, and the
-    /// number of each.
+    /// Reserves frames for chunks that are neither in host memory nor being filled: returns the
+    /// leases of all saves in order, and the number of each. A save stops at the first chunk without
+    /// a frame.
     ///
     /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves
     /// nothing if a prefix is shorter than its units.
@@ -172,6 +130,24 @@ impl Store {
     /// Disk reads use any.
     pub fn limit_memory(&self, limit_bytes: u64) {
         self.inner.with_state(|state| state.host.limit(limit_bytes));
+    }
+
+    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
+    /// stores need them.
+    pub fn set_active(&self, is_active: bool) {
+        self.inner.with_state(|state| state.host.member().set_active(is_active));
+    }
+
+    /// Returns the number of slabs it has, and how many of them exceed its share.
+    pub fn num_slabs(&self) -> (u32, u32) {
+        let state = self.inner.lock();
+        state.map(|state| state.host.member().num_slabs()).unwrap_or_default()
+    }
+
+    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
+    /// each call does a slice.
+    pub fn release_slab(&self) -> SlabRelease {
+        self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
     /// Returns the log lines for the operator since the last call, oldest first.

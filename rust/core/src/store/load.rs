@@ -6,7 +6,7 @@ use crate::evict::ChunkId;
 use crate::index::{Entry, HostEvent, HostState};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
-use crate::store::lookup::Prefix;
+use crate::store::lookup::{Lookup, Prefix};
 use crate::store::state::State;
 
 /// Where a chunk was when its lease was taken.
@@ -77,10 +77,10 @@ impl State {
     /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
     /// here is a chunk's ancestry verified.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
-        let (host, any) = self.find_verified(prefix);
-        let mut held = Held { host_end: self.visible(prefix, host), ..Held::default() };
-        if any > host {
-            held.loads = self.want_reads(prefix, host, any);
+        let Lookup { host_units, stored_units } = self.find_verified(prefix);
+        let mut held = Held { host_end: self.visible(prefix, host_units), ..Held::default() };
+        if stored_units > host_units {
+            held.loads = self.want_reads(prefix, host_units, stored_units);
         }
         if let Some(end) = held.host_end {
             held.num_host = self.index[end].depth + 1;

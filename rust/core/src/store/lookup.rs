@@ -10,6 +10,15 @@ use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
+/// Leading units of a prefix that are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Lookup {
+    /// In host memory.
+    pub host_units: u32,
+    /// In host memory or on disk.
+    pub stored_units: u32,
+}
+
 /// The keys of a prefix, one per unit, and the key of the empty prefix.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefix<'a> {
@@ -130,31 +139,34 @@ impl State {
     }
 
     /// Returns the leading units in host memory, and those stored in any tier.
-    pub(crate) fn find(&self, prefix: &Prefix<'_>) -> (u32, u32) {
-        if self.has_proven_base(prefix) { self.find_attached(*prefix) } else { (0, 0) }
+    pub(crate) fn find(&self, prefix: &Prefix<'_>) -> Lookup {
+        if self.has_proven_base(prefix) { self.find_attached(*prefix) } else { Lookup::default() }
     }
 
     /// As [`Self::find`], after comparing each chunk with the prefix. Removes chunks that are not
     /// the prefix's; the others are proven and not compared again.
-    pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
+    pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
-            return (0, 0);
+            return Lookup::default();
         }
         let mut prefix = *prefix;
         loop {
-            let (host, any) = self.find_attached(prefix);
-            match self.remove_foreign(&prefix, any) {
-                None => return (host, any),
+            let found = self.find_attached(prefix);
+            match self.remove_foreign(&prefix, found.stored_units) {
+                None => return found,
                 Some(depth) => prefix = prefix.cut(depth),
             }
         }
     }
 
     /// Returns the units found that do not hang on a chunk that is being removed.
-    fn find_attached(&self, mut prefix: Prefix<'_>) -> (u32, u32) {
+    fn find_attached(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
-            let found = self.find_present(&prefix);
-            match self.first_removed(&prefix, found.1) {
+            let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
+            let in_host = |entry: &Entry| entry.host.is_visible();
+            let host_units = self.find_end(&prefix, stored_units, in_host);
+            let found = Lookup { host_units, stored_units };
+            match self.first_removed(&prefix, stored_units) {
                 None => return found,
                 Some(depth) => prefix = prefix.cut(depth),
             }
@@ -170,11 +182,6 @@ impl State {
         let end = self.index.get(&prefix.key_of(units))?;
         let ancestors = self.index.ancestry(end).map(|id| &self.index[id]);
         ancestors.filter(|entry| entry.removing || entry.detached).last().map(|entry| entry.depth)
-    }
-
-    fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
-        let stored = self.find_end(prefix, prefix.num_units(), self.is_stored());
-        (self.find_end(prefix, stored, |entry| entry.host.is_visible()), stored)
     }
 
     /// Returns how many of the first `most` units are `present`.
@@ -214,7 +221,9 @@ impl State {
             entry.parent_key != prefix.key_of(entry.depth)
         };
         let Some(id) = unproven.iter().copied().find(is_foreign) else {
-            unproven.into_iter().for_each(|id| self.index[id].proven = true);
+            for id in unproven {
+                self.index[id].proven = true;
+            }
             return None;
         };
         self.stats.disk_verify_failures += 1;

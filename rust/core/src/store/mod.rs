@@ -42,7 +42,6 @@ mod tenants;
 #[cfg(any(test, feature = "testing"))]
 mod tests;
 
-pub use api::{Lookup, Reserved};
 pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
 pub use evict::{Evict, remove_closed};
@@ -51,7 +50,7 @@ pub use lease::{ReadLease, WriteLease};
 pub use listener::Listener;
 pub use load::{LeasedFrame, Progress, TierName};
 pub use locked::{Clock, Opener};
-pub use lookup::{Anchors, Prefix};
+pub use lookup::{Anchors, Lookup, Prefix};
 pub use open::Store;
 pub use save::{Reservation, SaveCounts, SaveRequest};
 pub use stats::Evicted;

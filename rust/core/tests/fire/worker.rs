@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
 use kvloft_core::store::{LeasedFrame, Prefix, ReadLease, Store, WriteLease};
+use kvloft_testing::one_prefix::StoreExt;
 
 use super::recorder::{Dice, FRAME, Recorder, write_bytes};
 

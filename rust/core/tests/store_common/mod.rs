@@ -22,6 +22,7 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::{Error, ErrorKind};
 use kvloft_testing::memory_tier::MemoryTier;
+use kvloft_testing::one_prefix::StoreExt;
 
 pub(crate) const FRAME: usize = 4096;
 

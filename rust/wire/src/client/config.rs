@@ -5,10 +5,6 @@ use std::time::Duration;
 
 use kvloft_core::io::FrameSizes;
 
-/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
-/// an answer is lost.
-const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
-
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientConfig {
@@ -22,10 +18,4 @@ pub struct ClientConfig {
     pub frame_sizes: FrameSizes,
     /// As in `DiskSettings`.
     pub description: String,
-}
-
-impl ClientConfig {
-    pub(crate) fn save_deadline(&self) -> Duration {
-        self.deadline.max(MIN_SAVE_DEADLINE)
-    }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId};
 use kvloft_core::store::{Prefix, Progress};
@@ -17,6 +17,9 @@ use crate::client::missed_calls::MissedCalls;
 use crate::protocol::{Answer, Request};
 use crate::threads::locked;
 
+/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
+/// an answer is lost.
+const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 64;
 
@@ -176,7 +179,7 @@ impl ClientInner {
     }
 
     pub(crate) fn save_deadline(&self) -> Instant {
-        Instant::now() + self.config.save_deadline()
+        Instant::now() + self.config.deadline.max(MIN_SAVE_DEADLINE)
     }
 
     pub(crate) fn server_name(&self) -> String {

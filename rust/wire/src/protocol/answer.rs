@@ -13,7 +13,7 @@ pub struct Welcome {
     pub slab_bytes: u64,
 }
 
-/// What was reserved of one range.
+/// Reservations of one range.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReservedRange {
     /// Chunks without a frame.

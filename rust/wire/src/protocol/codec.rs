@@ -233,7 +233,9 @@ impl<'a, T: Field<'a>, U: Field<'a>> Field<'a> for (T, U) {
 impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
     fn write(&self, to: &mut Writer<'_>) {
         to.count(self.len());
-        self.iter().for_each(|item| item.write(to));
+        for item in self {
+            item.write(to);
+        }
     }
 
     fn read(from: &mut Reader<'a>) -> Option<Self> {

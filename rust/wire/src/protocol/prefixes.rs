@@ -105,7 +105,9 @@ impl<'a> Field<'a> for SentRange<'a> {
     fn write(&self, to: &mut Writer<'_>) {
         to.root(self.root);
         (self.class.0 << 1 | u8::from(self.is_attached)).write(to);
-        [self.first, self.units.start, self.units.end].iter().for_each(|number| number.write(to));
+        for number in [self.first, self.units.start, self.units.end] {
+            number.write(to);
+        }
         self.keys.write(to);
     }
 

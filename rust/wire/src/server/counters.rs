@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::protocol::admin::Stats;
 
-/// What is counted; the last two by the engine.
+/// One of the counters. The engine counts the last two.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Count {
     Lookups,

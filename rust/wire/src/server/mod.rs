@@ -11,7 +11,7 @@ mod disk_directory;
 mod handler;
 mod lifeline;
 mod listener;
-mod namespace;
+pub(crate) mod namespace;
 pub(crate) mod namespaces;
 mod quarantine;
 mod shared_state;

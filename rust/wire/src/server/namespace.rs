@@ -123,7 +123,8 @@ impl Namespace {
     }
 }
 
-pub(crate) fn unix_s() -> u64 {
+/// Unix time in seconds.
+pub fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 

@@ -12,10 +12,6 @@ use crate::threads::locked;
 const MAX_TENANTS: usize = 16;
 
 impl ServerState {
-    fn disk_space(&self) -> Option<DiskSpace> {
-        locked(&self.disk_space).clone()
-    }
-
     pub(crate) fn status(&self) -> Status {
         let quarantined = self.quarantine.num_open();
         let (host_bytes, slab_bytes) = self.namespaces.memory().unwrap_or_default();
@@ -29,7 +25,7 @@ impl ServerState {
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
             ("server_disk_unused", self.disk_trouble().is_some().into()),
         ];
-        let space = self.disk_space().map(|DiskSpace { free_bytes, closed }| {
+        let space = locked(&self.disk_space).clone().map(|DiskSpace { free_bytes, closed }| {
             let closed_bytes = self.namespaces.disk.bytes_closed(&closed);
             [("server_disk_free_bytes", free_bytes), ("server_disk_closed_bytes", closed_bytes)]
         });

@@ -8,6 +8,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
+use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, Status};
 

@@ -1,4 +1,4 @@
-//! Slabs that are being emptied for other stores, and the progress of each. Data only; `slabs`
+//! Slabs that are being emptied for other stores, and the progress of each. Data only; `emptying`
 //! empties them.
 
 use rustc_hash::FxHashSet;

@@ -8,12 +8,10 @@
 //! | `frames` | find or free a frame for a chunk |
 //! | `drains` | slabs that are being emptied, as data |
 //! | `emptying` | empty slabs for other stores of the same pool, and for other size classes |
-//! | `slabs` | a store's share of a pool |
 
 pub(crate) mod drains;
 pub(crate) mod emptying;
 pub(crate) mod fill;
 pub(crate) mod frames;
-pub(crate) mod slabs;
 pub(crate) mod transitions;
 pub(crate) mod waiters;

@@ -11,6 +11,7 @@ use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, Store
 use crate::evict::Eviction;
 use crate::index::{DiskEvent, DiskState};
 use crate::key::{ChunkKey, KeyChain};
+use crate::test_support::one_prefix::StoreExt;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 

@@ -355,7 +355,8 @@ impl Run {
         super::check::check(&self.state).unwrap();
         for prompt in 0..NUM_PROMPTS {
             let chain = prompt_chain(prompt);
-            let (host, any) = self.state.find(&Prefix::from(&chain));
+            let found = self.state.find(&Prefix::from(&chain));
+            let (host, any) = (found.host_units, found.stored_units);
             assert!(host <= any);
             for key in &chain.keys()[..any as usize] {
                 assert!(

@@ -18,7 +18,7 @@ impl Run {
     /// Blocks of a prompt in host memory.
     fn in_host(&mut self, prompt: usize) -> u32 {
         let chain = prompt_chain(prompt);
-        self.state.find(&Prefix::from(&chain)).0
+        self.state.find(&Prefix::from(&chain)).host_units
     }
 
     /// Runs one job of `took` and returns its letter: R, W or F; None if there is no job.

@@ -8,6 +8,7 @@ use kvloft_core::ErrorKind;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::Prefix;
+use kvloft_testing::one_prefix::SessionExt;
 
 use crate::{Client, ClientConfig, Server, ServerConfig};
 

@@ -4,6 +4,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::KeyChain;
 use kvloft_core::store::{StoreConfig, TenantLimits};
+use kvloft_testing::one_prefix::StoreExt;
 
 use super::*;
 

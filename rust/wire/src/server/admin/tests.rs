@@ -8,6 +8,7 @@ use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Limits, Prefix, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::disk::RemovedChunks;
+use kvloft_testing::one_prefix::{SessionExt, StoreExt};
 
 use super::EvictRequest;
 use crate::protocol::Hello;
