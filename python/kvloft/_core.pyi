@@ -198,7 +198,7 @@ class Session:
         """Bytes of the arena and of its slabs; 0 while there is no store."""
     @property
     def is_save_late(self) -> bool:
-        """Return True if the last reservation timed out, so it can be tried again at once."""
+        """Return True if the last reservation timed out, so it can be retried at once."""
     def renew(self) -> bool:
         """Use the store that replaced one that is gone, and return True if there is one.
 

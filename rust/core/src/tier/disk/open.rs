@@ -168,7 +168,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
 
 fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
     state.stats.fresh_starts += 1;
-    state.event(format!("{} starts afresh: {why}", dir.display()));
+    state.event(format!("{} is recreated: {why}", dir.display()));
 }
 
 /// Marks the namespace as used now; the least recently used one is deleted first.
