@@ -308,8 +308,8 @@ class Session:
         """Saves take frames in the first ``limit_bytes`` of the arena only from now on: workers
         cannot copy to the others yet.
         """
-    def take_events(self) -> list[str]:
-        """Return the disk tier's new log lines."""
+    def take_events(self) -> list[tuple[str, bool]]:
+        """Return new log lines, each with whether it reports a problem."""
     def watch(self, capacity: int) -> None:
         """Record added and removed chunks from now on, at most ``capacity`` keys, for one caller of
         `changes`.

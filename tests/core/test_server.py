@@ -130,8 +130,9 @@ def test_an_engine_rejected_by_the_server_starts_without_the_cache(
     server = _core.Server(socket, host_bytes=8 * FRAME)
     first = connect(socket)
     engine = connect(socket, **settings)
-    (event,) = engine.take_events()
+    ((event, is_problem),) = engine.take_events()
     assert said in event
+    assert is_problem
     assert event.endswith("running without the cache and retrying in the background")
     assert (engine.arena_path, engine.lookup(chain_of([1, 2, 3]))) == ("", (0, 0))
     assert first.arena_sizes[0] == 8 * FRAME

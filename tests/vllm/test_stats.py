@@ -39,7 +39,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.numbers = dict.fromkeys((*COUNTERS, *GAUGES), 0)
 
-    def take_events(self) -> list[str]:
+    def take_events(self) -> list[tuple[str, bool]]:
         return []
 
     def stats(self) -> dict[str, int]:

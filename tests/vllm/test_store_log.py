@@ -1,13 +1,19 @@
-"""Server events are logged even if the engine makes no step."""
+"""Events of servers and disks are logged even if the engine makes no step."""
 
+import logging
 import os
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from pathlib import Path
+
+import pytest
 
 from kvloft import _core
-from kvloft.vllm.store_log import EventPoller
+from kvloft.vllm.store_log import EventPoller, StoreLog
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 
@@ -17,7 +23,7 @@ def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
 
     def tell(session: _core.Session) -> None:
         with is_news:
-            heard.extend(session.take_events())
+            heard.extend(line for line, _ in session.take_events())
             is_news.notify_all()
 
     def has_heard(text: str) -> bool:
@@ -39,3 +45,40 @@ def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
         poller.close()
         assert not heard, "nothing is logged after close"
         session.close()
+
+
+def test_an_engine_logs_once_as_info_that_its_disk_is_back(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    logged: Callable[[], list[logging.LogRecord]],
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def open_session() -> _core.Session:
+        return _core.Session(
+            frame_bytes=4096,
+            host_bytes=1 << 20,
+            namespace=bytes(32),
+            disk_path=str(tmp_path),
+            disk_bytes=1 << 24,
+        )
+
+    def about_the_disk() -> list[tuple[str, str]]:
+        lines = [(record.levelname, record.getMessage()) for record in logged()]
+        return [line for line in lines if "disk tier" in line[1]]
+
+    owner, session = open_session(), open_session()
+    log = StoreLog(session, bytes(32))
+    with closing(EventPoller(log.log_events, every_s=0.01)):
+        deadline = time.monotonic() + 60 * PACE
+        while not about_the_disk() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        owner.close()
+        while len(about_the_disk()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    (closed, refused), (opened, works) = about_the_disk()
+    assert (closed, opened) == ("WARNING", "INFO")
+    assert "cannot be opened" in refused
+    assert "disk tier: open, with 0 chunks" in works
+    session.close()

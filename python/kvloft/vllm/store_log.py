@@ -47,9 +47,10 @@ class StoreLog:
         self._next_warning_s: dict[str, float] = {}
 
     def log_events(self) -> None:
-        """Log the store's events since the last call."""
-        for event in self._store.take_events():
-            logger.warning("kvloft: %s (namespace %s)", event, self._namespace)
+        """Log the store's events since the last call; the end of a problem as INFO."""
+        for event, is_problem in self._store.take_events():
+            level = logging.WARNING if is_problem else logging.INFO
+            logger.log(level, "kvloft: %s (namespace %s)", event, self._namespace)
 
     def warn(self, counts: Counter[str]) -> None:
         """Log the problems that an interval's counts show."""

@@ -8,6 +8,7 @@
 pub mod chunk_batch;
 pub mod engine;
 pub mod error;
+pub mod event;
 pub mod evict;
 pub(crate) mod in_flight;
 pub(crate) mod index;
@@ -34,4 +35,5 @@ extern crate self as kvloft_core;
 pub mod test_support;
 
 pub use error::{Error, ErrorKind, Result};
+pub use event::Event;
 pub use key::{ChunkKey, KeyChain};

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
-use crate::Result;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 use crate::store::{
@@ -21,6 +20,7 @@ use crate::store::{
     SaveCounts, SaveRequest, Store, StoreConfig, WriteLease,
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
+use crate::{Event, Result};
 
 /// The number of a read lease. A session never reuses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -86,7 +86,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// copy to the others yet.
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines since the last call.
-    fn take_events(&self) -> Vec<String>;
+    fn take_events(&self) -> Vec<Event>;
     /// Records added and removed chunks from now on; see [`Store::watch`]. A second call does
     /// nothing.
     fn watch(&self, capacity: usize);
@@ -242,7 +242,7 @@ impl Session for Local {
         self.limit_bytes.store(limit_bytes, Ordering::Relaxed);
     }
 
-    fn take_events(&self) -> Vec<String> {
+    fn take_events(&self) -> Vec<Event> {
         self.store.take_events()
     }
 

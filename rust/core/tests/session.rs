@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use kvloft_core::Event;
 use kvloft_core::chunk_batch::{Chunk, ChunkBatch, Columns};
-use kvloft_core::engine::{Cut, EngineSession, Group, SaveRow};
+use kvloft_core::engine::{Cut, EngineSession, Group, GroupKind, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
@@ -134,7 +135,7 @@ impl Session for Odd {
         Vec::new()
     }
     fn limit_memory(&self, _: u64) {}
-    fn take_events(&self) -> Vec<String> {
+    fn take_events(&self) -> Vec<Event> {
         Vec::new()
     }
     fn watch(&self, _: usize) {}
@@ -200,6 +201,17 @@ fn a_chunk_has_as_many_blocks_as_its_group_keeps() {
             && saves.check(10, 7, 3).is_err()
             && saves.check(10, 6, 2).is_err()
     );
+}
+
+#[test]
+fn a_load_has_the_blocks_that_the_prefix_needs_and_vllm_lacks() {
+    let window = Group { kind: GroupKind::Window, block_tokens: 4, reach: 9, ..TWO };
+    let (engine, _) = odd_with(vec![TWO, window], 1, &[]);
+    // A prefix of 5 units has 10 blocks. The window needs the last 3, and its first one is the
+    // second of a unit.
+    assert_eq!(engine.loaded_blocks(0, 5), [0..10, 7..10]);
+    assert_eq!(engine.loaded_blocks(3, 5), [6..10, 7..10]);
+    assert_eq!(engine.loaded_blocks(4, 5), [8..10, 8..10]);
 }
 
 #[test]

@@ -342,9 +342,10 @@ impl Session {
         self.inner.session().limit_memory(limit_bytes);
     }
 
-    /// Return new log lines of the disk tier.
-    fn take_events(&self) -> Vec<String> {
-        self.inner.session().take_events()
+    /// Return new log lines, each with whether it reports a problem.
+    fn take_events(&self) -> Vec<(String, bool)> {
+        let events = self.inner.session().take_events().into_iter();
+        events.map(|event| (event.to_string(), event.is_problem())).collect()
     }
 
     /// Record added and removed chunks from now on; at most `capacity` wait to be taken.

@@ -171,7 +171,7 @@ fn stopped_server_costs_one_deadline() {
     let all = start.elapsed();
     assert!(first >= Duration::from_millis(200) && all < LONG, "{first:?}, then {all:?}");
     assert_eq!(num_late(&engine), Some(num_late_before + 2));
-    let is_late = |event: &String| {
+    let is_late = |event: &str| {
         event.contains("got no answer from the kvloft server at") && event.contains("within 200ms")
     };
     let num_logged = engine.take_events().iter().filter(|event| is_late(event)).count();

@@ -180,8 +180,7 @@ impl EngineSession {
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
-            let first = group.units(end).start.saturating_mul(each).max(group.first_block(end));
-            first.max(begin.saturating_mul(each))..end.saturating_mul(each)
+            group.first_block(end).max(begin.saturating_mul(each))..end.saturating_mul(each)
         };
         self.groups.iter().map(blocks).collect()
     }

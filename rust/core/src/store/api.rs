@@ -4,7 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::Result;
 use crate::key::ChunkKey;
 use crate::store::config::ArenaInfo;
 use crate::store::disk::work::Clearing;
@@ -13,6 +12,7 @@ use crate::store::lookup::{Anchors, Prefix};
 use crate::store::open::Store;
 use crate::store::save::{SaveCounts, SaveRequest};
 use crate::store::state::State;
+use crate::{Event, Result};
 
 /// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
@@ -175,10 +175,11 @@ impl Store {
     }
 
     /// Returns the log lines for the operator since the last call, oldest first.
-    pub fn take_events(&self) -> Vec<String> {
+    pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
-        events.extend(self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default());
+        let of_tier = self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default();
+        events.extend(of_tier.into_iter().map(Event::problem));
         events
     }
 

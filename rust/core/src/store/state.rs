@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use crate::Event;
 use crate::evict::{ChunkId, Policy};
 use crate::index::Index;
 use crate::store::change_log::ChangeLog;
@@ -59,7 +60,7 @@ pub(crate) struct State {
     pub(crate) opened_s: u32,
     pub(crate) closed: bool,
     /// Log lines for the operator.
-    pub(crate) events: Vec<String>,
+    pub(crate) events: Vec<Event>,
     /// Keys of chunks that were added to a tier or left one; None without a listener.
     pub(crate) change_log: Option<ChangeLog>,
     /// Children that came to host memory before their parent was visible.
@@ -113,8 +114,17 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Adds a log line for the operator; drops it if too many wait.
-    pub(crate) fn log(&mut self, event: String) {
+    /// Queues a problem for the operator's log; drops it if too many wait.
+    pub(crate) fn log(&mut self, text: String) {
+        self.log_event(Event::problem(text));
+    }
+
+    /// Queues the end of a problem.
+    pub(crate) fn log_recovery(&mut self, text: String) {
+        self.log_event(Event::recovery(text));
+    }
+
+    fn log_event(&mut self, event: Event) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }

@@ -71,7 +71,7 @@ impl ClientInner {
         match NewConnection::open(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
-                state.log(format!("connected to {}", self.server_name()));
+                state.log_recovery(format!("connected to {}", self.server_name()));
                 state.next = Some(found);
                 *failures = ConnectFailures::default();
             }

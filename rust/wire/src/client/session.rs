@@ -7,7 +7,7 @@ use kvloft_core::session::{ArenaInfo, LeaseId, Session};
 use kvloft_core::store::{
     Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
 };
-use kvloft_core::{ChunkKey, Result};
+use kvloft_core::{ChunkKey, Event, Result};
 
 use crate::client::Client;
 use crate::client::batches::{clamp_prefix, join_answers, sent_range, split_batches};
@@ -197,14 +197,14 @@ impl Session for Client {
         state.send(&Request::LimitMemory(limit_bytes));
     }
 
-    fn take_events(&self) -> Vec<String> {
+    fn take_events(&self) -> Vec<Event> {
         let mut state = self.state();
         let late = state.missed_calls.log_line(
             Instant::now(),
             &self.inner.server_name(),
             self.inner.config.deadline,
         );
-        std::mem::take(&mut state.events).into_iter().chain(late).collect()
+        std::mem::take(&mut state.events).into_iter().chain(late.map(Event::problem)).collect()
     }
 
     fn watch(&self, capacity: usize) {

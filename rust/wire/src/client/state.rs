@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use kvloft_core::ChunkKey;
 use kvloft_core::session::{ArenaInfo, LeaseId};
 use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::{ChunkKey, Event};
 
 use crate::client::change_feed::ChangeFeed;
 use crate::client::config::ClientConfig;
@@ -42,7 +42,7 @@ pub(crate) struct ClientState {
     pub(crate) is_save_late: bool,
     /// Connections lost so far.
     pub(crate) num_lost: u64,
-    pub(crate) events: Vec<String>,
+    pub(crate) events: Vec<Event>,
     pub(crate) is_closed: bool,
 }
 
@@ -54,9 +54,20 @@ pub(crate) struct ClientInner {
 }
 
 impl ClientState {
-    /// Queues a line for the engine's log; drops a repeated line and lines beyond [`MAX_EVENTS`].
-    pub(crate) fn log(&mut self, event: String) {
-        if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {
+    /// Queues a problem for the engine's log; drops a repeated line and lines beyond
+    /// [`MAX_EVENTS`].
+    pub(crate) fn log(&mut self, text: String) {
+        self.log_event(Event::problem(text));
+    }
+
+    /// Queues the end of a problem.
+    pub(crate) fn log_recovery(&mut self, text: String) {
+        self.log_event(Event::recovery(text));
+    }
+
+    fn log_event(&mut self, event: Event) {
+        let is_repeated = self.events.last().is_some_and(|last| **last == *event);
+        if self.events.len() < MAX_EVENTS && !is_repeated {
             self.events.push(event);
         }
     }

@@ -164,13 +164,13 @@ impl State {
         let after = breaker.is_open();
         if before != after {
             let what = if direction == Direction::Read { "reads" } else { "writes" };
-            self.log(if after {
-                format!(
+            if after {
+                self.log(format!(
                     "disk tier: {what} are failing; pausing {what} and retrying in the background"
-                )
+                ));
             } else {
-                format!("disk tier: {what} work again")
-            });
+                self.log_recovery(format!("disk tier: {what} work again"));
+            }
         }
     }
 
@@ -178,7 +178,7 @@ impl State {
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, Some(true), self.now);
         self.disk.write_breaker.end(ticket, Some(true), self.now);
-        self.log("disk tier: responding again".to_owned());
+        self.log_recovery("disk tier: responding again".to_owned());
     }
 
     fn next_read(&mut self) -> Option<Job> {

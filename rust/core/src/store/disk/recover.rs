@@ -20,7 +20,7 @@ impl State {
         self.disk.attached = Attached::Yes;
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
-            self.log(format!("disk tier: open, with {} chunks", found.len()));
+            self.log_recovery(format!("disk tier: open, with {} chunks", found.len()));
         }
         if self.disk.clearing == Clearing::No {
             found.reverse();
