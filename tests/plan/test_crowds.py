@@ -11,7 +11,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve, tables
 
-from kvloft.plan.admission import LEASE_S, MIN_WAITING
+from kvloft.plan.admission import LEASE_S, MAX_NEW_WAITING, MIN_WAITING
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepReport
 from kvloft.seam.views import StepView
@@ -400,3 +400,14 @@ def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_co
     for _ in range(3):
         assert ask(engine, crowd) == [None] * MIN_WAITING + [0] * (len(crowd) - MIN_WAITING)
     assert engine.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"
+
+
+def test_few_begin_to_wait_in_one_step_because_each_is_looked_up() -> None:
+    engine, requests = on_disk(18, num_frames=2000, local_cache=False, max_running=150)
+    crowd = [
+        Request(f"{request.req_id}-{nth}", list(request.token_ids), 1)
+        for nth in range(10)
+        for request in requests
+    ]
+    for num_waiting in (MAX_NEW_WAITING, 2 * MAX_NEW_WAITING, 150, 150):
+        assert ask(engine, crowd) == [None] * num_waiting + [0] * (len(crowd) - num_waiting)

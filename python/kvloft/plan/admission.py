@@ -16,6 +16,7 @@ order in which they are checked:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason
@@ -35,6 +36,12 @@ passes over each waiting request in every step, at some ten microseconds: with a
 the cost of a step would grow with the queue while slots stay empty.
 """
 
+MAX_NEW_WAITING = 64
+"""At most this many requests begin to wait in a step. The first lookup of a request takes some 40
+microseconds; requests behind these are computed, for which the engine has time until the first
+reads end.
+"""
+
 LEASE_S = 60.0
 """A lease ends after this time without a call for its request."""
 
@@ -51,7 +58,12 @@ class Admission:
     ) -> None:
         self._store, self._requests, self._clock = store, requests, clock
         self._unit_tokens = settings.shape.unit_tokens
-        self._wait_s, self._max_running = settings.wait_s, settings.max_running
+        self._wait_s = settings.wait_s
+        self._most_waiting = math.inf
+        if settings.max_running is not None:
+            self._most_waiting = max(MIN_WAITING, settings.max_running)
+        self._most_waiting_now = min(self._most_waiting, MAX_NEW_WAITING)
+        """Requests that may wait in this step."""
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
         self.turns = ReadTurns(settings.shape, settings.arena)
@@ -105,9 +117,8 @@ class Admission:
 
     def _is_crowded(self, request: RequestState) -> bool:
         """Return True if enough other requests wait in this step: this one must not."""
-        if self._max_running is None or len(self._waited_now) < max(MIN_WAITING, self._max_running):
-            return False
-        return request.req_id not in self._waited_now
+        is_full = len(self._waited_now) >= self._most_waiting_now
+        return is_full and request.req_id not in self._waited_now
 
     # -- matching -------------------------------------------------------------------------------
 
@@ -247,6 +258,7 @@ class Admission:
         self.turns.begin_step()
         self.loads.begin_step()
         self._waited_now.clear()
+        self._most_waiting_now = min(self._most_waiting, len(self.waiting) + MAX_NEW_WAITING)
         if self.turns.waiting.leases and (now := self._clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda request: now - request.asked_s > LEASE_S)
