@@ -58,11 +58,8 @@ class Admission:
     ) -> None:
         self._store, self._requests, self._clock = store, requests, clock
         self._unit_tokens = settings.shape.unit_tokens
-        self._wait_s = settings.wait_s
-        self._most_waiting = math.inf
-        if settings.max_running is not None:
-            self._most_waiting = max(MIN_WAITING, settings.max_running)
-        self._most_waiting_now = min(self._most_waiting, MAX_NEW_WAITING)
+        self._wait_s, self._max_running = settings.wait_s, settings.max_running
+        self._most_waiting = math.inf if settings.max_running is None else MAX_NEW_WAITING
         """Requests that may wait in this step."""
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
@@ -117,7 +114,7 @@ class Admission:
 
     def _is_crowded(self, request: RequestState) -> bool:
         """Return True if enough other requests wait in this step: this one must not."""
-        is_full = len(self._waited_now) >= self._most_waiting_now
+        is_full = len(self._waited_now) >= self._most_waiting
         return is_full and request.req_id not in self._waited_now
 
     # -- matching -------------------------------------------------------------------------------
@@ -258,7 +255,9 @@ class Admission:
         self.turns.begin_step()
         self.loads.begin_step()
         self._waited_now.clear()
-        self._most_waiting_now = min(self._most_waiting, len(self.waiting) + MAX_NEW_WAITING)
+        if (num_slots := self._max_running) is not None:
+            more = len(self.waiting) + MAX_NEW_WAITING
+            self._most_waiting = min(max(MIN_WAITING, num_slots), more)
         if self.turns.waiting.leases and (now := self._clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda request: now - request.asked_s > LEASE_S)
