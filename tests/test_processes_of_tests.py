@@ -114,7 +114,7 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
 
 
 def read_in_time(pipe: int) -> bytes:
-    """Return what was written; nothing if no process has the other end."""
+    """Return the bytes written; nothing if no process has the other end."""
     assert select.select([pipe], [], [], WAIT_S)[0], "a process is left"
     return os.read(pipe, 4096)
 

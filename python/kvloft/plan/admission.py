@@ -16,7 +16,6 @@ order in which they are checked:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason
@@ -59,8 +58,6 @@ class Admission:
         self._store, self._requests, self._clock = store, requests, clock
         self._unit_tokens = settings.shape.unit_tokens
         self._wait_s, self._max_running = settings.wait_s, settings.max_running
-        self._most_waiting = math.inf if settings.max_running is None else MAX_NEW_WAITING
-        """Requests that may wait in this step."""
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
         self.turns = ReadTurns(settings.shape, settings.arena)
@@ -68,6 +65,8 @@ class Admission:
         self.step = 0
         self.waiting: dict[ReqId, RequestState] = {}
         """Requests whose last answer was Wait."""
+        self._num_waited = 0
+        """Requests whose last answer was Wait when this step began."""
         self._waited_now: set[ReqId] = set()
         """Requests whose answer in this step was Wait."""
         self._next_expiry_s = float("-inf")
@@ -114,8 +113,10 @@ class Admission:
 
     def _is_crowded(self, request: RequestState) -> bool:
         """Return True if enough other requests wait in this step: this one must not."""
-        is_full = len(self._waited_now) >= self._most_waiting
-        return is_full and request.req_id not in self._waited_now
+        if self._max_running is None:
+            return False
+        limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
+        return len(self._waited_now) >= limit and request.req_id not in self._waited_now
 
     # -- matching -------------------------------------------------------------------------------
 
@@ -255,9 +256,7 @@ class Admission:
         self.turns.begin_step()
         self.loads.begin_step()
         self._waited_now.clear()
-        if (num_slots := self._max_running) is not None:
-            more = len(self.waiting) + MAX_NEW_WAITING
-            self._most_waiting = min(max(MIN_WAITING, num_slots), more)
+        self._num_waited = len(self.waiting)
         if self.turns.waiting.leases and (now := self._clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda request: now - request.asked_s > LEASE_S)
