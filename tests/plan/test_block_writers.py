@@ -70,6 +70,21 @@ def test_allocated_blocks_are_not_trusted_until_they_are_filled() -> None:
     assert not writers.know_hit(single("b", "ab", [1, 2], num_local=2))
 
 
+def test_an_allocated_block_is_of_no_continuation_although_its_prefix_is_computed_again() -> None:
+    """With a draft model: the second request ended before the tokens after its block were known."""
+    writers = BlockWriters(4, sees_grants=True, lookahead=1)
+    writers.note(single("a", "ab", [1, 2], num_complete=2))
+    hit = single("c", "ab", [1, 2], num_local=2)
+    assert writers.are_of_continuation(hit, [1, 2])
+    given: Any = [("b", [2])]
+    writers.drop_given(StepView(grown=given), {}, ())
+    again = single("b", "ab", [1, 2], num_local=1, num_complete=2)
+    again.chain = SimpleNamespace(key="ab".__getitem__, num_blocks=1)
+    writers.note(again)
+    assert writers.know_hit(hit)
+    assert not writers.are_of_continuation(hit, [2])
+
+
 def test_kv_computed_on_an_unverified_hit_is_not_trusted() -> None:
     writers = BlockWriters(4, sees_grants=False)
     writers.note(single("a", "ab", [1, 2], num_complete=2))

@@ -71,6 +71,8 @@ class Admission:
         self.step = 0
         self.waiting: dict[ReqId, RequestState] = {}
         """Requests whose last answer was Wait."""
+        self._num_waited = 0
+        """Requests whose last answer was Wait when this step began."""
         self._waited_now: set[ReqId] = set()
         """Requests whose answer in this step was Wait."""
         self._next_expiry_s = float("-inf")
@@ -119,8 +121,10 @@ class Admission:
 
     def _is_crowded(self, request: RequestState) -> bool:
         """Return True if enough other requests wait in this step: this one must not."""
-        is_full = len(self._waited_now) >= self._most_waiting_now
-        return is_full and request.req_id not in self._waited_now
+        if self._max_running is None:
+            return False
+        limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
+        return len(self._waited_now) >= limit and request.req_id not in self._waited_now
 
     # -- matching -------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class Admission:
         self.turns.begin_step()
         self.loads.begin_step()
         self._waited_now.clear()
-        self._most_waiting_now = min(self._most_waiting, len(self.waiting) + MAX_NEW_WAITING)
+        self._num_waited = len(self.waiting)
         if self.turns.waiting.leases and (now := self._clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda request: now - request.asked_s > LEASE_S)

@@ -9,7 +9,8 @@ model's KV for another next token in its last position. Must not depend on vLLM.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
+from operator import itemgetter
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import BlockId, ReqId
@@ -30,6 +31,7 @@ class BlockWriters:
         """Keys without a lookahead: the prefix to the block's end."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
         """Keys of the chunks, which also cover the next tokens; none if these are unknown."""
+        self._records = (self._prefixes, self._keys) if lookahead else (self._prefixes,)
 
     # -- records --------------------------------------------------------------------------------
 
@@ -72,9 +74,11 @@ class BlockWriters:
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         """Drop blocks that a request will write to."""
-        for block in blocks if self._prefixes else ():
-            self._prefixes.pop(block, None)
-            self._keys.pop(block, None)
+        if self._prefixes:
+            blocks = list(blocks)
+            for records in self._records:
+                for block in blocks:
+                    records.pop(block, None)
 
     def drop_given(
         self,
@@ -83,19 +87,19 @@ class BlockWriters:
         admitted: Iterable[ReqId],
     ) -> None:
         """Drop the blocks that this step, or an admission before it, gave to requests."""
-        if not self._sees_grants:
+        if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
             self.drop(request.blocks[request.num_local_blocks :])
         for new in step.new:
             if new.req_id not in requests:
                 self.drop(new.block_ids)
-        self.drop(block for _, blocks in step.grown for block in blocks)
+        self.drop(chain.from_iterable(map(itemgetter(1), step.grown)))
 
     def clear(self) -> None:
         """Drop all blocks."""
-        self._prefixes.clear()
-        self._keys.clear()
+        for records in self._records:
+            records.clear()
 
     def _drop_unknown(self, request: RequestState) -> None:
         for table, size in _tables(request):
@@ -115,8 +119,10 @@ class BlockWriters:
         Returns those for which vLLM had a block of another prefix: all that they compute depends on
         it, so nothing of them may be saved.
         """
-        candidates = (*due, *filter(None, map(requests.get, admitted)))
-        unchecked = dict.fromkeys(request for request in candidates if request.is_hit_unchecked)
+        unchecked = {request: None for request in due if request.is_hit_unchecked}
+        for request in filter(None, map(requests.get, admitted)):
+            if request.is_hit_unchecked:
+                unchecked[request] = None
         if not unchecked:
             return []
         # A reset outside a step preempts a request whose table is outdated until its admission.
