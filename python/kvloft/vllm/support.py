@@ -177,10 +177,14 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
             f"have {sizes}{way_out if has_draft_kv(vllm_config) else ''}"
         )
     if has_draft_kv(vllm_config):
-        yield (
-            f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks "
-            f"have {sizes} yet: a draft model with its own KV is untested with such a model"
-        )
+        yield from _of_drafts_with_block_sizes(vllm_config, sizes)
+
+
+def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
+    yield (
+        f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have "
+        f"{sizes} yet: a draft model with its own KV is untested with such a model"
+    )
 
 
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
