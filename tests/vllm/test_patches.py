@@ -86,7 +86,7 @@ def test_a_renamed_target_has_the_consequence_that_its_row_states(
 
 
 def test_a_module_that_is_gone_counts_as_renamed() -> None:
-    gone = Patch("vllm.no_such_module", "Owner", "method", "", "", "", Missing.THIS_RUN)
+    gone = Patch("vllm.no_such_module", "Owner", "method", "", "", Missing.THIS_RUN)
     assert settle([gone]) is True
 
 

@@ -1,6 +1,4 @@
-"""The vLLM glue, and the only folder that imports vllm. ``kv_connector_module_path: "kvloft.vllm"``
-finds the connector here.
-"""
+"""The vLLM glue. ``kv_connector_module_path: "kvloft.vllm"`` finds the connector here."""
 
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.plugin import register_classes

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvloft.errors import ConfigError
 from kvloft.vllm.check_prompts import choose_prompts
-from kvloft.vllm.shape import KIND_OF_SPEC, group_layers, group_shape, layer_specs, page_bytes
+from kvloft.vllm.shape import KIND_OF_SPEC, group_layers, group_shape, layer_specs
 
 NUM_OUTPUT_TOKENS = 24
 NUM_SETTLING_STEPS = 200_000
@@ -37,9 +37,7 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """vLLM's engine in this process, asked one prompt at a time: so every answer is computed in
-    batches of the same shape.
-    """
+    """An engine that runs one prompt at a time, so that all batches have the same shape."""
 
     llm: Any
     blocks: Counter[int] = field(default_factory=Counter)
@@ -49,6 +47,11 @@ class Engine:
     @property
     def core(self) -> Any:
         return self.llm.engine_core.engine_core
+
+    @property
+    def config(self) -> Any:
+        """Return vLLM's KVCacheConfig."""
+        return self.core.scheduler.kv_cache_config
 
     def watch(self) -> None:
         """Count the loaded blocks of each group in plans; no metric has them."""
@@ -100,10 +103,7 @@ class Engine:
             "tokens": list(said.token_ids),
             "clear": clear,
             "cached": last.num_cached_tokens or 0,
-            "blocks": [
-                self.blocks[group]
-                for group in range(len(self.core.scheduler.kv_cache_config.kv_cache_groups))
-            ],
+            "blocks": [self.blocks[group] for group in range(len(self.config.kv_cache_groups))],
             **{name: counted[name] - before[name] for name in COUNTERS},
         }
 
@@ -135,10 +135,8 @@ class Engine:
 
     def groups(self) -> list[dict[str, Any]]:
         """vLLM's KV cache groups as kvloft reads them."""
-        found = []
-        config = self.core.scheduler.kv_cache_config
-        specs = layer_specs(config)
-        for group in config.kv_cache_groups:
+        found, specs = [], layer_specs(self.config)
+        for group in self.config.kv_cache_groups:
             spec = specs[group.layer_names[0]]
             name = type(spec).__name__
             shape = group_shape(spec) if name in KIND_OF_SPEC else None
@@ -160,12 +158,12 @@ class Engine:
         """
         from vllm.v1.core import kv_cache_utils
 
-        config, vllm_config = self.core.scheduler.kv_cache_config, self.llm.vllm_config
+        config, vllm_config = self.config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
-        bytes_of = page_bytes(config)  # groups share tensors, so a block has room for the largest
+        specs = layer_specs(config)  # groups share tensors, so a block has room for the largest
         kv_bytes = config.num_blocks * max(
-            sum(bytes_of[name] for name in names) for names in group_layers(config)
+            sum(specs[name].page_size_bytes for name in names) for names in group_layers(config)
         )
         return {
             "architecture": vllm_config.model_config.architecture,
@@ -182,9 +180,7 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Return the engine, and the ignored flags. Raises ConfigError for flags that cannot be
-    checked.
-    """
+    """Return the engine and the ignored flags. Raises ConfigError for unsupported flags."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -18,9 +18,7 @@ NUM_FORKED = 2
 NUM_TRIES = 4
 """Maximum number of prompts per length until rounding cannot change the answer."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
-"""Smallest distance of the two best tokens, in log probability, that counts as clear: in float32,
-and in other dtypes.
-"""
+"""Distances of the two best tokens that count as clear: in float32, and otherwise."""
 WORDS = """
     river stone seven under garden letter cold bright number window paper walk green often table
     north voice slow market train winter glass remember island second bridge quiet metal story
@@ -49,31 +47,22 @@ def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
     A "fork" starts with the beginning of another prompt.
     """
     facts = engine.facts()
-    unit, room = (
-        facts["hit_tokens"],
-        min(MAX_PROMPT_TOKENS, facts["max_model_len"] - num_output_tokens - 1),
-    )
-    reach = max(group["reach"] for group in facts["groups"])
-    wanted = [
-        *(unit * units for units in PROMPT_UNITS),
-        reach + unit * 3.6,
-        LONG_PROMPT_TOKENS + unit * 2.6,
-    ]
-    lengths = sorted({min(room, round(length)) for length in wanted})
+    unit, reach = facts["hit_tokens"], max(group["reach"] for group in facts["groups"])
+    longest = min(MAX_PROMPT_TOKENS, facts["max_model_len"] - num_output_tokens - 1)
+    wanted = [unit * units for units in PROMPT_UNITS]
+    wanted += [reach + unit * 3.6, LONG_PROMPT_TOKENS + unit * 2.6]
+    lengths = sorted({min(longest, round(length)) for length in wanted})
     prompts: dict[str, Chosen] = {}
     for length in lengths:
         prompts[f"prompt {length}"] = _clear_prompt(engine, [], length)
     for length in lengths[-NUM_FORKED:]:
-        prompts[f"fork {length}"] = _clear_prompt(
-            engine, prompts[f"prompt {length}"][0][: length * 3 // 5], length
-        )
+        head = prompts[f"prompt {length}"][0][: length * 3 // 5]
+        prompts[f"fork {length}"] = _clear_prompt(engine, head, length)
     return prompts
 
 
 def _clear_prompt(engine: Asked, head: list[int], length: int) -> Chosen:
-    """Return a prompt that starts with ``head`` and whose answer does not depend on rounding: the
-    clearest of several tries.
-    """
+    """Return a prompt that starts with ``head``: of several tries, the clearest."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0

@@ -93,23 +93,19 @@ class KVLoftConnector(KVConnectorBase_V1):
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
-        ranks = (
-            configs_of_ranks(vllm_config, kv_cache_config)
-            if role == KVConnectorRole.SCHEDULER
-            else [kv_cache_config]
-        )
-        shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
         if role == KVConnectorRole.SCHEDULER:
+            ranks = configs_of_ranks(vllm_config, kv_cache_config)
+            shape = cache_shape(vllm_config, ranks, encoding_of(ranks, config))
             self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
             listen(ADD_REQUEST, self.meet_scheduler)
         else:
+            own = [kv_cache_config]
+            shape = cache_shape(vllm_config, own, encoding_of(own, config))
             self._half = self._worker = WorkerHalf(vllm_config, kv_cache_config, shape, config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any
-        weights are loaded.
-        """
+        """Return False. vLLM calls it before it loads weights: reports wrong settings early."""
         load_config(extra_config or {})
         return False
 
@@ -126,8 +122,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         """A dropped save is a future miss; nothing has to be delivered."""
         return False
 
-    # -- worker side
-    # ----------------------------------------------------------------------------------------------
+    # -- worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -179,8 +174,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         report = self._worker.core.take_report()
         return KVLoftWorkerMetadata([report]) if report is not None else None
 
-    # -- scheduler side
-    # -------------------------------------------------------------------------------------------
+    # -- scheduler side ---------------------------------------------------------------------------
 
     @_miss_on_error(lambda self: (0, False))
     def get_num_new_matched_tokens(
@@ -237,24 +231,21 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Called before each request is added: notes whether this is the scheduler's only connector
-        or a child of MultiConnector.
+        """Note, before a request is added, whether this is the only connector or a child of
+        MultiConnector.
 
-        An only connector also has the blocks of a preempted or finished request freed at once, as
-        without a connector. vLLM defers that while a step in flight may write them, for a connector
-        might fill them first; kvloft's loads come after whatever was launched before their step (on
-        a GPU they wait for an event recorded at the step's begin, on a CPU workers run in order),
-        and after saves that read the blocks. 0.26 to 0.29 preempt one request after another
-        meanwhile.
+        With an only connector, blocks of preempted and finished requests are freed at once, as
+        without one. vLLM defers that while a step in flight may write them, because a connector
+        could fill them first; kvloft's loads come after all work launched before their step, and
+        after saves that read the blocks. Meanwhile, 0.26 to 0.29 would preempt every request.
         """
         if self._scheduler.siblings is not None:
             return
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.siblings = ()
-            if not getattr(
-                scheduler, "defer_async_loads", False
-            ):  # HiSparse reads pages of its own after they are free
+            # HiSparse reads pages of its own after they are free.
+            if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
             self._scheduler.siblings = tuple(child for child in children if child is not self)
@@ -263,8 +254,7 @@ class KVLoftConnector(KVConnectorBase_V1):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_kv_events()
 
-    # -- both
-    # -----------------------------------------------------------------------------------------
+    # -- both -------------------------------------------------------------------------------------
 
     @_miss_on_error()
     def get_kv_connector_stats(self) -> KVLoftStats | None:
@@ -291,10 +281,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they
-        are.
-
-        With one group they do, and vLLM computes from the first bad block on, not all again.
+        """Return finished loads. With several groups, block ids do not identify the group, so loads
+        fail by request; with one, vLLM computes only from the first bad block on.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -304,9 +292,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # Known before their load ends, and told of several groups they would end the engine; the
-        # load's failure says it all.
-        self._worker.take_bad_blocks()
+        self._worker.take_bad_blocks()  # reported with several groups, they would end the engine
         return done, set(failed)
 
     def request_finished_all_groups(
@@ -319,8 +305,5 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
     """Which class a setting of ``kv_groups`` asks for."""
-    return (
-        KVLoftGroupsConnector
-        if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
-        else KVLoftConnector
-    )
+    with_groups = kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
+    return KVLoftGroupsConnector if with_groups else KVLoftConnector

@@ -29,7 +29,10 @@ logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
 """As vLLM's own offloading calls them."""
-NO_EVENTS = "kvloft: KV events contain vLLM's own blocks only: kvloft publishes none with %s"
+NO_EVENTS = (
+    'kvloft: KV events contain vLLM\'s own blocks only: kvloft publishes none with "kv_role": "%s"'
+)
+"""An engine with this role does not load, or does not save."""
 
 
 def announcer_of(
@@ -45,20 +48,15 @@ def announcer_of(
         return None
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
-        logger.warning(
-            NO_EVENTS, f'"kv_role": "{transfer.kv_role}"'
-        )  # the engine does not load, or does not save
-    else:
-        store.watch(MAX_WAITING)
-        describes = partial(describe, hash_tokens_of(kv_cache_config, shape))
-        return Announcer(store, shape, describes, is_shared=is_shared)
-    return None
+        logger.warning(NO_EVENTS, transfer.kv_role)
+        return None
+    store.watch(MAX_WAITING)
+    describes = partial(describe, hash_tokens_of(kv_cache_config, shape))
+    return Announcer(store, shape, describes, is_shared=is_shared)
 
 
 def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
-    """Tokens from one hash of a request to the next: of several groups all blocks are multiples of
-    it, as of ``--prefix-match-unit``.
-    """
+    """Return the tokens per hash of a request: all block sizes are multiples of it."""
     return getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
     )
@@ -88,28 +86,17 @@ def describe(
     blocks = []
     for nth in range(begin, end):
         start, stop = nth * block_tokens, (nth + 1) * block_tokens
-        extra = (
-            kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)[0]
-            if has_extra
-            else None
-        )
+        extra = None
+        if has_extra:
+            extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)
         parent = hashes[nth * per_block - 1] if nth else None
-        blocks.append(
-            Block(
-                hashes[(nth + 1) * per_block - 1],
-                parent,
-                array("I", token_ids[start:stop]),
-                adapter,
-                extra,
-            )
-        )
+        ids, own = array("I", token_ids[start:stop]), hashes[(nth + 1) * per_block - 1]
+        blocks.append(Block(own, parent, ids, adapter, extra))
     return blocks
 
 
 class EventWriter:
-    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of
-    each group of ``shape``.
-    """
+    """Makes vLLM's events. ``specs``: the KV cache spec of each group of ``shape``."""
 
     def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)

@@ -35,15 +35,12 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One wrapped method of vLLM. ``until``: the newest release that needs it; ``lost``: the
-    consequence without it.
-    """
+    """A wrapped method of vLLM, the reason, and the consequence if it is missing."""
 
     module: str
     owner: str
     method: str
     why: str
-    until: str
     lost: str
     missing: Missing
 
@@ -54,11 +51,8 @@ class Patch:
         except ImportError:
             return None
         method = getattr(owner, self.method, None)
-        return (
-            owner
-            if method is not None and not getattr(method, "__isabstractmethod__", False)
-            else None
-        )
+        is_there = method is not None and not getattr(method, "__isabstractmethod__", False)
+        return owner if is_there else None
 
 
 _CORE, _ALLOCATOR = "vllm.v1.engine.core", "vllm.device_allocator.cumem"
@@ -67,7 +61,6 @@ ENGINE_RPC = Patch(
     "EngineCore",
     "collective_rpc",
     "weights are replaced through it, and no connector is asked",
-    "0.33",
     "weights replaced in the running engine are not detected, and KV of the old ones would be "
     "served",
     Missing.REFUSE,
@@ -77,7 +70,6 @@ WORKER_RELOAD = Patch(
     "Worker",
     "reload_weights",
     "code inside a worker may call it",
-    "0.33",
     "a reload that bypasses the engine core is not detected, and its KV would be saved under the "
     "old weights",
     Missing.THIS_RUN,
@@ -87,7 +79,6 @@ ADD_ADAPTER = Patch(
     "EngineCore",
     "add_lora",
     "an adapter's files are looked at before they are loaded",
-    "0.33",
     "the files of an adapter are unknown, so requests with adapters share no KV",
     Missing.LESS,
 )
@@ -96,7 +87,6 @@ PAUSE_RESET = Patch(
     "EngineCore",
     "_reset_caches",
     "pause and sleep clear connectors although KV stays valid",
-    "0.33",
     "pause and sleep empty the cache, the disk tier too",
     Missing.LESS,
 )
@@ -105,7 +95,6 @@ ENGINE_SLEEP = Patch(
     "EngineCore",
     "sleep",
     "only its level shows whether the weights stay",
-    "0.33",
     "pause and sleep empty the cache, the disk tier too",
     Missing.LESS,
 )
@@ -114,7 +103,6 @@ POOL_RESET = Patch(
     "BlockPool",
     "reset_prefix_cache",
     "its event removes all blocks, including kvloft's",
-    "0.33",
     "after a reset of vLLM's own cache, KV events omit the chunks in kvloft",
     Missing.LESS,
 )
@@ -122,10 +110,8 @@ ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows whether a connector is a child of MultiConnector,"
-    " or lets it free blocks before a step in flight has ended (0.26 to 0.29 preempt every request "
-    "meanwhile)",
-    "0.33",
+    "no hook shows whether a connector is a child of MultiConnector, or lets it free blocks before "
+    "a step in flight has ended (0.26 to 0.29 preempt every request meanwhile)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -135,7 +121,6 @@ FIND_CLASS = Patch(
     "KVConnectorFactory",
     "get_connector_class",
     "settings are read before weights are loaded",
-    "0.33",
     "wrong settings are reported after weights are loaded",
     Missing.LESS,
 )
@@ -144,16 +129,15 @@ RANK_CONFIGS = Patch(
     "Executor",
     "initialize_from_config",
     "the scheduler's connector sees the first rank's layers only",
-    "0.33",
     "the layers of other ranks are unknown, so pipeline parallelism is not supported",
     Missing.LESS,
 )
+# 0.33 has the hooks `unregister_kv_caches` and `restore_kv_caches` instead.
 SLEEP = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "sleep",
     "paged KV is unmapped without notice to connectors",
-    "0.32",
     "copies in flight do not finish before the engine sleeps, which would crash it",
     Missing.REFUSE,
 )
@@ -162,7 +146,6 @@ DISCARD = Patch(
     "CuMemAllocator",
     "discard",
     "as sleep, in releases that have it (0.30 and newer)",
-    "0.32",
     "copies in flight do not finish before KV memory is discarded",
     Missing.REFUSE,
 )
@@ -185,9 +168,7 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing target once; returns True if the cache can be used in this run only. Raises
-    UnsupportedError.
-    """
+    """Log each missing target once. Returns True if the cache is for this run only."""
     this_run = False
     for patch in patches:
         if patch.find() is not None:

@@ -96,9 +96,9 @@ def tiers_text(
     open yet.
     """
     counts = sorted({group.blocks_per_unit for group in shape.groups})
-    blocks = (
-        _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
-    )
+    blocks = _count(counts[0], "block")
+    if len(counts) > 1:
+        blocks = f"{counts[0]} to {counts[-1]} blocks"
     sizes = " and ".join(map(size_text, shape.frame_sizes))
     chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {sizes})"
     if config.server is not None:
@@ -125,9 +125,7 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """``ranks``: the KV cache config of every rank, as far as it is known; the first is this
-        process's.
-        """
+        """``ranks``: the KV cache configs as far as known; the first is this process's."""
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
         self._unit_tokens = shape.unit_tokens
@@ -146,9 +144,8 @@ class SchedulerHalf:
         if self._is_shared and self._is_live:
             raise ConfigError(REPLACEABLE_WEIGHTS.format(config.socket, config.origin("server")))
         self._leave_server = look_after(config, logger) if config.server == AUTO else None
-        self._store = open_store(
-            config, shape, self._namespace, description_of(fields), disk_path=disk_path
-        )
+        about = description_of(fields)
+        self._store = open_store(config, shape, self._namespace, about, disk_path=disk_path)
         self._shape = shape
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store, shape)
@@ -184,9 +181,7 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, none for an only connector; None until
-        `KVLoftConnector.meet_scheduler`.
-        """
+        """Other children of MultiConnector; None until `KVLoftConnector.meet_scheduler`."""
         self._asks_siblings = False
         is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
         self._clears_on_pause = not is_told or config.on_pause == "clear" or self._is_live
@@ -199,9 +194,8 @@ class SchedulerHalf:
         if self._announcer is not None:
             settle([POOL_RESET])
             listen(POOL_RESET, self.hear_pool_reset)
-            self._writer = EventWriter(
-                [group.kv_cache_spec for group in ranks[0].kv_cache_groups], shape
-            )
+            specs = [group.kv_cache_spec for group in ranks[0].kv_cache_groups]
+            self._writer = EventWriter(specs, shape)
         stats = self._store.stats()
         num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
         size_bytes = arena.size_bytes if arena is not None else 0
@@ -220,8 +214,7 @@ class SchedulerHalf:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
         return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=lookahead)
 
-    # -- hooks
-    # -----------------------------------------------------------------------------------------
+    # -- hooks ------------------------------------------------------------------------------------
 
     def renew(self) -> None:
         """Use a server that took the place of one that is gone, between two plans."""
@@ -245,10 +238,8 @@ class SchedulerHalf:
     def _match(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
         if may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None
-        answer = self.core.match(
-            VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait
-        )
-        match answer:
+        live = VllmRequest(request, self._adapters)
+        match self.core.match(live, num_computed_tokens, may_wait=may_wait):
             case Offer(num_tokens):
                 return num_tokens
             case Miss():
@@ -257,9 +248,7 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may
-        call back while it is called.
-        """
+        """Return True if a sibling has tokens now. Siblings of kvloft may call back."""
         if not self.siblings or self._asks_siblings:
             return False
         self._asks_siblings = True
@@ -274,21 +263,18 @@ class SchedulerHalf:
     def admit(
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """A load that cannot be planned is reported as failed, because its request waits for a
-        result.
-        """
-        own = self._new_tables(tables)
+        """Admit a request. A load that cannot be planned fails: its request waits for it."""
+        live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
         try:
-            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, own)
+            self.core.admit(live, num_external_tokens, own)
         except BaseException:  # a panic in Rust is no Exception
             if num_external_tokens:
-                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, own)
+                self.core.fail_load(live, num_external_tokens, own)
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        return self.core.plan_step(
-            view_step(output, self._new_tables if self._are_resolved else None)
-        )
+        new_tables = self._new_tables if self._are_resolved else None
+        return self.core.plan_step(view_step(output, new_tables))
 
     def reset(self) -> None:
         """Empty the cache, unless vLLM resets it for a pause that keeps the weights.
@@ -301,19 +287,15 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Numbers since the last call. The store is only asked when something happened, or now and
-        then.
-        """
+        """Return numbers since the last call. Reads the store only now and then."""
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
             return None
         stats = self._store.stats()
         if "host_share_bytes" in stats:
             self.core.count_on(max(stats["host_share_bytes"], stats["host_used_bytes"]))
-        data = self.core.counters + Counter(
-            {name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats}
-        )
-        data += Counter(hook_errors=self.hook_errors)
+        grown = {name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats}
+        data = self.core.counters + Counter(grown) + Counter(hook_errors=self.hook_errors)
         self.core.counters.clear()
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
         self._log.warn(data)
@@ -321,9 +303,7 @@ class SchedulerHalf:
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """What came to the store's tiers and left them since the last call; nothing where KV events
-        are off.
-        """
+        """Return the KV events since the last call."""
         if self._announcer is None:
             return ()
         events: list[Event] = []
@@ -334,29 +314,22 @@ class SchedulerHalf:
             self._announcer.withdraw(events)
             raise
 
-    # -- calls that vLLM makes without a connector hook
-    # -----------------------------------------------------------------------------------------
+    # -- calls that vLLM makes without a connector hook -------------------------------------------
 
     def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before it is loaded, and maybe before a request asks for it."""
         self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """A reset that comes before this is over belongs to a pause or sleep, and is not a
-        user's.
-        """
+        """Mark resets inside this call as a pause's or sleep's, not a user's."""
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Level 2 discards the weights, so KV computed after the sleep can differ. Unknown levels
-        count as level 2.
-        """
+        """Note that level 2 discards the weights, as unknown levels may."""
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """vLLM publishes that all blocks are removed, in every medium, if no request has any;
-        kvloft's chunks can still exist.
-        """
+        """Repeat kvloft's events after vLLM has published that all blocks are removed."""
         queued = len(pool.kv_event_queue)
 
         def repeat() -> None:
@@ -366,9 +339,7 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves; if a trainer replaces weights repeatedly, empty the cache
-        instead.
-        """
+        """Stop offers and saves; with live weights, empty the cache instead."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:

@@ -52,20 +52,20 @@ class _PayloadSize(NamedTuple):
 def _payload_sizes(
     rank: Any, groups: Sequence[GroupShape], encoding: int
 ) -> Iterator[_PayloadSize]:
-    """Yield the size of a chunk of each group on one rank."""
-    for group, num_bytes, encoded, tiles in zip(
-        groups,
-        group_block_bytes(rank),
-        group_encoded_bytes(rank),
-        group_block_tiles(rank),
-        strict=True,
-    ):
-        num = group.kept_blocks
-        yield (
-            _PayloadSize(num * num_bytes, num * encoded, num * tiles)
-            if encoding
-            else _PayloadSize(num * num_bytes)
-        )
+    """Yield the size of a chunk of each group on one rank. Without ``encoding``, nothing is
+    compressed.
+    """
+    specs = layer_specs(rank)
+    for group, names in zip(groups, group_layers(rank), strict=True):
+        layers, num = [specs[name] for name in names], group.kept_blocks
+        size = _PayloadSize(num * sum(spec.page_size_bytes for spec in layers))
+        if encoding:
+            bf16 = [spec for spec in layers if getattr(spec, "dtype", None) == torch.bfloat16]
+            # An upper bound: K and V may be stored apart.
+            tiles = sum(-(-spec.page_size_bytes // TILE_BYTES) + 1 for spec in layers)
+            encoded = sum(spec.page_size_bytes for spec in bf16)
+            size = size._replace(encoded_bytes=num * encoded, num_tiles=num * tiles)
+        yield size
 
 
 def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupShape:
@@ -79,9 +79,7 @@ def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupSha
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit that is whole blocks of each: vLLM's own hits end at
-    its multiples.
-    """
+    """Return ``groups`` with the smallest unit of whole blocks, where vLLM's hits end, too."""
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
 
@@ -92,29 +90,18 @@ def encoding_of(ranks: Sequence[Any], config: Config) -> int:
     The answer depends on no GPU, so all processes of an engine agree. A worker may still write raw
     parts, if its GPU, the alignment of its pages or its staging buffer rule encoding out.
     """
-    if (
-        config.compression == "off"
-        or config.gpu_copies != "kernels"
-        or not current_platform.is_cuda()
-    ):
+    is_on = config.compression != "off" and config.gpu_copies == "kernels"
+    if not is_on or not current_platform.is_cuda():
         return RAW
     specs = [spec for rank in ranks for spec in layer_specs(rank).values()]
-    dtypes = {
-        dtype
-        for spec in specs
-        for dtype in (getattr(spec, "dtype", None), *getattr(spec, "dtypes", ()))
-    }
-    return E348 if torch.bfloat16 in dtypes else RAW
+    dtypes = [(getattr(spec, "dtype", None), *getattr(spec, "dtypes", ())) for spec in specs]
+    return E348 if any(torch.bfloat16 in each for each in dtypes) else RAW
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods whose layers read the target's hidden states and the next token
-(`SpeculativeConfig.use_eagle`).
-"""
+"""Methods with `SpeculativeConfig.use_eagle`: layers read hidden states and the next token."""
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV at a position depends on tokens up to it: DFlash projects the target's hidden
-states of the prompt.
-"""
+"""Methods whose KV depends on tokens up to its position (DFlash: on hidden states)."""
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
@@ -124,23 +111,18 @@ def has_draft_kv(vllm_config: Any) -> bool:
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Tokens of the longest request with which vLLM surely runs the drafter
-    (`_input_fits_in_drafter`); None: no draft KV.
-    """
+    """Return the tokens of the longest request that surely runs the draft model, if any."""
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    return (
-        int(longest) - int(speculative.num_speculative_tokens) - 2
-    )  # DFlash needs one token more, plus one spare
+    # DFlash needs one token more, plus one spare.
+    return int(longest) - int(speculative.num_speculative_tokens) - 2
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return the size of vLLM's block pool without the null block; None with one group of full
-    attention.
-    """
+    """Return the size of vLLM's block pool; None with one group of full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -151,13 +133,9 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Tokens after a position that its draft KV depends on; 0 without a draft model, or if it reads
-    tokens only.
-    """
-    if (
-        not has_draft_kv(vllm_config)
-        or vllm_config.speculative_config.method not in HIDDEN_DRAFTERS
-    ):
+    """Return the tokens after a position that its draft KV depends on."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None or speculative.method not in HIDDEN_DRAFTERS:
         return 0
     return int(max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
@@ -191,9 +169,7 @@ def group_shape(spec: Any) -> GroupShape:
 
 
 def group_specs(kv_cache_config: Any) -> list[Any]:
-    """The spec of each group, or of its first layer where layers of one kind differ in size
-    (UniformTypeKVCacheSpecs).
-    """
+    """Return the spec of each group; of its first layer if layers differ in size."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
         next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec
@@ -210,19 +186,11 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     """The KV cache spec of every layer, by its name, in vLLM's order."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
-        per_layer = getattr(
-            group.kv_cache_spec, "kv_cache_specs", None
-        )  # UniformTypeKVCacheSpecs: each layer its own size
-        specs.update(
-            (name, per_layer[name] if per_layer else group.kv_cache_spec)
-            for name in group.layer_names
-        )
+        spec = group.kv_cache_spec
+        # UniformTypeKVCacheSpecs: each layer has its own size.
+        per_layer = getattr(spec, "kv_cache_specs", None) or {}
+        specs |= {name: per_layer[name] if per_layer else spec for name in group.layer_names}
     return specs
-
-
-def page_bytes(kv_cache_config: Any) -> dict[str, int]:
-    """Bytes of one page of every layer."""
-    return {name: spec.page_size_bytes for name, spec in layer_specs(kv_cache_config).items()}
 
 
 def stage_layers(vllm_config: Any) -> list[int]:
@@ -234,40 +202,9 @@ def stage_layers(vllm_config: Any) -> list[int]:
     ]
 
 
-def group_block_bytes(kv_cache_config: Any) -> list[int]:
-    """Bytes of one block of each group, on the rank with this config."""
-    bytes_of = page_bytes(kv_cache_config)
-    return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
-
-
-def group_encoded_bytes(kv_cache_config: Any) -> list[int]:
-    """Return the bytes of bfloat16 pages in one block of each group."""
-    specs = layer_specs(kv_cache_config)
-    is_encoded = {
-        name: getattr(spec, "dtype", None) == torch.bfloat16 for name, spec in specs.items()
-    }
-    return [
-        sum(specs[name].page_size_bytes for name in names if is_encoded[name])
-        for names in group_layers(kv_cache_config)
-    ]
-
-
-def group_block_tiles(kv_cache_config: Any) -> list[int]:
-    """Return an upper bound of the tiles in one block of each group; K and V may be stored
-    apart.
-    """
-    bytes_of = page_bytes(kv_cache_config)
-    return [
-        sum(-(-bytes_of[name] // TILE_BYTES) + 1 for name in names)
-        for names in group_layers(kv_cache_config)
-    ]
-
-
 def num_replicas(vllm_config: Any) -> int:
-    """Neighbouring tensor-parallel ranks that hold the same KV: all of them for MLA, several where
-    heads are fewer than ranks.
-
-    vLLM gives rank r the KV head ``r // (ranks // heads)`` then (`QKVParallelLinear`).
+    """Return how many neighboring ranks hold the same KV: all for MLA, several if there are fewer
+    heads than ranks. Rank r then has KV head ``r // (ranks // heads)`` (`QKVParallelLinear`).
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     if num_ranks == 1:

@@ -52,8 +52,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
             "supports only models whose prefixes vLLM can cache; this model needs the output of "
-            "every token "
-            "(mean or CLS pooling, or bidirectional attention)"
+            "every token (mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
     chunked_prefill = getattr(
@@ -114,8 +113,7 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
     if lookahead(vllm_config) > 1:
         yield (
             "does not support several MTP layers yet: vLLM rewrites the last positions of later "
-            "layers in the next step; "
-            "set num_speculative_tokens to 1"
+            "layers in the next step; set num_speculative_tokens to 1"
         )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield (
@@ -125,24 +123,18 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Yield reasons to refuse a model with several KV cache groups, or one group with a sliding
-    window.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    specs = (
-        [group.kv_cache_spec for group in groups]
-        if len(groups) > 1
-        else group_specs(kv_cache_config)
-    )
+    """Yield reasons to refuse several KV cache groups, or one with a sliding window."""
+    groups, specs = kv_cache_config.kv_cache_groups, group_specs(kv_cache_config)
+    if len(groups) > 1:
+        specs = [group.kv_cache_spec for group in groups]
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
         yield (
             "supports several KV cache groups, or a sliding window in every layer, with vLLM 0.32 "
             "and newer only"
         )
-    if "full" not in kinds and not any(
-        (getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs
-    ):
+    has_window = any((getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs)
+    if "full" not in kinds and not has_window:
         yield "needs a layer with full attention or with a sliding window of more than one token"
     if None in kinds:
         yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
@@ -153,17 +145,15 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         )
     if "state" in kinds and vllm_config.speculative_config is not None:
         yield from _of_drafts_with_states(vllm_config, specs)
-    odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(
-        getattr(group, name, not value) == value for group in groups for name, value in odd.items()
+        not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False)
+        for group in groups
     ):
         yield "does not support KV cache groups that vLLM does not keep in blocks"
 
 
 def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Yield reasons to refuse block sizes. If they differ, hits end at common multiples, and a
-    chunk has several blocks.
-    """
+    """Yield reasons to refuse block sizes. If they differ, hits end at multiples of all."""
     blocks = sorted({spec.block_size for spec in specs})
     unit = lcm(*blocks)
     alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or unit
@@ -177,19 +167,14 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
         if alignment < unit and any(hasattr(spec, "mamba_cache_mode") for spec in specs):
             yield (
                 f"saves states at the ends of blocks of {unit} tokens, but vLLM keeps them at "
-                f"multiples of {alignment}, where "
-                "prompts end; remove --prefix-match-unit"
+                f"multiples of {alignment}, where prompts end; remove --prefix-match-unit"
             )
         return
     if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
-        way_out = (
-            "; remove --speculative-config, or use a draft model with the model's KV heads"
-            if has_draft_kv(vllm_config)
-            else ""
-        )
+        way_out = "; remove --speculative-config, or use a draft model with the model's KV heads"
         yield (
             "supports states and chunked local attention only with blocks of one size; here they "
-            f"have {sizes}{way_out}"
+            f"have {sizes}{way_out if has_draft_kv(vllm_config) else ''}"
         )
     if has_draft_kv(vllm_config):
         yield from _of_drafts_with_block_sizes(vllm_config, sizes)
@@ -198,8 +183,7 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
 def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
     yield (
         f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have "
-        f"{sizes} yet: a draft model with "
-        "its own KV is untested with such a model"
+        f"{sizes} yet: a draft model with its own KV is untested with such a model"
     )
 
 
@@ -210,11 +194,8 @@ def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     vLLM 0.32 computes wrong answers in the refused cases, on hits of its own cache
     (tests/e2e/zoo/test_faults.py). Such KV would be saved and outlive the engine.
     """
-    if any(
-        "GDN" not in str(getattr(spec, "mamba_type", ""))
-        for spec in specs
-        if hasattr(spec, "mamba_cache_mode")
-    ):
+    states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
+    if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in states):
         yield (
             "supports speculative decoding with gated delta nets only: with Mamba2 and "
             "convolutions, vLLM can keep a state that "
@@ -238,8 +219,7 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
     if getattr(model, "enable_sleep_mode", False) and sleeper != "cumem":
         yield (
             f"does not support sleep_mode_backend={sleeper!r}: its copies cannot finish before "
-            "pages are unmapped; "
-            "use 'cumem', or disable enable_sleep_mode"
+            "pages are unmapped; use 'cumem', or disable enable_sleep_mode"
         )
     backend = getattr(parallel, "distributed_executor_backend", None)
     if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
@@ -252,8 +232,7 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
             "does not support calculate_kv_scales=True: the scales differ between starts and are "
-            "not in the pages; "
-            "use a checkpoint with KV scales, or disable it"
+            "not in the pages; use a checkpoint with KV scales, or disable it"
         )
 
 
@@ -273,17 +252,14 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     if vllm_config.speculative_config is not None:
         yield (
             f"does not support pipeline_parallel_size={size} with speculative decoding: vLLM for "
-            "CPUs fails "
-            "(\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
+            "CPUs fails (\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
     if not HAS_GROUPS:
         yield f"supports pipeline_parallel_size={size} with vLLM 0.32 and newer only; set it to 1"
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """Return warnings about settings in ``transfer``, vLLM's KVTransferConfig or None, that can be
-    mistakes.
-    """
+    """Return warnings about settings of vLLM's KVTransferConfig that can be mistakes."""
     if transfer is None:
         return []
     found = []
@@ -292,10 +268,8 @@ def transfer_warnings(transfer: Any) -> list[str]:
         found.append(
             f'"kv_role" is "{transfer.kv_role}": this engine {does}; use "kv_both" for both'
         )
-    if (
-        transfer.is_kv_consumer
-        and getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute"
-    ):
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if transfer.is_kv_consumer and policy != "recompute":
         found.append(
             'a failed load ends its request with an error; set "kv_load_failure_policy": '
             '"recompute" to compute the tokens instead '

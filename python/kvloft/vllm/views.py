@@ -67,13 +67,9 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """It is to read no cache, or its KV comes from a prefill server, and another connector
-        fetches it.
-        """
-        wanted_from_elsewhere = self._transfer_params().get("do_remote_prefill")
-        return bool(
-            getattr(self._request, "skip_reading_prefix_cache", False) or wanted_from_elsewhere
-        )
+        """Return True if it must read no cache, or gets its KV from a prefill server."""
+        skips = getattr(self._request, "skip_reading_prefix_cache", False)
+        return bool(skips or self._transfer_params().get("do_remote_prefill"))
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
@@ -88,10 +84,8 @@ class VllmRequest:
     def view(self) -> RequestView:
         request, prefix = self._request, self._adapters.media_prefix
         items = [
-            MediaItem(
-                prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length
-            )
-            for feature in request.mm_features
+            MediaItem(prefix + each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
         ]
         return RequestView(
             adapter=self._adapters.identify(request.lora_request),
@@ -103,26 +97,20 @@ class VllmRequest:
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Runs of positions whose input is an embedding row. A mixed prompt's mask selects the
-    positions with token ids.
-    """
+    """Return the embedding rows of a prompt, whose mask may select token ids instead."""
     rows = request.prompt_embeds
     if rows is None:
         return ()
     is_token = getattr(request, "prompt_is_token_ids", None) or [False] * len(rows)
-    runs = [
-        list(run)
-        for is_id, run in groupby(range(len(rows)), lambda at: bool(is_token[at]))
-        if not is_id
-    ]
-    return tuple(_rows(rows, run[0], run[-1] + 1) for run in runs)
+    runs = groupby(range(len(rows)), lambda at: bool(is_token[at]))
+    return tuple(_rows(rows, list(run)) for is_id, run in runs if not is_id)
 
 
-def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
-    part = tensor[begin:end].detach().cpu().contiguous()
-    raw = part.view(torch.uint8).numpy()
+def _rows(tensor: torch.Tensor, run: Sequence[int]) -> EmbedRows:
+    part = tensor[run[0] : run[-1] + 1].detach().cpu().contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
     return EmbedRows(
-        begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1]
+        run[0], len(run), part.view(torch.uint8).numpy(), dtype=dtype, width=tensor.shape[-1]
     )
 
 
@@ -158,11 +146,8 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
     else:
-        grown = [
-            (req_id, blocks_of(tables))
-            for req_id, tables in zip(req_ids, added, strict=True)
-            if tables
-        ]
+        rows = zip(req_ids, added, strict=True)
+        grown = [(req_id, blocks_of(tables)) for req_id, tables in rows if tables]
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]
@@ -173,7 +158,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         ]
         grown = [row for row in grown if row[0] not in resumed]
         req_ids, computed = [req_ids[i] for i in kept], [computed[i] for i in kept]
-    drafts = output.scheduled_spec_decode_tokens
+    drafts = output.scheduled_spec_decode_tokens or {}
     view = StepView(
         new=new,
         running=cast(Sequence[ReqId], req_ids),
@@ -181,9 +166,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         grown=grown,
         num_scheduled_tokens=cast(Any, output.num_scheduled_tokens),
         total_scheduled_tokens=output.total_num_scheduled_tokens,
-        num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()}
-        if drafts
-        else {},
+        num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()},
         preempted=cast(Any, frozenset(getattr(output, "preempted_req_ids", None) or ())),
     )
     return view if new_tables is None else _resolve(view, output, new_tables)
@@ -225,14 +208,11 @@ _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Tokens by vLLM's source labels, summing to ``num_tokens``; tokens without a tier are
-    unspecified.
-    """
+    """Return tokens by vLLM's source labels, which sum to ``num_tokens``."""
     if CacheHitSource is None:
         return {}
-    sources = Counter(
-        {CacheHitSource.HOST: by_tier.get("host", 0), CacheHitSource.DISK: by_tier.get("disk", 0)}
-    )
+    tiers = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    sources = Counter({source: by_tier.get(tier, 0) for tier, source in tiers.items()})
     if sources.total() > num_tokens:
         sources.clear()
     sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = num_tokens - sources.total()

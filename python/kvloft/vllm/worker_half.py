@@ -8,6 +8,7 @@ follows the results: then saves wait for ``wait_for_save``, which comes last.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -42,24 +43,16 @@ class WorkerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        model, cache, parallel = (
-            vllm_config.model_config,
-            vllm_config.cache_config,
-            vllm_config.parallel_config,
-        )
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
         """Failed loads are reported by request: block ids do not identify the group."""
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
-        self._fingerprint = (
-            f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
-        )
-        zeroes_first = bool(
-            getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-        )  # new blocks, before any hook of the step
-        moves_states = any(
-            group.kind == "state" for group in shape.groups
-        )  # into new blocks, before any hook, too
+        dtypes = f"{model.dtype}|{vllm_config.cache_config.cache_dtype}"
+        self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{dtypes}"
+        # vLLM writes new blocks before any hook of the step: it zeroes them, or moves states there.
+        zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        moves_states = any(group.kind == "state" for group in shape.groups)
         settings = MoverSettings(
             config.gpu_copies,
             config.staging_size,
@@ -81,19 +74,16 @@ class WorkerHalf:
         self.hook_errors = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if not self._group_layers:
-            self.core.register([kv_caches], self._num_blocks, self._fingerprint)
-        else:
-            missing = [
-                name for names in self._group_layers for name in names if name not in kv_caches
-            ]
-            if missing:  # its KV would neither be saved nor loaded, and every check would agree
-                raise LayoutError(
-                    f"layer {missing[0]!r} of a KV cache group has no KV tensor; kvloft cannot "
-                    "cache it"
-                )
+        groups = [kv_caches]
+        if self._group_layers:
+            for name in chain(*self._group_layers):
+                if name not in kv_caches:  # its KV would not be cached, and every check would agree
+                    raise LayoutError(
+                        f"layer {name!r} of a KV cache group has no KV tensor; kvloft cannot cache "
+                        "it"
+                    )
             groups = [{name: kv_caches[name] for name in names} for names in self._group_layers]
-            self.core.register(groups, self._num_blocks, self._fingerprint)
+        self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
         """Requests with finished loads; runs work that earlier hooks did not run."""
@@ -118,11 +108,8 @@ class WorkerHalf:
             "hook_errors": self.hook_errors,
         }
         self.hook_errors = 0
-        return (
-            KVLoftStats(data)
-            if (data := {name: value for name, value in data.items() if value})
-            else None
-        )
+        data = {name: value for name, value in data.items() if value}
+        return KVLoftStats(data) if data else None
 
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Before the allocator unmaps anything.

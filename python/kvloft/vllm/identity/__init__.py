@@ -1,3 +1,1 @@
-"""What an engine's KV depends on besides a prompt's content: its namespace, its weights, its
-adapters.
-"""
+"""What KV depends on besides a prompt's content: namespace, weights, adapters."""

@@ -47,9 +47,8 @@ class AdapterNames:
     def _shared(self, lora: LoRARequest) -> str | None:
         """Path and which weights; None where this request shares its adapter with no other."""
         path, number = lora.lora_path or "", lora.lora_int_id
-        if not self._are_seen or getattr(
-            lora, "load_inplace", False
-        ):  # in place: loaded again with each step
+        # In place: loaded again with each step.
+        if not self._are_seen or getattr(lora, "load_inplace", False):
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
             return None  # another adapter under a number that workers have loaded already

@@ -53,23 +53,16 @@ ENVIRONMENT = (
 def namespace_fields(
     vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's
-    KV. ``ranks``: their configs.
-    """
-    model, cache, parallel = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
-    load = vllm_config.load_config
+    """Return the fields of the namespace. Engines with equal fields may share KV."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    specs = {(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}
     fields: dict[str, Any] = {
         "user": user_namespace,
         "model": model.model,
         "revision": model.revision,
         "code_revision": getattr(model, "code_revision", None),
-        "config": _digest(
-            json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
-        ),
+        "config": _config_digest(model),
         **model_fields(model, load),
         "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
@@ -109,17 +102,7 @@ def namespace_fields(
         "layout": getattr(ranks[0], "kv_cache_layout", None),
         # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever
         # flag set them.
-        "pages": _digest(
-            json.dumps(
-                sorted(
-                    {
-                        (name, repr(spec))
-                        for rank in ranks
-                        for name, spec in layer_specs(rank).items()
-                    }
-                )
-            )
-        ),
+        "pages": _digest(json.dumps(sorted(specs))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -150,36 +133,20 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
     """Fields of a draft model whose KV is in the target's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
-    named = {
-        f"draft_{name}": value
-        for name, value in model_fields(model, vllm_config.load_config).items()
-    }
-    return named | {
+    weights = model_fields(model, vllm_config.load_config)
+    settings = ("method", "num_speculative_tokens", "parallel_drafting")
+    own = _settings(speculative, *settings, "draft_tensor_parallel_size") or []
+    of_model = _settings(model, "dtype", "quantization", "max_model_len") or []
+    return {f"draft_{name}": value for name, value in weights.items()} | {
         "draft_model": model.model,
         "draft_revision": model.revision,
-        "draft_config": _digest(
-            json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
-        ),
-        "draft_settings": [
-            *(
-                _settings(
-                    speculative,
-                    "method",
-                    "num_speculative_tokens",
-                    "parallel_drafting",
-                    "draft_tensor_parallel_size",
-                )
-                or ()
-            ),
-            *(_settings(model, "dtype", "quantization", "max_model_len") or ()),
-        ],
+        "draft_config": _config_digest(model),
+        "draft_settings": own + of_model,
     }
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:
-    """The non-empty fields as a JSON object, short enough for a superblock, for `kvloft
-    inspect`.
-    """
+    """Return the non-empty fields as JSON, short enough for a superblock."""
     said: dict[str, str] = {}
     for name, value in fields:
         text = _unquoted(value)
@@ -200,15 +167,10 @@ def _unquoted(value: str) -> str:
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:
-    """Whether vLLM names media by a count that starts afresh with its process, not by their
-    content.
-    """
+    """Return True if vLLM numbers media in this process instead of hashing them."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
-    caches_off = (
-        getattr(media, "mm_processor_cache_gb", None) == 0
-        and not vllm_config.cache_config.enable_prefix_caching
-    )
-    return media is not None and caches_off
+    has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
+    return not has_cache and not vllm_config.cache_config.enable_prefix_caching
 
 
 def are_replaced(vllm_config: Any) -> bool:
@@ -219,11 +181,14 @@ def are_replaced(vllm_config: Any) -> bool:
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
     """All fields: they define which modules an adapter changes, and in which precision."""
-    return (
-        sorted((name, str(value)) for name, value in vars(lora).items())
-        if lora is not None
-        else None
-    )
+    if lora is None:
+        return None
+    return sorted((name, str(value)) for name, value in vars(lora).items())
+
+
+def _config_digest(model: Any) -> str:
+    """Return a digest of the Hugging Face configuration of vLLM's ModelConfig."""
+    return _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str))
 
 
 def _plain(value: Any) -> Any:
@@ -239,9 +204,7 @@ def _settings(config: Any, *names: str) -> list[str] | None:
 
 
 def _platform() -> str:
-    """The CPU backend's page layout depends on CPU features, which neither shapes nor strides
-    show.
-    """
+    """Return the device; on CPUs also the features that decide the layout of pages."""
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():
         return name

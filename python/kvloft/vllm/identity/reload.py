@@ -1,6 +1,4 @@
-"""Classifies calls to vLLM's workers that can replace weights. It must not depend on the code that
-stops caching.
-"""
+"""Classifies calls to vLLM's workers that can replace weights."""
 
 from __future__ import annotations
 
@@ -10,51 +8,20 @@ from typing import Any
 from kvloft.vllm.identity.weights import engine_start_s, hub_commit, look
 
 RELOAD = "reload_weights"
-HARMLESS = frozenset(
-    {
-        "add_lora",
-        "annotate_profile",
-        "check_health",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "compute_weight_checksums",
-        "determine_available_memory",
-        "execute_dummy_batch",
-        "get_cache_block_size_bytes",
-        "get_compilation_match_table",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_model_inspection",
-        "get_simple_cpu_offload_num_cpu_blocks",
-        "get_supported_kv_cache_layouts",
-        "get_supported_tasks",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "randomize_dummy_inputs",
-        "release_late_interaction_query_cache",
-        "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown",
-        "shutdown_weight_transfer_engine",
-        "sleep",
-        "sleep_mode_backend",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "take_draft_token_ids",
-        "update_max_model_len",
-        "vocab_size",
-        "wake_up",
-    }
-)
-"""Methods of vLLM's workers that change neither weights nor KV, from the sources of 0.30 to 0.33.
-Any other name may.
+_HARMLESS = """
+    add_lora annotate_profile check_health checkpoint_prepare checkpoint_restore
+    compute_weight_checksums determine_available_memory execute_dummy_batch
+    get_cache_block_size_bytes get_compilation_match_table get_encoder_timing_stats
+    get_kv_cache_spec get_kv_connector_handshake_metadata get_model_inspection
+    get_simple_cpu_offload_num_cpu_blocks get_supported_kv_cache_layouts get_supported_tasks
+    init_weight_transfer_engine list_loras pin_lora profile randomize_dummy_inputs
+    release_late_interaction_query_cache remove_lora reset_encoder_cache reset_mm_cache
+    save_sharded_state save_tensorized_model shutdown shutdown_weight_transfer_engine sleep
+    sleep_mode_backend supports_draft_weight_updates synchronize_device take_draft_token_ids
+    update_max_model_len vocab_size wake_up
 """
+HARMLESS = frozenset(_HARMLESS.split())
+"""Methods of workers, in 0.30 to 0.33, that change neither weights nor KV."""
 
 
 class WeightsWatch:
@@ -74,23 +41,18 @@ class WeightsWatch:
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
         method = given.get("method")
         if method == RELOAD:
-            return self._check(
-                RELOAD, is_other=_names_weights(given.get("args") or (), given.get("kwargs") or {})
-            )
-        return (
-            None
-            if isinstance(method, str) and method in HARMLESS
-            else self._check(str(method), is_other=True)
-        )
+            is_other = _names_weights(given.get("args") or (), given.get("kwargs") or {})
+            return self._check(RELOAD, is_other=is_other)
+        if isinstance(method, str) and method in HARMLESS:
+            return None
+        return self._check(str(method), is_other=True)
 
     def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
         """Code inside a worker calls reload_weights."""
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
-        """Check before the call; return a check for after the call, which detects a newer hub
-        commit.
-        """
+        """Check before the call; returns a check for after it, which detects a newer commit."""
 
         def look_again() -> None:
             try:
@@ -110,11 +72,8 @@ class WeightsWatch:
         if self._files is None:
             return self._commit is not None and hub_commit(*self._name) == self._commit
         now = look(self._name[0])
-        return (
-            now is not None
-            and now.files == self._files.files
-            and self._files.latest_s <= engine_start_s()
-        )
+        is_unchanged = now is not None and now.files == self._files.files
+        return is_unchanged and self._files.latest_s <= engine_start_s()
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -37,18 +37,8 @@ MAX_ENTRIES: Final = 10_000
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
-    "auto",
-    "hf",
-    "pt",
-    "safetensors",
-    "npcache",
-    "gguf",
-    "mistral",
-    "bitsandbytes",
-    "sharded_state",
-    "fastsafetensors",
-    "runai_streamer",
-    "runai_streamer_sharded",
+    *("auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes"),
+    *("sharded_state", "fastsafetensors", "runai_streamer", "runai_streamer_sharded"),
 }
 """Load formats that take the weights from the model's own folder."""
 _SAMPLE_BYTES = 1 << 16
@@ -62,29 +52,19 @@ def note_start() -> None:
 
 
 def engine_start_s() -> float:
-    """Unix time before which files must have been as they are now, for the engine of this process
-    to have loaded them.
-    """
+    """Return the Unix time since when files must not have changed to be those loaded."""
     try:
-        since_boot = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        ) / os.sysconf("SC_CLK_TCK")
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        since_boot = int(started) / os.sysconf("SC_CLK_TCK")
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-        AttributeError,
-    ):  # no /proc: then every file may be newer
+    except (OSError, ValueError, IndexError):  # no /proc: then every file may be newer
         return _registered_s
     return max(time.time() - age, _registered_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Files below a path, as (name, size, mtime, ctime in ns); the latest change of one, or of a
-    link or folder there.
-    """
+    """Files below a path: (name, size, mtime, ctime in ns), and the latest change there."""
 
     root: str
     files: tuple[tuple[bytes, int, int, int], ...]
@@ -95,10 +75,9 @@ class Look:
         digest = hashlib.blake2b(digest_size=16)
         for name, size, mtime, ctime in self.files:
             digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
-            for sample in _samples(
-                os.path.join(os.fsencode(self.root), name) if name else os.fsencode(self.root),  # noqa: PTH118
-                size,
-            ):
+            root = os.fsencode(self.root)
+            path = os.path.join(root, name) if name else root  # noqa: PTH118
+            for sample in _samples(path, size):
                 digest.update(sample)
         return digest.hexdigest()
 
@@ -175,14 +154,12 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
 def _entries(
     root: bytes, *, below: bool
 ) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Samples of ``root`` and everything below it: name, link target, and modification times,
-    including those of links.
-    """
+    """Yield ``root`` and everything below: name, status of its target, and times."""
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
     while todo:
         name = todo.pop()
-        path = os.path.join(root, name) if name else root  # noqa: PTH118
+        path = os.path.join(root, name) if name else root  # noqa: PTH118 - root can be a file
         if (count := count + 1) > MAX_ENTRIES:
             raise ValueError(f"more than {MAX_ENTRIES} files and folders")
         try:
@@ -202,11 +179,7 @@ def _entries(
                 if not name:
                     raise
                 continue  # such as lost+found: vLLM sees nothing in it either
-            todo += [
-                os.path.join(name, each) if name else each  # noqa: PTH118
-                for each in inside
-                if not each.startswith(b".")
-            ]
+            todo += [os.path.join(name, each) for each in inside if not each.startswith(b".")]  # noqa: PTH118
 
 
 def _links_to(path: str) -> Iterator[float]:
@@ -260,9 +233,7 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
 
 
 def model_fields(model: Any, load: Any) -> dict[str, str | None]:
-    """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig
-    and LoadConfig.
-    """
+    """Return the namespace's fields of the weights in a ModelConfig and a LoadConfig."""
     # A configuration from elsewhere has another commit, unrelated to the weights.
     elsewhere = getattr(model, "hf_config_path", None)
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
@@ -289,11 +260,8 @@ def _why_unknown(
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
     values = auto_map.values() if isinstance(auto_map, dict) else ()
-    code = [
-        str(name)
-        for each in values
-        for name in (each if isinstance(each, list | tuple) else [each])
-    ]
+    lists = [each if isinstance(each, list | tuple) else [each] for each in values]
+    code = [str(name) for names in lists for name in names]
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, which kvloft cannot read"
     if load_format not in FILE_FORMATS:
