@@ -1,3 +1,1 @@
-"""Benches for a user's own machine: `kvloft bench`. They verify the moved bytes before they print a
-number.
-"""
+"""`kvloft bench`: measures a user's machine, and verifies the moved bytes first."""

@@ -46,9 +46,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """An argparse type: a writable file, checked first so that a wrong path does not lose
-    results.
-    """
+    """An argparse type: a writable file, checked first so that no results are lost."""
     path = Path(text).absolute()
     if (
         path.is_dir()
@@ -100,9 +98,7 @@ def console() -> Console:
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Return the memory of the GPU. Raises UnsupportedError without a GPU or without a ``needed``
-    module.
-    """
+    """Return the GPU's memory. Raises UnsupportedError without a GPU or a ``needed`` module."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
@@ -194,19 +190,13 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """GB/s in each direction, the median share of the ceiling measured right before, and GB/s of
-    pages with compressed frames.
-    """
+    """Return GB/s by direction, its share of the ceiling, and GB/s with compressed frames."""
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
-    return [
-        text
-        for what in whats
-        for text in (
-            f"{row[what]:.2f}",
-            f"{row[f'{what}_share']:.1%}",
-            f"{compressed[what]:.2f}" if compressed else "-",
-        )
-    ]
+    cells = []
+    for what in whats:
+        cells += [f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}"]
+        cells.append(f"{compressed[what]:.2f}" if compressed else "-")
+    return cells
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:

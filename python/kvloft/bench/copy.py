@@ -66,13 +66,10 @@ def machine() -> dict[str, Any]:
 
 def _driver_release() -> str:
     try:
-        return next(
-            word
-            for word in Path("/proc/driver/nvidia/version").read_text().split()
-            if word[:1].isdigit() and "." in word
-        )
-    except (OSError, StopIteration):
-        return "unknown"
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+    except OSError:
+        words = []
+    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 
 
 def run(
@@ -111,17 +108,11 @@ def _by_page(
     for page_bytes in pages:
         progress(f"pages of {page_bytes // KIB} KiB")
         case = Case.of(page_bytes)
-        yield {
-            "page_bytes": page_bytes,
-            "num_planes": case.num_planes,
-            **_rows_of(bench, case),
-        }
+        yield {"page_bytes": page_bytes, "num_planes": case.num_planes, **_rows_of(bench, case)}
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """As `_row_of` of raw frames, and under "compressed" of compressed ones, in GB/s of payload.
-    Each is verified first.
-    """
+    """Return `_row_of` raw frames, and of compressed ones as "compressed". Verifies each first."""
     rows: list[dict[str, Any]] = []
     for encodes in (False, True):
         rig = bench.rig(case, encodes=encodes, **options)
@@ -133,9 +124,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """GB/s of each direction and of one large copy, alternating, because other load on the host's
-    memory changes within seconds.
-    """
+    """Return GB/s of each direction, alternating with one large copy because rates drift."""
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
         rate = rig.median(what, ceiling)
@@ -151,9 +140,7 @@ def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return computations to run during copies, compute-bound and HBM-bound, of about a millisecond
-    each.
-    """
+    """Return a compute-bound and an HBM-bound computation of about a millisecond each."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -187,9 +174,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """`interference` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover
-    dropped a chunk.
-    """
+    """`interference` with `NUM_ROUNDS` copies. Raises RuntimeError if a chunk was dropped."""
     start = rig.start_save if what == "save" else rig.start_load
     mover = rig.mover
     streams = mover.saves.copy_streams if what == "save" else mover.loads.kernel_streams
@@ -205,9 +190,7 @@ def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[f
 
 
 def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure the delay of a 128 KiB copy in the same direction: behind one large queue, and with
-    kvloft.
-    """
+    """Measure the delay of a 128 KiB copy behind one large queue, and with kvloft."""
     ceiling = bench.ceiling
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
@@ -223,24 +206,16 @@ def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
     rig.verify()
     for what in DIRECTIONS[:2]:
         rig.mover.begin_step(())
-        found = waits(
-            rig.start_save if what == "save" else rig.start_load,
-            lambda: not rig.mover.is_behind,
-            what,
-        )
+        start_copy = rig.start_save if what == "save" else rig.start_load
+        found = waits(start_copy, lambda: not rig.mover.is_behind, what)
         rig.mover.drain()
         yield _wait_row("kvloft", what, found)
     rig.close()
 
 
 def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
-    ordered = sorted(found)
-    return {
-        "by": by,
-        "copy": what,
-        "median_ms": ordered[len(ordered) // 2] * 1e3,
-        "max_ms": ordered[-1] * 1e3,
-    }
+    median_ms, max_ms = statistics.median_high(found) * 1e3, max(found) * 1e3
+    return {"by": by, "copy": what, "median_ms": median_ms, "max_ms": max_ms}
 
 
 def _row(

@@ -19,9 +19,7 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import FrameMemory
 
 FORWARD_CYCLES = 4_000_000
-"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that
-writes their blocks runs.
-"""
+"""About 2 ms, a short forward: saves are submitted while the forward that writes them runs."""
 
 
 class HostFrames:
@@ -71,9 +69,8 @@ class Ceiling:
         # be then
         self._frames = host
         self._host = host.bytes.ctypes.data
-        self._device = torch.empty(
-            2 * num_bytes, dtype=torch.uint8, device="cuda"
-        )  # first: it makes the context
+        # First: it makes the context.
+        self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
         self._device.random_(0, 256)
         driver.host_register(self._host, 2 * num_bytes)
         self._up, self._down = driver.Stream.create(), driver.Stream.create()

@@ -1,6 +1,4 @@
-"""The picture of a copy bench: GB/s against page size, with the ceiling of the same run. It must
-not measure anything.
-"""
+"""The plot of a copy bench: GB/s by page size, and the ceiling. It measures nothing."""
 
 from typing import Any
 

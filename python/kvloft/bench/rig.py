@@ -46,9 +46,7 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 class Rate(NamedTuple):
-    """Medians of some runs: GB/s in each direction that moves, host microseconds a MiB, GB/s of the
-    ceiling, share of it.
-    """
+    """Medians of some runs. Rates are per direction; ``share`` is that of the ceiling."""
 
     gbps: float
     host_us_per_mib: float
@@ -129,18 +127,10 @@ class Rig:
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """New chunks, as the scheduler half has them from a store in each step; ``elsewhere``: to
-        frames that loads do not read.
-        """
+        """Return a save of new chunks; ``elsewhere``: to frames that loads do not read."""
         first = self.num_chunks if elsewhere else 0
-        return SavePlan(
-            ReqId("bench"),
-            _batch(
-                [first + frame for frame in self._frames],
-                self._from,
-                tickets=range(self.num_chunks),
-            ),
-        )
+        frames = [first + frame for frame in self._frames]
+        return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
 
     def load_plan(self) -> LoadPlan:
         """The same for a load."""
@@ -213,9 +203,7 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raises RuntimeError unless ``done`` reports every chunk of ``num_rounds`` rounds as
-        copied.
-        """
+        """Raise RuntimeError unless ``done`` reports every chunk of ``num_rounds`` as copied."""
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
@@ -226,9 +214,7 @@ class Rig:
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
-        """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has
-        to do hits both of a pair.
-        """
+        """Return medians of `NUM_RUNS` runs, each right after one of ``ceiling``."""
         self.seconds(what)
         runs: list[Rate] = []
         for _ in range(NUM_RUNS):

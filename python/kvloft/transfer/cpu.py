@@ -94,9 +94,7 @@ class CpuMover:
     def _pages(
         self, group: int, copy: ChunkCopy, first: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each page of the copy's blocks in the part and in paged KV; the part is read from
-        block ``first`` on.
-        """
+        """Yield each page in the part, from block ``first`` on, and in paged KV."""
         layout, planes = self._groups[group]
         payload = self._parts[group].bytes[
             first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes

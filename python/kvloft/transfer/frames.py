@@ -1,6 +1,4 @@
-"""The host arena as a worker maps it, and this rank's part of each frame. Must not depend on
-pages.
-"""
+"""The host arena as a worker maps it, and this rank's part of each frame."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ PART_ALIGN = 4096
 
 
 RAW, E348 = 0, 1
-"""Encodings of a part, as in trailers and namespaces. A number is never reused for another
-format.
-"""
+"""Encodings of a part, in trailers and namespaces. No number is ever reused."""
 TABLE_ENTRY_BYTES = 8
 """Bytes of the table entry of each tile of an encoded part."""
 TILE_BYTES = 4096
@@ -43,9 +39,7 @@ def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) ->
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Return the bytes of one rank's part of a frame: table of ``num_tiles``, payload, padding and
-    trailer.
-    """
+    """Return the bytes of a part: table of ``num_tiles``, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
@@ -112,9 +106,7 @@ class FrameMemory:
 
 
 class FrameWindow:
-    """This rank's part of every frame of one size: addresses in ``memory``, and bytes of one shared
-    tensor.
-    """
+    """This rank's parts of all frames of one size, as addresses and as one tensor."""
 
     def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
         self.memory = memory
@@ -212,9 +204,7 @@ class PrivatePart:
             part[begin:end] = self.bytes[begin:end]
 
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
-        """Copy ``copy.frame`` to ``bytes``; returns the problem if it is not the chunk of
-        ``copy.key``.
-        """
+        """Copy a frame to ``bytes``; returns the problem if it is not ``copy.key``'s chunk."""
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
         if num_bytes + _core.TRAILER_BYTES <= len(part):

@@ -98,9 +98,7 @@ def without_pages(other: PagedLayout) -> PagedLayout:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the inner dimensions in memory order, which differs between NHD and HND pages of one
-    shape.
-    """
+    """Return the inner dimensions in memory order, in which NHD and HND pages differ."""
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
 

@@ -13,9 +13,7 @@ class Lifeline:
     """Holds the pipe open until `close`, and never writes to it."""
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe at ``path``. Raises OSError if the engine is gone, or if ``path`` is now
-        another file.
-        """
+        """Open the pipe. Raises OSError if the engine is gone, or ``path`` is another file."""
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._fd).st_ino != inode:
             self.close()

@@ -34,9 +34,7 @@ class Finished:
 
 
 class Mover(Protocol):
-    """Moves chunks for one worker. `poll` returns every submitted ticket and load exactly once
-    (I10).
-    """
+    """Moves chunks. `poll` returns every submitted ticket and load exactly once (I10)."""
 
     @property
     def usable_bytes(self) -> int | None:
@@ -52,9 +50,7 @@ class Mover(Protocol):
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks. Called after the forward that wrote the blocks and before the next that
-        may write them (I2).
-        """
+        """Gather chunks after the forward that wrote the blocks, before the next (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Check and scatter chunks. Their blocks belong to requests that wait for the load."""
@@ -65,6 +61,4 @@ class Mover(Protocol):
         """Wait for all copies in flight, and return the results. For engine sleep and shutdown."""
 
     def close(self) -> None:
-        """Wait for all copies in flight and release resources. The mover must not be used
-        afterwards.
-        """
+        """Wait for all copies in flight, and release resources."""

@@ -50,9 +50,7 @@ class WorkerCore:
         self._make: Callable[[Sequence[GroupFrames]], Mover] | None = None
         self._payload_bytes: list[int] = []
         self._mover: Mover | None = None
-        """None before the first plan, after a failure to make it, and after `stop`: then copies
-        fail.
-        """
+        """None before the first plan, and once copies must fail."""
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
@@ -86,19 +84,14 @@ class WorkerCore:
             for group in groups
         ]
         kept, given = [group.kept_blocks for group in self._shape.groups], self._given_make_mover
-        self._make = (
-            partial(given, layouts) if given else choose_mover(layouts, kept, self._settings)
-        )
-        self._payload_bytes = [
-            layout.block_bytes * num_blocks
-            for layout, num_blocks in zip(layouts, kept, strict=True)
-        ]
+        choose = partial(choose_mover, layouts, kept, self._settings)
+        self._make = partial(given, layouts) if given else choose()
+        sizes = zip(layouts, kept, strict=True)
+        self._payload_bytes = [layout.block_bytes * num_blocks for layout, num_blocks in sizes]
         return first
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step, before its forward is launched. Saves of the last plan that were not run
-        have failed.
-        """
+        """Start a step, before its forward. Saves of the last plan that did not run fail."""
         if not self._saves_run:
             self._fail_saves()
         self._plan = plan
@@ -165,9 +158,7 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Return the requests whose load finished since the last call, and their blocks that were
-        not loaded.
-        """
+        """Return requests whose load finished, and their blocks that were not loaded."""
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
@@ -181,9 +172,7 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """Return results for the scheduler side. It has a load only after `take_finished_loads`
-        returned it.
-        """
+        """Return results. It has loads only once `take_finished_loads` returned them."""
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
@@ -216,9 +205,7 @@ class WorkerCore:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """Wait for copies in flight before the pages are unmapped; until `resume`, copies fail.
-        Idempotent.
-        """
+        """Wait for copies in flight; until `resume`, copies fail. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
@@ -269,9 +256,7 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies of this step. If the mover raises, collect the copies it took, and ``fail``
-        reports the rest.
-        """
+        """Submit copies. If that raises, collect those taken, and ``fail`` the rest."""
         mover: Mover | None = None
         is_taken = False
         try:
@@ -286,9 +271,7 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report this step's loads that the mover did not take as failed. Their requests would wait
-        permanently.
-        """
+        """Report loads that the mover did not take as failed, or their requests would hang."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
@@ -297,9 +280,7 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report this step's saves that the mover did not take as failed. Their frames would stay
-        reserved.
-        """
+        """Report saves that the mover did not take as failed, or their frames would leak."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 

@@ -20,9 +20,7 @@ HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
 
 
 class Family(NamedTuple):
-    """The two kernels of one source file: pages to parts of frames, and back. ``sources`` ends with
-    that file, after its own headers.
-    """
+    """The two kernels of a source file, which is the last of ``sources`` after its headers."""
 
     sources: tuple[str, ...]
     gather: str
@@ -41,9 +39,7 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the device code of ``family`` as one text without includes, as the program cache needs
-    it.
-    """
+    """Return the device code of ``family`` without includes, for the program cache."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -78,11 +74,9 @@ def compile_kernels(
         name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined
     )
     try:
-        store: Any = (
-            FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
-            if cache_dir is not None
-            else None
-        )
+        store: Any = None
+        if cache_dir is not None:
+            store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
         program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
     # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error

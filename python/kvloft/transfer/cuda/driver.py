@@ -20,9 +20,7 @@ NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY: the result of a query, not an error."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of all copies of a batch: read sources in stream order; no location hints, no
-flags.
-"""
+"""CUmemcpyAttributes of a batch: read sources in stream order; no hints or flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
@@ -30,38 +28,22 @@ _PORTABLE_AND_MAPPED = 1 | 2
 _CAN_USE_HOST_POINTER = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
 
+_P: Final = c_void_p
 _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuCtxSynchronize", ()),
-    (
-        (
-            "cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost "
-            "cuMemHostUnregister"
-        ),
-        (c_void_p,),
-    ),
-    (
-        "cuEventDestroy_v2 cuEventQuery cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize",
-        (c_void_p,),
-    ),
-    (
-        "cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData",
-        (c_void_p, c_void_p),
-    ),
-    ("cuEventElapsedTime cuModuleGetFunction", (c_void_p, c_void_p, c_void_p)),
-    ("cuEventCreate", (c_void_p, c_uint)),
-    ("cuDeviceGetAttribute", (c_void_p, c_int, c_int)),
-    ("cuMemHostAlloc cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
-    ("cuStreamCreateWithPriority", (c_void_p, c_uint, c_int)),
-    ("cuStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
-    (
-        "cuMemcpyAsync cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2",
-        (c_uint64, c_uint64, c_size_t, c_void_p),
-    ),
-    (
-        "cuMemcpyBatchAsync",
-        (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p),
-    ),
-    ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
+    ("cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDriverGetVersion", (_P,)),
+    ("cuMemFreeHost cuMemHostUnregister cuEventDestroy_v2 cuEventQuery", (_P,)),
+    ("cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize", (_P,)),
+    ("cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData", (_P, _P)),
+    ("cuEventElapsedTime cuModuleGetFunction", (_P, _P, _P)),
+    ("cuEventCreate", (_P, c_uint)),
+    ("cuDeviceGetAttribute", (_P, c_int, c_int)),
+    ("cuMemHostAlloc cuMemHostRegister_v2", (_P, c_size_t, c_uint)),
+    ("cuStreamCreateWithPriority", (_P, c_uint, c_int)),
+    ("cuStreamWaitEvent", (_P, _P, c_uint)),
+    ("cuMemcpyAsync cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2", (c_uint64, c_uint64, c_size_t, _P)),
+    ("cuMemcpyBatchAsync", (_P, _P, _P, c_size_t, _P, _P, c_size_t, _P, _P)),
+    ("cuLaunchKernel", (_P, *(c_uint,) * 7, _P, _P, _P)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
 """Argument types by exported name. An exported name never changes its signature."""
@@ -80,9 +62,7 @@ def _library() -> Any:
 
 
 class _Driver:
-    """The driver's functions, resolved at first use. They raise CudaError and run without the
-    GIL.
-    """
+    """The driver's functions, resolved at first use. They raise CudaError, without the GIL."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -195,9 +175,7 @@ class Stream:
         )
 
     def launch(self, function: int, num_ctas: int, num_threads: int, params_address: int) -> None:
-        """Launch a kernel. ``params_address``: an array of pointers to its parameters, which are
-        copied before the return.
-        """
+        """Launch a kernel, which copies the parameters that the array's pointers point to."""
         _cu.cuLaunchKernel(
             function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None
         )
@@ -207,9 +185,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Waiting spins for an event with ``timing``, and sleeps
-    otherwise.
-    """
+    """A point in a stream's work. Waiting spins with ``timing``, and sleeps otherwise."""
 
     __slots__ = ("handle",)
 
@@ -251,9 +227,7 @@ def use_context(context: int | None) -> None:
 
 
 def kernels_reach_registered() -> bool:
-    """Return True if kernels on the current device can access registered memory by its host
-    address.
-    """
+    """Return True if kernels can access registered memory by its host address."""
     device = _made(c_int, _cu.cuCtxGetDevice)
     return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 

@@ -20,9 +20,7 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Width of a part's bf16 pages as a fraction of their bytes. 99.75 % of real KV fits, including its
-table.
-"""
+"""Bytes moved of a part's bf16 pages, as a fraction. 99.75 % of real KV and tables fit."""
 MAX_PART_BYTES: Final = 1 << 28
 """A table entry has 24 bits for an offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
@@ -35,20 +33,12 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 def _saved_bytes(layout: PagedLayout) -> int:
     """Return the bytes that encoding is expected to save per block, without the table."""
-    return int(
-        sum(
-            plane.page_bytes
-            for plane in layout.planes
-            if plane.is_bf16 and plane.page_bytes >= _MIN_PAGE_BYTES
-        )
-        * (1 - SHARE)
-    )
+    sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
+    return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding chunks of ``num_blocks`` saves bytes, and any such chunk fits a
-    staging slot.
-    """
+    """Return True if encoding saves bytes, and any chunk fits a staging slot."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
@@ -57,9 +47,7 @@ def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
 
 
 def slot_stride(width: int) -> int:
-    """Return the bytes of a staging slot for a chunk with this ``width``. A record that begins
-    before it can end after it.
-    """
+    """Return the bytes of a chunk in a slot. The last record can end after ``width``."""
     return -(-(width + TILE_BYTES) // 512) * 512
 
 
@@ -84,9 +72,7 @@ class PartEncoding:
         *,
         everything: bool = False,
     ) -> PartEncoding:
-        """With ``everything``, the copy engine moves the largest possible size, for frames that are
-        not registered yet.
-        """
+        """``everything``: move the largest possible size, for frames not yet registered."""
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
         return cls(None if everything else frames, frames.part_room, block_width)

@@ -1,6 +1,4 @@
-"""Records of CudaMover's copies: loads, jobs that finish together, chunks to be sent. Must not
-depend on streams.
-"""
+"""Records of CudaMover's copies in progress. Must not depend on streams."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ H200 with cold caches. For a load it includes the launch of the kernel of the pi
 """
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
-"""The last piece of a load is smaller than others by this factor, because the link is idle while it
-is scattered.
-"""
+"""The last piece of a load is this much smaller: the link idles while it is scattered."""
 SORTED_PIECES = 4
 """Number of pieces of a load whose chunks are sorted at once."""
 
@@ -39,9 +35,8 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
     """
     link_us = part_bytes / LINK_BYTES_A_US
     spare_us = link_us - PREPARE_CHUNK_US
-    size = (
-        chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)
-    )  # the next piece has a few more
+    # The next piece has a few more.
+    size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)
     sizes: list[int] = []
     while size < chunks_per_piece:
         sizes.append(size)
@@ -51,9 +46,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream after which queued jobs can start. Its event is reused after
-    the last reference.
-    """
+    """A point in the compute stream that jobs wait for. Its event is reused."""
 
     event: driver.Event
     spare: list[driver.Event]
@@ -73,9 +66,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of a load for pages of one ``kind`` (see `shared`); the first ``num_sent`` are
-    sent.
-    """
+    """Chunks of a load for pages of one ``kind``; the first ``num_sent`` are sent."""
 
     load: Load
     kind: int
@@ -98,12 +89,8 @@ class Waiting:
         After the first piece, chunks of several pieces are sorted at once: the link then has enough
         work for that time.
         """
-        chunks, begin, left, last = (
-            self.chunks,
-            self.num_sent,
-            self.num_left,
-            per_piece // SMALL_LAST,
-        )
+        chunks, begin, left = self.chunks, self.num_sent, self.num_left
+        last = per_piece // SMALL_LAST
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
@@ -115,9 +102,8 @@ class Waiting:
         taken = self.window[self.used : self.used + count]
         self.used += len(taken)
         if num_more := count - len(taken):
-            taken = _core.ChunkBatch.concat(
-                [taken, chunks[self.num_sent - num_more : self.num_sent]]
-            ).by_frame()
+            more = chunks[self.num_sent - num_more : self.num_sent]
+            taken = _core.ChunkBatch.concat([taken, more]).by_frame()
         return taken
 
 
@@ -144,6 +130,4 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """True if the frames of every piece were registered when it was sent. Otherwise, a save
-    fails.
-    """
+    """True if every piece's frames were registered when sent; otherwise a save fails."""

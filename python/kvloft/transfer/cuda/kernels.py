@@ -77,9 +77,7 @@ assert (
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the widest access that all addresses and lengths of the layout allow. Frames have a
-    larger alignment.
-    """
+    """Return the widest access that all addresses and lengths allow; frames allow any."""
     common = 16
     for plane in layout.planes:
         common = math.gcd(common, plane.base, plane.block_stride, plane.page_bytes)
@@ -87,9 +85,7 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 
 
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
-    """Return the tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError for
-    blocks of 4 GiB or more.
-    """
+    """Return a block's tiles in payload order. Raises UnsupportedError from 4 GiB on."""
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(
             f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a "
@@ -117,9 +113,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes of a layout for cutting pieces. ``tile_offsets[t]`` is tile t's byte offset in a
-    block.
-    """
+    """Sizes for cutting pieces. ``tile_offsets[t]``: tile t's byte offset in a block."""
 
     block_bytes: int
     tiles_per_block: int
@@ -137,9 +131,7 @@ class BlockTiles:
 
 
 class Kernels:
-    """Compiled kernels of one layout, and its tile table on the device. Launches allocate
-    nothing.
-    """
+    """Compiled kernels of one layout, and its tile table. Launches allocate nothing."""
 
     def __init__(
         self,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -117,21 +116,16 @@ class CudaMover:
             on_progress=self._feed_saves,
         )
 
-    # -- the seam
-    # -----------------------------------------------------------------------------------------
-
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """See `Mover.begin_step`. ``rewritten`` are blocks that were saved for another request."""
         with self._shared.lock:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
             if rewritten and self._shared.broken is None:
-                with (
-                    self._shared.guarded()
-                ):  # without the order, a save could read rewritten blocks
-                    self._saves.order_after_gathers(
-                        self._compute(), np.asarray(rewritten, dtype=np.int64)
-                    )
+                # Without the order, a save could read rewritten blocks.
+                with self._shared.guarded():
+                    blocks = np.asarray(rewritten, dtype=np.int64)
+                    self._saves.order_after_gathers(self._compute(), blocks)
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers after the forward just launched. Saves without room are dropped."""
@@ -152,18 +146,15 @@ class CudaMover:
             return self._shared.take_done()
 
     def drain(self) -> Finished:
-        """Wait on the host for all copies; for sleep and shutdown only. Saves to frames not yet
-        registered fail.
-        """
+        """Wait on the host for all copies. Saves to frames not yet registered fail."""
         with self._shared.lock:
             self._saves.waits_for_registration = False
-            directions = (self._saves, self._loads)
-            while self._shared.broken is None and any(
-                each.is_behind or each.flying for each in directions
+            while self._shared.broken is None and (
+                self.is_behind or self._saves.flying or self._loads.flying
             ):
                 with self._shared.guarded():
-                    for each in directions:
-                        each.wait_for_first()
+                    self._saves.wait_for_first()
+                    self._loads.wait_for_first()
                 self._feed()
             self._saves.waits_for_registration = True
             return self._shared.take_done()
@@ -172,21 +163,17 @@ class CudaMover:
         """Drain and release all resources. The mover must not be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        users: tuple[Submitter | Lane | RegisteredRange, ...] = (
-            *self._submitters,
-            self.saves,
-            self.loads,
-            self._shared.registered,
-        )
-        for user in users:
-            user.close()
+        for submitter in self._submitters:
+            submitter.close()
+        self.saves.close()
+        self.loads.close()
+        self._shared.registered.close()
 
     @property
     def is_behind(self) -> bool:
         """Return True if copies wait to be sent to the GPU."""
-        with (
-            self._shared.lock
-        ):  # a submitter may have taken the last piece and not have sent it yet
+        # A submitter may have taken the last piece and not have sent it yet.
+        with self._shared.lock:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
@@ -198,9 +185,6 @@ class CudaMover:
     def wait_registered(self, timeout_s: float | None = None) -> bool:
         """Wait until all host memory is registered, or registration has failed."""
         return self._shared.registered.wait(timeout_s)
-
-    # -- feeding
-    # -----------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
         self._saves.feed()
@@ -246,22 +230,17 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
 
 
 def _device_encodes(device: torch.device) -> bool:
-    """Return True if ``device`` has `__reduce_add_sync`, which e348.cu uses, and can access
-    registered frames.
-    """
+    """Return True if ``device`` has what e348.cu uses, and reaches registered frames."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     with torch.cuda.device(device):
-        torch.cuda.current_stream(
-            device
-        ).synchronize()  # makes the context current on this thread; not in a step
-        return (
-            torch.cuda.get_device_capability(device) >= (8, 0) and driver.kernels_reach_registered()
-        )
+        # Makes the context current on this thread; not in a step.
+        torch.cuda.current_stream(device).synchronize()
+        return driver.kernels_reach_registered()
 
 
 def _current_stream(device: torch.device) -> int:
-    """Return ``torch.cuda.current_stream(device).cuda_stream``, 60 to 90 us faster with cold
-    caches.
-    """
+    """Return the current stream 60 to 90 us faster than torch.cuda with cold caches."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001
 
 
@@ -277,13 +256,12 @@ def _kind(
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run
     )
+    block_tiles = None
     if kernels.encodes:
-        of = partial(PartEncoding.of, layout, frames)
-        limits, unregistered = (
-            replace(limits, encoding=of()),
-            replace(limits, encoding=of(everything=True)),
-        )
-    block_tiles = kernels.block_tiles.tiles_per_block if kernels.encodes else None
+        block_tiles = kernels.block_tiles.tiles_per_block
+        limits = replace(limits, encoding=PartEncoding.of(layout, frames))
+        most = PartEncoding.of(layout, frames, everything=True)
+        unregistered = replace(unregistered, encoding=most)
     holds_raw = num_blocks * layout.block_bytes <= frames.part_room
     trailers = Trailers(
         frames,
@@ -347,10 +325,7 @@ def prepare(
         distinct: dict[tuple[object, ...], tuple[int, FrameMemory]] = {}
         kind_of: dict[tuple[int, int], int] = {}
         for group, (where, own) in enumerate(zip(addresses, frames, strict=True)):
-            for window, size_class in (
-                (own.raw, own.raw_class),
-                (own.compact, own.compact_class),
-            ):
+            for window, size_class in ((own.raw, own.raw_class), (own.compact, own.compact_class)):
                 if window is not None:
                     kind = (where, window.memory.part_bytes)
                     distinct.setdefault(kind, (group, window.memory))

@@ -21,8 +21,7 @@ from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 MAX_FRAME = (1 << 28) - 1
-"""Limit of the number of a frame; the bits above it are the size class, which a batch's chunks have
-in common."""
+"""Limit of frame numbers; the bits above are the size class, equal in a batch."""
 NOT_WANTED = -1
 """Block id of a payload block that is tagged but not scattered."""
 _SLOT_ALIGN = 4096
@@ -30,9 +29,7 @@ _SLOT_ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """The chunks of a batch: chunk c has frame ``frames[c]`` and blocks
-    ``block_ids[starts[c]:starts[c + 1]]``.
-    """
+    """A batch: chunk c has ``frames[c]`` and ``block_ids[starts[c]:starts[c + 1]]``."""
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
@@ -54,9 +51,7 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """One copy-engine command: ``num_rows`` of ``row_bytes``, at a distance of ``frame_bytes`` in
-    the arena.
-    """
+    """One copy-engine command: ``num_rows`` of ``row_bytes``, a frame apart in the arena."""
 
     frame: int
     part_offset: int
@@ -126,9 +121,7 @@ class PieceLimits:
 
     @property
     def chunks_per_piece(self) -> int:
-        """Return the number of chunks of a piece; 0 if chunks are cut. Chunks without pages need no
-        room in a slot.
-        """
+        """Return the number of chunks of a piece; 0 if chunks are cut."""
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
         return min(
@@ -138,27 +131,21 @@ class PieceLimits:
     @property
     def slot_stride(self) -> int:
         """Return the distance between chunks in a slot."""
-        return (
-            slot_stride(self.encoding.width(self.blocks_per_chunk))
-            if self.encoding is not None
-            else self.part_bytes
-        )
+        if self.encoding is None:
+            return self.part_bytes
+        return slot_stride(self.encoding.width(self.blocks_per_chunk))
 
     def row_bytes(self, num_blocks: int) -> int:
         """Return the bytes of a chunk that the copy engine moves."""
-        return (
-            self.encoding.width(num_blocks)
-            if self.encoding is not None
-            else num_blocks * self.block_tiles.block_bytes
-        )
+        if self.encoding is None:
+            return num_blocks * self.block_tiles.block_bytes
+        return self.encoding.width(num_blocks)
 
 
 def split(
     table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[Piece]:
-    """Yield the pieces of ``table``, in order. ``is_raw``: chunks whose part is raw; None if all
-    are as in ``limits``.
-    """
+    """Yield the pieces of ``table``. ``is_raw``: chunks with raw parts; None: as ``limits``."""
     per_piece = limits.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
@@ -184,9 +171,8 @@ def _whole_chunks(
     segments = limits.full_segments if are_full else _segments(np.array(lengths), limits)
     frames, parts = table.frames[begin:end], None
     if limits.encoding is not None:
-        parts = limits.encoding.parts(
-            frames, lengths, None if is_raw is None else is_raw[begin:end]
-        )
+        own = None if is_raw is None else is_raw[begin:end]
+        parts = limits.encoding.parts(frames, lengths, own)
     return Piece(
         begin,
         end,
@@ -221,26 +207,14 @@ def _runs(
     stride, per_run = limits.slot_stride, limits.frames_per_run
     if not limits.block_tiles.block_bytes:
         return
-    apart = [
-        i
-        for i, (before, frame) in enumerate(pairwise(frames), 1)
-        if frame != before + 1 or not frame % per_run
-    ]
+    steps = enumerate(pairwise(frames), 1)
+    apart = [i for i, (last, frame) in steps if frame != last + 1 or not frame % per_run]
     if not are_full:
-        apart = sorted(
-            {
-                *apart,
-                *(
-                    i
-                    for i, (before, length) in enumerate(pairwise(num_blocks), 1)
-                    if length != before
-                ),
-            }
-        )
+        lengths = enumerate(pairwise(num_blocks), 1)
+        apart = sorted({*apart, *(i for i, (last, length) in lengths if length != last)})
     for first, stop in pairwise((0, *apart, len(frames))):
-        yield Run(
-            frames[first], 0, first * stride, limits.row_bytes(num_blocks[first]), stop - first
-        )
+        row_bytes = limits.row_bytes(num_blocks[first])
+        yield Run(frames[first], 0, first * stride, row_bytes, stop - first)
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Iterator[Piece]:
@@ -271,21 +245,15 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the tiles from ``tile`` on that fit in a slot. Raises ValueError if none
-    fits.
-    """
+    """Return the end of the tiles that fit in a slot. Raises ValueError if none does."""
     tiles = limits.block_tiles
     begin = tiles.payload_offset(tile)
     room = limits.slot_bytes - begin % _SLOT_ALIGN
     block, rest = divmod(begin + room, tiles.block_bytes)
-    stop = (
-        block * tiles.tiles_per_block
-        + int(np.searchsorted(tiles.tile_offsets, rest, side="right"))
-        - 1
-    )
-    stop = min(
-        stop, num_tiles, (tile // tiles.tiles_per_block + MAX_BLOCKS) * tiles.tiles_per_block
-    )
+    last = int(np.searchsorted(tiles.tile_offsets, rest, side="right")) - 1
+    last_block = tile // tiles.tiles_per_block + MAX_BLOCKS
+    stop = block * tiles.tiles_per_block + last
+    stop = min(stop, num_tiles, last_block * tiles.tiles_per_block)
     if stop <= tile:
         raise ValueError(f"a staging slot of {limits.slot_bytes} bytes is too small")
     return stop

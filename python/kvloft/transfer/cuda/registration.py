@@ -23,18 +23,14 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece. Registration holds a lock of the driver, for which launches wait, so pieces are
-well under 1 GiB.
-"""
+"""Size of a piece, well under 1 GiB: launches wait while the driver registers one."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class RegisteredRange:
-    """Memory at ``address`` whose first `num_registered_bytes` are registered. They grow until all
-    are, or registration fails.
-    """
+    """Memory whose first `num_registered_bytes`, which grow, are registered."""
 
     def __init__(
         self,
@@ -98,15 +94,11 @@ class RegisteredRange:
                     self.num_registered_bytes = begin + num_bytes
                     self._on_progress()
         except (RuntimeError, OSError) as error:
-            done, total = (
-                num_bytes / 2**30 for num_bytes in (self.num_registered_bytes, self.size_bytes)
-            )
             logger.error(
                 "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use "
-                "these only. "
-                "Lower host_size, or give the container more memory",
-                done,
-                total,
+                "these only. Lower host_size, or give the container more memory",
+                self.num_registered_bytes / 2**30,
+                self.size_bytes / 2**30,
                 error,
             )
         finally:
@@ -127,9 +119,7 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. Errors are ignored: registration then populates them more
-    slowly.
-    """
+    """Populate the pages in parallel. After an error, registration does, more slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -138,9 +128,8 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
     step = -(-(end - begin) // _NUM_THREADS // (2 << 20)) * (2 << 20)
 
     def populate(at: int) -> None:
-        libc.madvise(
-            ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE
-        )
+        num_bytes = ctypes.c_size_t(min(step, end - at))
+        libc.madvise(ctypes.c_void_p(at), num_bytes, _MADV_POPULATE_WRITE)
 
     list(pool.map(populate, range(begin, end, step)))
 
@@ -148,15 +137,11 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
 def numa_node_of(device: torch.device) -> int | None:
     """Return the NUMA node of a GPU; None if the system does not report it."""
     properties = torch.cuda.get_device_properties(device)
-    domain, bus, number = (
-        int(getattr(properties, f"pci_{name}_id", 0)) for name in ("domain", "bus", "device")
-    )
+    names = ("domain", "bus", "device")
+    domain, bus, number = (int(getattr(properties, f"pci_{name}_id", 0)) for name in names)
+    folder = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0"
     try:
-        node = int(
-            Path(
-                f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0/numa_node"
-            ).read_text()
-        )
+        node = int(Path(folder, "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

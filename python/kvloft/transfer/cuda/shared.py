@@ -54,13 +54,10 @@ class PageKind(NamedTuple):
 
     def with_slots(self, save_bytes: int, load_bytes: int) -> PageKind:
         """Return this kind with staging slots of these sizes."""
-        return PageKind(
-            replace(self.saves, slot_bytes=save_bytes),
-            replace(self.loads, slot_bytes=load_bytes),
-            replace(self.unregistered, slot_bytes=load_bytes),
-            self.trailers,
-            self.memory,
-            self.fits,
+        return self._replace(
+            saves=replace(self.saves, slot_bytes=save_bytes),
+            loads=replace(self.loads, slot_bytes=load_bytes),
+            unregistered=replace(self.unregistered, slot_bytes=load_bytes),
         )
 
 
@@ -92,9 +89,7 @@ class Shared:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Break the mover on an error inside, and suppress the error: if a submitter ended,
-        requests would wait permanently.
-        """
+        """Break the mover on an error, which is suppressed: the submitter must not end."""
         try:
             yield
         except Exception as error:
@@ -129,10 +124,9 @@ class Shared:
 
     def mark(self) -> Mark:
         """Record a mark in the compute stream. Raises CudaError."""
-        mark = Mark(
-            self.spare_marks.pop() if self.spare_marks else driver.Event(), self.spare_marks
-        )
-        mark.event.record(self.compute())
+        event = self.spare_marks.pop() if self.spare_marks else driver.Event()
+        mark = Mark(event, self.spare_marks)
+        event.record(self.compute())
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
@@ -159,19 +153,13 @@ class Shared:
     ) -> Job:
         """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
-        limits = pages.saves
+        limits, is_raw = pages.saves, None
         if owners:
             is_registered = self.are_registered(kind, table.frames)
             limits = pages.loads if is_registered else pages.unregistered
-        pieces = tuple(
-            split(
-                table,
-                limits,
-                pages.trailers.are_raw(table.frames)
-                if owners and limits.encoding is not None
-                else None,
-            )
-        )
+            if limits.encoding is not None:
+                is_raw = pages.trailers.are_raw(table.frames)
+        pieces = tuple(split(table, limits, is_raw))
         tags: npt.NDArray[np.uint64] = np.zeros(len(chunks), np.uint64)
         used = tags.copy()
         return Job(kind, chunks, table, pieces, tags, used, after, owners)
@@ -243,9 +231,7 @@ class Direction(ABC):
 
     @abstractmethod
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
-        """Handle a finished piece, whose tags are in the job; ``seconds`` is the time that it used
-        the link.
-        """
+        """Handle a finished piece, which used the link for ``seconds``."""
 
     def _has_room(self) -> bool:
         """Return True if another piece can be sent."""

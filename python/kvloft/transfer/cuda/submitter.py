@@ -17,9 +17,7 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Feeds ``direction`` under ``lock`` each time its awaited event has passed. Without one, it
-    sleeps until `wake`.
-    """
+    """Feeds ``direction`` when its awaited event has passed; sleeps without one."""
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
         """Start the thread, with the current CUDA context."""
@@ -49,9 +47,7 @@ class Submitter:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
-            with contextlib.suppress(
-                driver.CudaError
-            ):  # the sender meets the same error, and reports it
+            with contextlib.suppress(driver.CudaError):  # `feed` meets the same error
                 event.synchronize()
             with self._changed:
                 self._direction.feed()

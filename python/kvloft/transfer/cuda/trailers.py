@@ -64,9 +64,7 @@ class TrailerColumn:
 
 
 class Trailers:
-    """Seals and checks frames of one layout. ``block_tiles``: tiles of a block if parts are
-    encoded; None: all are raw.
-    """
+    """Seals and checks frames of one layout. ``block_tiles``: None if all parts are raw."""
 
     def __init__(
         self,
@@ -79,11 +77,8 @@ class Trailers:
     ) -> None:
         """``holds_raw``: False if only encoded chunks fit the parts."""
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
-        self._block_bytes, self._block_tiles, self._room = (
-            block_bytes,
-            block_tiles,
-            memory.part_room,
-        )
+        self._block_bytes, self._block_tiles = block_bytes, block_tiles
+        self._room = memory.part_room
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
         blank["layout"] = np.frombuffer(layout, dtype="V32")
@@ -108,31 +103,24 @@ class Trailers:
         if self._block_tiles is None or used is None:
             self._column[frames] = rows
             return []
-        table_bytes = (
-            (np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES + 15) // 16 * 16
-        )
-        rows["encoding"], rows["encoded_bytes"] = (
-            E348,
-            table_bytes.astype(np.uint64) + used * np.uint64(16),
-        )
+        table_bytes = np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES
+        table_units = ((table_bytes + 15) // 16).astype(np.uint64)
+        rows["encoding"] = E348
+        rows["encoded_bytes"] = (table_units + used) * np.uint64(16)
         fits = rows["encoded_bytes"] <= self._room
         self._column[frames[fits]] = rows[fits]
         self._column.unseal(frames[~fits])
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return which of ``frames`` are not encoded, according to trailers that are not checked
-        yet.
-        """
+        """Return which ``frames`` are raw, according to trailers not checked yet."""
         encodings = self._column.encodings(frames)
         return np.asarray((encodings != E348) & self._holds_raw)
 
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """Return the tags of ``frames``, and the problem of each bad one: 'unsealed', 'key',
-        'layout' or 'shape'.
-        """
+        """Return the tags, and each problem: 'unsealed', 'key', 'layout' or 'shape'."""
         rows = self._column[frames]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
@@ -145,12 +133,8 @@ class Trailers:
         if rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
-        shape = np.logical_and.reduce(
-            [
-                rows[name] == good[name]
-                for name in ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")
-            ]
-        )
+        of_shape = ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")
+        shape = np.logical_and.reduce([rows[name] == good[name] for name in of_shape])
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
