@@ -96,14 +96,11 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
     except (OSError, subprocess.SubprocessError) as e:
         status, said = 1, str(e)
     if status == 0:
-        linger = f"{config.server_linger:g} s"
-        logger.info(
-            "kvloft: started a server at unix:%s, which exits %s after its last engine; its log is "
-            "%s",
-            path,
-            linger,
-            log,
+        text = (
+            "kvloft: started a server at unix:%s, which exits %g s after its last engine; its log "
+            "is %s"
         )
+        logger.info(text, path, config.server_linger, log)
         for line in said.splitlines():
             logger.warning("%s", line)
     elif status == WRONG_SETTING:
@@ -127,20 +124,15 @@ def _command(config: Config, log: Path) -> list[str]:
     }
     if config.disk_path is not None:
         told |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
-    limits = {
-        key: KEYS[key].show(value)
-        for key in OF_LIMITS
-        if (value := getattr(config, key)) is not None
-    }
-    told |= {key.replace("_", "-"): text for key, text in limits.items()}
+    for key in OF_LIMITS:
+        if (value := getattr(config, key)) is not None:
+            told[key.replace("_", "-")] = KEYS[key].show(value)
     argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
     return argv + [f"--{name}={value}" for name, value in told.items()]
 
 
 def _tell_differences(config: Config, logger: logging.Logger) -> None:
-    """Log settings that differ from those of the server, which the engine that started it
-    decided.
-    """
+    """Log settings that differ from the server's, which the engine that started it decided."""
     with contextlib.suppress(StoreError):
         its = _core.server_status(_path(config))["settings"]
         differences = [
@@ -163,9 +155,7 @@ def _path(config: Config) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the directory, or check that it is private. Raises ConfigError, or _StartError for
-    errors that can pass.
-    """
+    """Create the directory, or check that it is private. Raises ConfigError or _StartError."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -182,15 +172,12 @@ def _make_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"{folder} is not a directory of this user or is writable by others, so server = auto "
-            "does not use it; "
-            "remove it, or set server to a path."
+            "does not use it; remove it, or set server to a path."
         )
 
 
 def _connect(path: str | Path) -> int:
-    """Return the process id of the server; 0 if it is in another container. Raises OSError without
-    a server.
-    """
+    """Return the server's process id; 0 in another container. Raises OSError without a server."""
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))

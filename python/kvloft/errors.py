@@ -12,18 +12,14 @@ MAY_PASS: Final = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
 }
-"""Errors of the machine that can pass without a change of settings; an engine starts despite
-them.
-"""
+"""Errors of the machine that can pass: an engine starts despite them."""
 
 NOT_WRITTEN: Final = 4
 """Exit status of a command that could not write its output."""
 
 
 class ConfigError(ValueError):
-    """A setting or an argument is wrong; the message names it, its value, its source and the
-    fix.
-    """
+    """A setting or an argument is wrong; the message names it, its value and the fix."""
 
 
 class UnsupportedError(ConfigError):

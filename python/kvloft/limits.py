@@ -40,9 +40,7 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value in the file of ``salt_limits``: its place for messages, the setting for all salts,
-    and the value.
-    """
+    """A value in the file of ``salt_limits``, its place, and the setting for all salts."""
 
     blame: str
     setting: str
@@ -55,34 +53,23 @@ def tenant_limits(config: Config) -> TenantLimits | None:
     """Return the limits in ``config``; None without any. Raises ConfigError for an invalid file."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
-    limits = TenantLimits(
-        salted,
-        own.pop(None, Limits()),
-        tuple((salt, each) for salt, each in own.items() if salt is not None),
-    )
+    by_salt = tuple((salt, each) for salt, each in own.items() if salt is not None)
+    limits = TenantLimits(salted, own.get(None, Limits()), by_salt)
     return None if limits == TenantLimits(Limits(), Limits(), ()) else limits
 
 
 def given_limits(config: Config) -> Iterator[Given]:
-    """Yield the values in the file of ``salt_limits``, in order. Raises ConfigError for an invalid
-    file.
-    """
+    """Yield the values in the file of ``salt_limits``. Raises ConfigError if it is invalid."""
     for blame, entry in _entries(config.salt_limits) if config.salt_limits is not None else ():
         for key, (_, parse) in KEYS.items():
             if (raw := entry.get(key)) is not None:
                 value = _parsed(parse, raw, f"{blame}: {key}")
-                yield Given(
-                    f"{blame}: {key}",
-                    f"salt_{key}",
-                    value,
-                    isinstance(value, int) and not has_unit(raw),
-                )
+                is_bare = isinstance(value, int) and not has_unit(raw)
+                yield Given(f"{blame}: {key}", f"salt_{key}", value, is_bare)
 
 
 def read_salt(raw: bytes, source: str) -> str:
-    """Return the salt in a file's bytes without one newline at the end. Raises ConfigError, which
-    names ``source``.
-    """
+    """Return the salt in a file without one newline at its end. Raises ConfigError."""
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
@@ -119,11 +106,9 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
     if not isinstance(entries, list):
         raise ConfigError(f"{blame} is not a list; {WANTED}.")
-    for nth, entry in enumerate(entries, 1):
-        if (twice := first_twice(keys[nth - 1])) in (
-            *SALT_KEYS,
-            *KEYS,
-        ):  # any other key can be a salt
+    for nth, (entry, own) in enumerate(zip(entries, keys, strict=True), 1):
+        twice = first_twice(own)
+        if twice in (*SALT_KEYS, *KEYS):  # any other key can be a salt
             raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
 
@@ -182,11 +167,9 @@ def _parsed(parse: Any, value: object, blame: str) -> Any:
     try:
         return None if value is None else parse(value)
     except (ValueError, TypeError, ArithmeticError):
-        wanted = (
-            'a time from 1s to 3650d, such as "24h" or "7d"'
-            if parse is parse_ttl
-            else 'a part such as "10%", or a size'
-        )
+        wanted = 'a part such as "10%", or a size'
+        if parse is parse_ttl:
+            wanted = 'a time from 1s to 3650d, such as "24h" or "7d"'
         raise ConfigError(
             f"{blame} is not allowed; it must be {wanted}, or null for no limit."
         ) from None

@@ -24,9 +24,7 @@ MAX_LOCK_BYTES: Final = 32
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise ConfigError if disk_path has a parent that is not a directory, or salt_limits is
-    invalid.
-    """
+    """Raise ConfigError if disk_path cannot be a directory, or salt_limits is invalid."""
     if config.server in (None, AUTO):  # otherwise the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
@@ -35,14 +33,12 @@ def refuse_impossible(config: Config) -> None:
     if PROC in (nearest, *nearest.parents):
         raise ConfigError(
             f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be created, "
-            f"because {PROC} is not writable; "
-            "set disk_path to a writable local directory."
+            f"because {PROC} is not writable; set disk_path to a writable local directory."
         )
     if not nearest.is_dir():
         raise ConfigError(
             f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, "
-            f"because {nearest} is a file; "
-            "set disk_path to a writable local directory."
+            f"because {nearest} is a file; set disk_path to a writable local directory."
         )
 
 
@@ -66,15 +62,10 @@ def _source(origin: str) -> str:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError for NUMA nodes whose memory this process must not use, according to
-    ``status``.
-    """
+    """Raise ConfigError for NUMA nodes that this process must not use, as in ``status``."""
     try:
-        lists = [
-            line.split()[1]
-            for line in status.read_text().splitlines()
-            if line.startswith("Mems_allowed_list:")
-        ]
+        lines = status.read_text().splitlines()
+        lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
     except (OSError, IndexError):
         return
     for text in lists:
@@ -83,8 +74,7 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
         if unknown:
             raise ConfigError(
                 f"--numa: NUMA node {unknown[0]} does not exist or is not allowed for this "
-                f"process; allowed nodes: {text} "
-                "(see `nvidia-smi topo -m` for each GPU's node)."
+                f"process; allowed nodes: {text} (see `nvidia-smi topo -m` for each GPU's node)."
             )
 
 
@@ -93,10 +83,8 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
     ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
     """
-    if config.server is not None:
-        return (
-            _bare(config) if config.server == AUTO else []
-        )  # the server checks its memory and disk
+    if config.server is not None:  # the server checks its memory and disk
+        return _bare(config) if config.server == AUTO else []
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
@@ -135,9 +123,8 @@ def _unit(key: str, size: int) -> str:
 
 def _in_vain(config: Config) -> Iterator[str]:
     """Yield a warning for each quota that limits nothing, and for one that stores nothing."""
-    if (
-        config.salt_quota == 0 and config.salt_limits is None
-    ):  # with that file, only its salts are stored
+    # With salt_limits, only its salts are stored.
+    if config.salt_quota == 0 and config.salt_limits is None:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
         yield f"{given} stores nothing of requests with a cache_salt; remove it for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
@@ -182,8 +169,7 @@ def _memory(host_size: int) -> str | None:
         return None
     return (
         f"host_size = {format_size(host_size)} is more than this machine's memory of "
-        f"{size_text(memory)}; "
-        "an engine with this setting does not start here."
+        f"{size_text(memory)}; an engine with this setting does not start here."
     )
 
 
@@ -204,16 +190,13 @@ def _others(path: Path) -> str | None:
         return None
     return (
         f"disk_path = {path} belongs to another user or is writable by others (mode "
-        f"{found.st_mode & 0o7777:o}), so it is not "
-        f"used: run `chown {os.geteuid()} {path}` and `chmod go-w {path}`, or set another "
-        "disk_path."
+        f"{found.st_mode & 0o7777:o}), so it is not used: run `chown {os.geteuid()} {path}` and "
+        f"`chmod go-w {path}`, or set another disk_path."
     )
 
 
 def _room(path: Path, disk_size: int) -> str | None:
-    """Return a warning if disk_size exceeds the free space plus the files that the directory
-    already has.
-    """
+    """Return a warning if disk_size exceeds free space plus the directory's own files."""
     try:
         free = shutil.disk_usage(_nearest(path)).free
         ours = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.dat"))
@@ -223,9 +206,8 @@ def _room(path: Path, disk_size: int) -> str | None:
         return None
     return (
         f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available "
-        f"to disk_path = {path}; "
-        "when the disk is full, new chunks replace old ones or are dropped and counted "
-        "(disk_dropped)."
+        f"to disk_path = {path}; when the disk is full, new chunks replace old ones or are dropped "
+        "and counted (disk_dropped)."
     )
 
 
@@ -243,17 +225,12 @@ def _company(path: Path) -> str | None:
 
 
 def _nested(path: Path) -> str | None:
-    """Return a warning if the directory is in another disk directory, whose disk_size does not
-    count it.
-    """
+    """Return a warning if the directory is in another disk directory."""
     for above in Path(os.path.realpath(path)).parents:
         lock = above / "lock"
         try:
-            is_disk = (
-                lock.is_file()
-                and lock.stat().st_size <= MAX_LOCK_BYTES
-                and lock.read_text().strip().isdecimal()
-            )
+            is_small = lock.is_file() and lock.stat().st_size <= MAX_LOCK_BYTES
+            is_disk = is_small and lock.read_text().strip().isdecimal()
         except (OSError, ValueError):
             continue
         if is_disk:

@@ -1,6 +1,4 @@
-"""Version and git revision of this build, from the extension. The version's only source is
-Cargo.toml.
-"""
+"""Version and revision of this build. The version's only source is Cargo.toml."""
 
 from typing import Final
 

@@ -1,3 +1,1 @@
-"""The `kvloft` command: config, check, serve, status, inspect, verify, bench. Uses neither vLLM nor
-torch, so it runs anywhere.
-"""
+"""The `kvloft` command. Imports neither vLLM nor torch, so it runs anywhere."""

@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_streams() -> bool:
-    """Return True if stdout is open. Closed stdin and stderr become /dev/null, so that no file gets
-    their descriptors.
-    """
+    """Return True if stdout is open. Opens /dev/null for a closed stdin or stderr."""
     if sys.__stdout__ is None:  # print would discard its text without an error
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):

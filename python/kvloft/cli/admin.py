@@ -168,11 +168,8 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
         salt: str | None = args.salt
     else:
         try:
-            raw = (
-                sys.stdin.buffer.read()
-                if args.salt_file == "-"
-                else Path(args.salt_file).read_bytes()
-            )
+            is_stdin = args.salt_file == "-"
+            raw = sys.stdin.buffer.read() if is_stdin else Path(args.salt_file).read_bytes()
         except OSError as e:
             raise ConfigError(
                 f"--salt-file {args.salt_file}: cannot be read ({e.strerror})."
@@ -184,18 +181,14 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
 
 
 def salt_tag(salt: str) -> str:
-    """Return the tag that identifies a salt in a server's output: 16 hex digits, equal in each
-    namespace.
-    """
+    """Return a salt's tag in a server's output: 16 hex digits, equal in each namespace."""
     from kvloft._core import root_key
 
     return root_key(bytes(32), None, salt)[-8:].hex()
 
 
 def _confirm(question: str) -> bool:
-    """Return True if the user of the terminal agrees; False without a terminal or at the end of
-    input.
-    """
+    """Return True if the user agrees; False without a terminal or at the end of input."""
     if not sys.stdin.isatty():
         return False
     try:
@@ -208,15 +201,11 @@ def _confirm(question: str) -> bool:
 def _evicted(report: dict[str, Any], host_only: bool) -> str:
     freed = f"{size_text(report['host_bytes'])} of host memory"
     freed += "" if host_only else f" and {size_text(report['disk_bytes'])} on disk"
-    text = (
-        f"{_count(report['chunks'], 'chunk')} evicted in "
-        f"{_count(report['namespaces'], 'namespace')}: {freed}"
-    )
+    chunks, namespaces = (_count(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
+    text = f"{chunks} evicted in {namespaces}: {freed}"
     if report["in_use"]:
-        text += (
-            f"; {report['in_use']:,} in use, "
-            f"{'which stay' if host_only else 'freed when their loads end'}"
-        )
+        fate = "which stay" if host_only else "freed when their loads end"
+        text += f"; {report['in_use']:,} in use, {fate}"
     return text
 
 

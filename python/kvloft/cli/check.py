@@ -97,13 +97,10 @@ def _seconds(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and print the report. Returns 0 (supported), 1 (not supported) or 2 (not
-    tested). Raises ConfigError.
-    """
+    """Run the engines and print the report; returns the exit status. Raises ConfigError."""
     extra = parse_extra(args.extra)
-    load_config(
-        extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE}
-    )  # as in the engines
+    # As in the engines.
+    load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})
     if importlib.util.find_spec("vllm") is None:
         print(
             "kvloft: vllm cannot be imported; run this command in vLLM's environment",
@@ -158,13 +155,8 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
     with tempfile.TemporaryDirectory(prefix="kvloft-check-", ignore_cleanup_errors=True) as folder:
         for name, passes in ENGINES:
             disk = None if name == "alone" else str(Path(folder) / "disk")
-            job = {
-                "model": args.model,
-                "flags": args.flags,
-                "extra": extra,
-                "disk_path": disk,
-                "disk_size": DISK_SIZE,
-            }
+            job = {"model": args.model, "flags": args.flags, "extra": extra, "disk_path": disk}
+            job |= {"disk_size": DISK_SIZE, "passes": passes, "prompts": prompts}
             title = f"vLLM {name}"
 
             def progress(text: str, title: str = title) -> None:
@@ -174,7 +166,7 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
             with screen.status(f"{title}, since {time.strftime('%H:%M:%S')}"):
                 ran[name] = run_engine(
                     name.replace(" ", "-"),
-                    job | {"passes": passes, "prompts": prompts},
+                    job,
                     folder=Path(folder),
                     limit_s=args.time_limit,
                     progress=progress,

@@ -35,9 +35,7 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """The events of one engine. If it failed, ``error`` is the reason in one sentence and ``tail``
-    the end of its log.
-    """
+    """The events of one engine. If it failed: the reason, and the end of its log."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
@@ -51,9 +49,7 @@ class Ran:
 def run_engine(
     name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]
 ) -> Ran:
-    """Run ``job`` in a new process for at most ``limit_s``. All of its processes have exited when
-    this returns or raises.
-    """
+    """Run ``job`` in a new process for at most ``limit_s``. All its processes exit before."""
     events, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     events.touch()
     (folder / f"{name}.json").write_text(json.dumps(job | {"events": str(events)}))
@@ -83,9 +79,7 @@ def _watch(
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            is_gone = (
-                process.poll() is not None
-            )  # checked first: events before the exit are read below
+            is_gone = process.poll() is not None  # first: events before the exit are read below
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
                 ran.events.append(json.loads(line))

@@ -15,9 +15,7 @@ NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
 """Distance in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""Allowed difference of log probabilities, as a multiple of the difference caused by vLLM's own
-prefix cache.
-"""
+"""Allowed difference of log probabilities, as a multiple of that of vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
 MORE_MEMORY = 1.02
 TITLES = {
@@ -71,21 +69,16 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
         pairs = list(zip(answer["tokens"], true["tokens"], strict=False))
         same = next((nth for nth, (one, other) in enumerate(pairs) if one != other), len(pairs))
         ours, theirs = answer["clear"][:same], true["clear"][:same]
-        difference = max(
-            [
-                difference,
-                *(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=False)),
-            ]
-        )
+        for one, other in zip(ours, theirs, strict=False):
+            difference = max(difference, abs(one[0] - other[0]))
         if answer["tokens"] == true["tokens"]:
             kinds.append("equal")
         else:
-            _, distance, second = (
-                true["clear"][same] if same < len(true["clear"]) else (0.0, near, None)
-            )
-            kinds.append(
-                "near" if distance < near and answer["tokens"][same] == second else "wrong"
-            )
+            distance, second = near, None
+            if same < len(true["clear"]):
+                _, distance, second = true["clear"][same]
+            is_near = distance < near and answer["tokens"][same] == second
+            kinds.append("near" if is_near else "wrong")
     rows = list(answers.values())
     sums = {
         what: sum(row[what] for row in rows)
@@ -102,19 +95,11 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
 def make_report(
     engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the report as JSON. ``engines``: (name, events, error) of each engine that was
-    started, plain vLLM first.
-    """
-    facts = {
-        name: event["facts"]
-        for name, events, _ in engines
-        for event in events
-        if event["event"] == "started"
-    }
-    told = [event for _, events, _ in engines for event in events if event["event"] == "pass"]
-    truth: dict[str, Any] = next(
-        (event["answers"] for event in told if event["name"] == "plain"), {}
-    )
+    """Return the report as JSON. ``engines``: name, events, error of each; plain vLLM first."""
+    every = [(name, event) for name, events, _ in engines for event in events]
+    facts = {name: event["facts"] for name, event in every if event["event"] == "started"}
+    told = [event for _, event in every if event["event"] == "pass"]
+    truth: dict[str, Any] = next((each["answers"] for each in told if each["name"] == "plain"), {})
     near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
     passes = {
         event["name"]: compare(event["name"], event["answers"], truth, near) for event in told
@@ -166,11 +151,8 @@ def _remarks(
     passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool
 ) -> Iterator[str]:
     alone, ours = facts.get("alone", {}), facts.get("with kvloft", {})
-    is_more = bool(
-        ours
-        and alone["request_bytes"]
-        and ours["request_bytes"] > MORE_MEMORY * alone["request_bytes"]
-    )
+    least = alone.get("request_bytes") or float("inf")
+    is_more = bool(ours) and ours["request_bytes"] > MORE_MEMORY * least
     if is_more:
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield (
@@ -218,18 +200,11 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     for one in passes:
         equal = f"{one.equal} of {one.answers}" + (f", {one.near} near ties" if one.near else "")
         equal += f", {one.wrong} DIFFER" if one.wrong else ""
-        loaded = (
-            [str(one.host), str(one.disk), " ".join(map(str, one.blocks))]
-            if one.name not in ("plain", "own")
-            else ["", "", ""]
-        )
-        table.add_row(
-            TITLES[one.name],
-            equal,
-            str(one.prompt),
-            *loaded,
-            *([_accepted(one)] if has_drafts else []),
-        )
+        loaded = [str(one.host), str(one.disk), " ".join(map(str, one.blocks))]
+        if one.name in ("plain", "own"):
+            loaded = ["", "", ""]
+        drafts = [_accepted(one)] if has_drafts else []
+        table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *drafts)
     if passes:
         yield table
     for name, facts in report["engines"].items():
@@ -259,10 +234,8 @@ def groups_text(groups: list[dict[str, Any]]) -> str:
 def verdict(report: dict[str, Any]) -> str:
     """Return one line: whether kvloft supports the model."""
     if report["served"]:
-        host, disk = (
-            next(one for one in report["passes"] if one["name"] == name)
-            for name in ("host", "disk")
-        )
+        passes = {one["name"]: one for one in report["passes"]}
+        host, disk = passes["host"], passes["disk"]
         return (
             f"kvloft supports {report['model']} with these flags: equal answers, {host['host']} of "
             f"{host['prompt']} prompt tokens "

@@ -48,9 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print version and revision. Loads the extension, which carries them, only when they are
-    printed.
-    """
+    """Print version and revision, which only the extension knows."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
@@ -64,9 +62,7 @@ class _Version(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an
-    argument).
-    """
+    """Run one command; returns its exit status (2 for a wrong setting, like argparse)."""
     return _written(args.run, args)
 
 

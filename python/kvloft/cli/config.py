@@ -31,11 +31,9 @@ def add_parser(subparsers: Any) -> None:
         help="print the effective settings and their sources",
         description=(
             "Print the effective settings and the source of each value: vLLM's extra config "
-            "(--extra), the environment "
-            "(such as KVLOFT_HOST_SIZE), the YAML file in KVLOFT_CONFIG, or the default. Checks "
-            "everything that needs no model. "
-            "Exit status: 0 for valid settings (warnings go to stderr), 2 if an engine would not "
-            "start."
+            "(--extra), the environment (such as KVLOFT_HOST_SIZE), the YAML file in "
+            "KVLOFT_CONFIG, or the default. Checks everything that needs no model. Exit status: 0 "
+            "for valid settings (warnings go to stderr), 2 if an engine would not start."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -54,14 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         void = not_ours(config)
         values = {
-            key: None if key in void else getattr(config, key) for key, _, _ in describe(config)
+            key: {"value": None if key in void else getattr(config, key), "from": origin}
+            for key, _, origin in rows(config)
         }
-        print(
-            json.dumps(
-                {key: {"value": values[key], "from": origin} for key, _, origin in rows(config)},
-                indent=2,
-            )
-        )
+        print(json.dumps(values, indent=2))
         return 0
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in rows(config):

@@ -27,9 +27,7 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server``. Raises
-    ConfigError.
-    """
+    """Return the settings of all sources, with a ``server``. Raises ConfigError."""
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
     if args.socket == "auto":
         raise ConfigError(
@@ -65,11 +63,8 @@ def _path(text: str) -> str:
 
 def report_no_answer(error: StoreError) -> int:
     """Print the reason why a server did not answer, and the fix; returns the exit status."""
-    is_late = isinstance(error, LateError)
-    fix = (
-        "the server's process is stopped or busy, and may still execute the command"
-        if is_late
-        else "start one with `kvloft serve`"
-    )
+    fix = "start one with `kvloft serve`"
+    if isinstance(error, LateError):
+        fix = "the server's process is stopped or busy, and may still execute the command"
     print(f"kvloft: {error}; {fix}", file=sys.stderr)
     return 1

@@ -1,6 +1,4 @@
-"""Lookups, hits, loads and saves of a server's engines, for `kvloft status`: per engine, and in
-total since the start.
-"""
+"""Lookups, hits, loads and saves since a server's start, per engine and in total."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,44 +13,30 @@ Counts = Mapping[str, Any]
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
     """Return chunks found divided by chunks looked up since ``before``; None without lookups."""
-    asked, found = (
-        (counts.get(name, 0) - (before or {}).get(name, 0))
-        for name in ("lookup_chunks", "lookup_chunks_found")
-    )
+    names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
+    asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)
     return found / asked if asked > 0 and found >= 0 else None
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """Return a table with a row for the namespace and one per engine, with the hit rate since
-    ``before`` if given.
-    """
-    names = [
-        "lookups",
-        "looked up",
-        "found",
-        "hit rate",
-        *(["now"] if before is not None else []),
-        "loaded",
-        "saved",
-    ]
-    table = new_table("chunks", *names)
-    old = (
-        {engine["pid"]: engine for engine in before["engines"] if engine["pid"]}
-        if before is not None
-        else {}
+    """Return a table: the namespace, then each engine, with hit rates since ``before``."""
+    now = ["now"] if before is not None else []
+    table = new_table(
+        "chunks", "lookups", "looked up", "found", "hit rate", *now, "loaded", "saved"
     )
-    now = [hit_rate(space["stats"], before["stats"])] if before is not None else []
-    table.add_row("all engines", *_cells(space["stats"], now))
-    for engine in space["engines"]:
-        now = [hit_rate(engine, old.get(engine["pid"]))] if before is not None else []
-        table.add_row(f"process {engine['pid']}", *_cells(engine, now))
+    old = {}
+    rows = [("all engines", space["stats"], before and before["stats"])]
+    if before is not None:
+        old = {engine["pid"]: engine for engine in before["engines"] if engine["pid"]}
+    rows += [(f"process {each['pid']}", each, old.get(each["pid"])) for each in space["engines"]]
+    for name, counts, earlier in rows:
+        rates = [hit_rate(counts, earlier)] if before is not None else []
+        table.add_row(name, *_cells(counts, rates))
     return table
 
 
 def late_lines(space: Mapping[str, Any]) -> list[str]:
-    """Return a line with late answers, the chunks not saved because of them, and the fix; empty
-    without late answers.
-    """
+    """Return a line about late answers and chunks not saved because of them, if any."""
     num_calls, num_chunks = space["stats"]["late_calls"], space["stats"]["late_chunks"]
     if not num_calls:
         return []

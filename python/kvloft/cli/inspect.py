@@ -1,6 +1,4 @@
-"""`kvloft inspect DIR`: lists the contents of a disk directory. Reads it without its lock and
-changes nothing.
-"""
+"""`kvloft inspect DIR`: lists a disk directory. Takes no lock and changes nothing."""
 
 import argparse
 import contextlib
@@ -47,9 +45,7 @@ def add_arguments(
 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
-    """Return ``read(folder)``; prints a message and returns None if ``folder`` is not a disk
-    directory, or is in use.
-    """
+    """Return ``read(folder)``; prints a message and returns None if it cannot be read."""
     found = None
     try:
         found = read(folder)
@@ -84,11 +80,8 @@ def run(args: argparse.Namespace) -> int:
                     f"{n['namespace']}: {text}", highlight=False, markup=False, style=style
                 )
     total = sum(n["bytes"] for n in namespaces)
-    free = (
-        "; slots without a chunk are free and preallocated"
-        if any(n["slots"] > n["chunks"] for n in namespaces)
-        else ""
-    )
+    has_free = any(n["slots"] > n["chunks"] for n in namespaces)
+    free = "; slots without a chunk are free and preallocated" if has_free else ""
     console.print(
         f"{size_text(total)} in {len(namespaces)} "
         f"namespace{'s' if len(namespaces) != 1 else ''}{free}",
@@ -98,9 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look(folder: str) -> list[dict[str, Any]]:
-    """Return the namespaces. A problem counts if it persists for a moment: an engine can be
-    resizing its files.
-    """
+    """Return the namespaces. Looks again at problems: an engine can be resizing its files."""
     from kvloft._core import disk_inspect
 
     namespaces = disk_inspect(folder)
@@ -161,9 +152,7 @@ def sizes_text(sizes: list[int]) -> str:
 
 
 def describe(description: str) -> str:
-    """Return a namespace's fields as ``name=value, ...`` without empty ones; any other text
-    unchanged.
-    """
+    """Return non-empty fields as ``name=value, ...``; any other text unchanged."""
     fields = fields_of(description)
     return fields if isinstance(fields, str) else ", ".join(f"{k}={v}" for k, v in fields.items())
 
@@ -179,9 +168,7 @@ def fields_of(description: str) -> dict[str, str] | str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters: text of a file or another process must not control the
-    terminal.
-    """
+    """Escape control characters: text of another process must not control the terminal."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -197,9 +184,7 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Return the local date, with the time if it is in this year; a dash for None or an impossible
-    date.
-    """
+    """Return the local date, with the time if in this year; a dash if there is none."""
     if unix_s is None:
         return "-"
     try:

@@ -35,9 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush both streams; discard text that Python would fail to write at exit, because that
-        changes the exit status.
-        """
+        """Flush both streams; discard what cannot be written, or the exit status would change."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

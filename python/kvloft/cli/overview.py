@@ -43,9 +43,7 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return the output of --json: the status, `figures`, a hit rate per namespace, and the tag of
-    a given salt.
-    """
+    """Return the output of --json: status, `figures`, hit rates, and a given salt's tag."""
     spaces = [
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
         for space in status["namespaces"]
@@ -60,17 +58,11 @@ def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
 
 def lines(status: Status, socket: str) -> list[str]:
     """Return one line per figure; the first line states the server's health."""
-    found = figures(status)
-    problems, num_engines, num_spaces = (
-        found["problems"],
-        found["engines"],
-        len(status["namespaces"]),
-    )
-    well = (
-        "is healthy"
-        if not problems
-        else f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    )
+    found, num_spaces = figures(status), len(status["namespaces"])
+    problems, num_engines = found["problems"], found["engines"]
+    well = "is healthy"
+    if problems:
+        well = f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
     in_spaces = f", in {num_spaces} namespace{'s' if num_spaces > 1 else ''}" if num_spaces else ""
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
@@ -108,11 +100,9 @@ def _disk(status: Status, found: dict[str, Any]) -> str:
         return "none"
     if disk_unused(status):
         return f"not in use; limit {size_text(found['disk_size_bytes'])}"
-    free = (
-        f"; its file system has {size_text(found['disk_free_bytes'])} free"
-        if found["disk_free_bytes"] is not None
-        else ""
-    )
+    free = ""
+    if found["disk_free_bytes"] is not None:
+        free = f"; its file system has {size_text(found['disk_free_bytes'])} free"
     return f"{_part(found['disk_files_bytes'], found['disk_size_bytes'])} in files{free}"
 
 

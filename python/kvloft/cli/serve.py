@@ -143,9 +143,7 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def nodes(text: str | None) -> list[int]:
-    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also if this machine lacks a
-    node.
-    """
+    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also for unknown nodes."""
     if text is None:
         return []
     if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
@@ -164,13 +162,9 @@ def run(args: argparse.Namespace) -> int:
     Returns 0; 1 if another server uses the socket or a system call fails; 2 for a wrong setting.
     """
     config = settings(args)
-    options = _Options(
-        config,
-        metrics_at=metrics.address(args.metrics) if args.metrics is not None else None,
-        linger_s=_linger(args.linger),
-        shares=shares(args.share),
-        numa=nodes(args.numa),
-    )
+    metrics_at = metrics.address(args.metrics) if args.metrics is not None else None
+    own_shares, linger_s = shares(args.share), _linger(args.linger)
+    options = _Options(config, own_shares, nodes(args.numa), metrics_at, linger_s)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
     refuse_here(own)
     for warning in warnings(own, opens_disk=True):
@@ -205,11 +199,9 @@ def _make_folder(config: Config) -> None:
 def _given(config: Config) -> str:
     """Return the socket as the user set it."""
     origin = config.origin("server")
-    return (
-        f"--socket {config.socket}"
-        if origin == COMMAND_LINE
-        else f"server = unix:{config.socket} ({origin})"
-    )
+    if origin == COMMAND_LINE:
+        return f"--socket {config.socket}"
+    return f"server = unix:{config.socket} ({origin})"
 
 
 def _linger(text: str | None) -> float | None:
@@ -295,10 +287,8 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
     warned_at = _place(sys.stderr)
     begun()
     bounds = f"; {text}" if (text := limits_text(_texts(options))) else ""
-    host, disk = (
-        size_text(config.host_size),
-        _disk(config, trouble, is_told=warned_at == _place(sys.stdout)),
-    )
+    host = size_text(config.host_size)
+    disk = _disk(config, trouble, is_told=warned_at == _place(sys.stdout))
     log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
 
 
@@ -312,9 +302,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the state of the disk at start, with the reason if it is not in use and stderr did not
-    report it.
-    """
+    """Return the disk's state at start, with its problem unless stderr reported that."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -323,9 +311,7 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
 
 
 def _texts(options: _Options) -> dict[str, str]:
-    """Return the server's settings as text. `kvloft status` prints them, and engines compare them
-    with their own.
-    """
+    """Return the settings as text, for `kvloft status` and for engines to compare."""
     config, linger_s = options.config, options.linger_s
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in options.shares) or NONE
@@ -344,25 +330,17 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
         if linger_s is None:
             continue
         status = server.status()
-        came, num_joined = (
-            status["stats"]["server_joined"] > num_joined,
-            status["stats"]["server_joined"],
-        )
-        if came or _has_engines(status):  # an engine can connect and leave between two checks
+        num_before, num_joined = num_joined, status["stats"]["server_joined"]
+        # An engine can connect and leave between two checks.
+        if num_joined > num_before or any(space["engines"] for space in status["namespaces"]):
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
             log.tell(f"no engine was connected for {linger_s:g} s")
             return
 
 
-def _has_engines(status: dict[str, Any]) -> bool:
-    return any(space["engines"] for space in status["namespaces"])
-
-
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """A second signal exits at once. Senders such as timeout(1) send each signal twice, which
-    counts as one.
-    """
+    """Exit at once at a second signal. timeout(1) sends each twice, which counts as one."""
     if not begun_s:
         begun_s.append(time.monotonic())
         is_over.set()

@@ -7,6 +7,7 @@ torch.
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -103,9 +104,7 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes; 0, or raises ConfigError if the model's config.json cannot be read or
-    understood.
-    """
+    """Print the sizes; returns 0. Raises ConfigError for an unusable config.json."""
     size = kv_size(read_model_config(args.model), DTYPE_BYTES[args.kv_cache_dtype])
     figures = _figures(size, args)
     if args.json:
@@ -119,9 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Return the parsed config.json of a folder or hub name. Raises ConfigError, naming the model,
-    if there is none.
-    """
+    """Return the config.json of a folder or hub name. Raises ConfigError without one."""
     path = Path(model) / "config.json"
     if not path.is_file():
         path = _from_hub(model)
@@ -149,9 +146,7 @@ def _from_hub(model: str) -> Path:
 
 
 def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
-    """Return the KV size of a model with this Hugging Face config. Raises ConfigError if a needed
-    field is missing.
-    """
+    """Return the KV size of a model. Raises ConfigError if a needed field is missing."""
     layer_bytes = _layer_bytes(config, value_bytes)
     kinds = _layer_kinds(config)
     return KvSize(
@@ -170,9 +165,7 @@ def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer as Hugging Face names it. Without a list, every layer is full
-    attention or has the window.
-    """
+    """Return the kind of each layer, as Hugging Face names it."""
     num_layers = _count(config, "num_hidden_layers")
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is None:
@@ -185,16 +178,15 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    if interval := config.get("full_attention_interval"):
-        return [
-            "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
-            for layer in range(num_layers)
-        ]
-    if pattern := config.get("sliding_window_pattern"):
-        return [
-            "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
-            for layer in range(num_layers)
-        ]
+    """Return the kinds of layers without a list: every n-th with full attention, or all alike."""
+    others = {
+        "full_attention_interval": "linear_attention",
+        "sliding_window_pattern": "sliding_attention",
+    }
+    for key, other in others.items():
+        if nth := config.get(key):
+            numbers = range(1, num_layers + 1)
+            return ["full_attention" if number % nth == 0 else other for number in numbers]
     has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
     return ["sliding_attention" if has_window else "full_attention"] * num_layers
 
@@ -238,51 +230,23 @@ def _with_compressed(figures: dict[str, Any], name: str) -> str:
     return f"{raw}; compressed on a GPU {compressed:,}" if compressed is not None else raw
 
 
-def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    host = figures["host_bytes"]
-    rows = [
-        ("KV per token", size_text(figures["token_bytes"])),
-        (
-            f"tokens in {size_text(host)} of host memory",
-            _with_compressed(figures, "host_tokens"),
-        ),
-    ]
+def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host = f"tokens in {size_text(figures['host_bytes'])} of host memory"
+    yield "KV per token", size_text(figures["token_bytes"])
+    yield host, _with_compressed(figures, "host_tokens")
     if figures["window_bytes"]:
-        rows.append(("of that in sliding-window layers", size_text(figures["window_bytes"])))
-    if figures["num_state_layers"]:
-        rows.append(
-            (
-                "layers with a state",
-                (
-                    f"{figures['num_state_layers']} (one state for each saved boundary, not in "
-                    "these figures)"
-                ),
-            )
-        )
+        yield "of that in sliding-window layers", size_text(figures["window_bytes"])
+    if num_states := figures["num_state_layers"]:
+        where = "(one state for each saved boundary, not in these figures)"
+        yield "layers with a state", f"{num_states} {where}"
     if "disk_tokens" in figures:
-        rows.append(
-            (
-                f"tokens in {size_text(figures['disk_bytes'])} on disk",
-                _with_compressed(figures, "disk_tokens"),
-            )
-        )
-    if "break_even_bytes_per_second" in figures:
-        rows.append(
-            (
-                "disk speed at which reading equals computing",
-                f"{size_text(figures['break_even_bytes_per_second'])}/s",
-            )
-        )
+        disk = f"tokens in {size_text(figures['disk_bytes'])} on disk"
+        yield disk, _with_compressed(figures, "disk_tokens")
+    if (least := figures.get("break_even_bytes_per_second")) is not None:
+        yield "disk speed at which reading equals computing", f"{size_text(least)}/s"
     if "disk_tokens_per_second" in figures:
-        rows.append(("tokens read from disk", f"{figures['disk_tokens_per_second']:,} per second"))
-    if "disk_is_faster" in figures:
-        faster = figures["disk_is_faster"]
-        rows.append(
-            (
-                "verdict",
-                "reading is faster"
-                if faster
-                else "computing is faster: a disk hit helps only while the GPU is busy",
-            )
-        )
-    return rows
+        yield "tokens read from disk", f"{figures['disk_tokens_per_second']:,} per second"
+    if figures.get("disk_is_faster") is True:
+        yield "verdict", "reading is faster"
+    elif "disk_is_faster" in figures:
+        yield "verdict", "computing is faster: a disk hit helps only while the GPU is busy"

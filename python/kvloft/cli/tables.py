@@ -1,6 +1,4 @@
-"""Tables that `kvloft status` prints with and without --watch: tiers, tenants, engines. All fit 80
-columns.
-"""
+"""Tables of `kvloft status`: tiers, tenants, engines. All fit 80 columns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -47,10 +45,8 @@ def new_table(first: str, *names: str) -> Table:
 
 def title(namespace: str, space: Status, status: Status) -> str:
     """Return a namespace's id, its slabs of the server's memory, and its share."""
-    has, everything = (
-        size_text(space["slabs"] * status["slab_bytes"]),
-        size_text(status["host_bytes"]),
-    )
+    has = size_text(space["slabs"] * status["slab_bytes"])
+    everything = size_text(status["host_bytes"])
     percent = space["stats"].get("share_percent")
     share = f", share {percent}%" if percent is not None else ""
     return f"namespace {namespace[:ID_DIGITS]}: assigned {has} of {everything} host memory{share}"
@@ -72,61 +68,40 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 def disk_unused(status: Status) -> list[str]:
     """Return a line if the server cannot use its disk directory."""
     disk = status["settings"].get("disk_path", "")
-    return (
-        [f"The disk {disk} is not in use; the server's log gives the reason."]
-        if status["stats"]["server_disk_unused"]
-        else []
-    )
+    line = f"The disk {disk} is not in use; the server's log gives the reason."
+    return [line] if status["stats"]["server_disk_unused"] else []
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return the chunks in host memory and on disk, their share of `host_size` and `disk_size`, and
-    queued I/O.
-    """
+    """Return a table of the tiers: chunks, share of the size limits, and queued I/O."""
     stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
     )
-    on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
-    host = (stats["frames_visible"], "host", "", *map(count_text, on_host))
-    on_disk = [stats[name] for name in ("reads_pending", "disk_pending")]
-    disk = (
-        stats["disk_used"],
-        "disk",
-        *map(count_text, on_disk),
-        "",
-        count_text(stats["disk_evictions"]),
-    )
-    for num, name, *rest in (host, disk):
+    tiers = {  # chunks, reading, writing, in use and evicted
+        "host": ("frames_visible", "", "frames_reserved", "pins", "host_evictions"),
+        "disk": ("disk_used", "reads_pending", "disk_pending", "", "disk_evictions"),
+    }
+    for name, counters in tiers.items():
         used, size = stats[f"{name}_used_bytes"], status["stats"][f"server_{name}_bytes"]
         part = f"{used / size:.1%}" if size else ""
-        table.add_row(name, count_text(num), size_text(used), part, *rest)
+        num, *rest = (count_text(stats[counter]) if counter else "" for counter in counters)
+        table.add_row(name, num, size_text(used), part, *rest)
     return table
 
 
 def broken(space: Status, status: Status) -> list[str]:
     """Return a line if the disk tier is paused for a reason that `disk_unused` does not report."""
-    is_told = bool(disk_unused(status))
-    return (
-        ["The disk tier is paused: reads or writes fail; they are retried."]
-        if space["stats"]["disk_broken"] and not is_told
-        else []
-    )
+    is_paused = space["stats"]["disk_broken"] and not disk_unused(status)
+    return ["The disk tier is paused: reads or writes fail; they are retried."] if is_paused else []
 
 
 def unwritten(space: Status) -> list[str]:
     """A line if chunks were evicted from host memory before they were written to disk."""
     num = space["stats"].get("disk_unwritten", 0)
-    return (
-        [
-            (
-                f"{num:,} chunk{'s' if num != 1 else ''} evicted before they were written: the "
-                "disk is slower than saves"
-            )
-        ]
-        if num
-        else []
-    )
+    chunks = f"{num:,} chunk{'s' if num != 1 else ''}"
+    line = f"{chunks} evicted before they were written: the disk is slower than saves"
+    return [line] if num else []
 
 
 def given_up(space: Status) -> list[str]:
@@ -143,10 +118,8 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
     are_all = all(
         space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True)
     )
-    return (
-        f"The salt's tag is {tag}; it "
-        f"{'has no chunks in open namespaces' if are_all else 'is not among the largest tenants'}."
-    )
+    fact = "has no chunks in open namespaces" if are_all else "is not among the largest tenants"
+    return f"The salt's tag is {tag}; it {fact}."
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
@@ -159,10 +132,8 @@ def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[T
         return []
     table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "expires after")
     for tenant in tenants:
-        most = [
-            size_text(most) if most is not None else ""
-            for most in (tenant["max_host_bytes"], tenant["max_disk_bytes"])
-        ]
+        bounds = (tenant["max_host_bytes"], tenant["max_disk_bytes"])
+        most = [size_text(each) if each is not None else "" for each in bounds]
         held, on_disk = (size_text(tenant[name]) for name in ("host_bytes", "disk_bytes"))
         ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
         tag = tenant["tag"] or "(no salt)"

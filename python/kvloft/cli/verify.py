@@ -1,6 +1,4 @@
-"""`kvloft verify DIR`: reads every chunk of a disk directory and checks its key and checksum.
-Changes nothing.
-"""
+"""`kvloft verify DIR`: checks key and checksum of every chunk on disk. Changes nothing."""
 
 import argparse
 import json
@@ -24,12 +22,10 @@ def add_parser(subparsers: Any) -> None:
         help="check every chunk of a disk directory for damage",
         description=(
             "Read every chunk of a disk directory and compare its key and checksum. Changes "
-            "nothing. "
-            "Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine or a "
-            "server uses it); "
-            "3 no damage, but some namespaces are of another version of kvloft and cannot be "
-            "checked: "
-            "an engine of this version replaces them; 4 the output cannot be written."
+            "nothing. Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine "
+            "or a server uses it); 3 no damage, but some namespaces are of another version of "
+            "kvloft and cannot be checked: an engine of this version replaces them; 4 the output "
+            "cannot be written."
         ),
     )
     add_arguments(parser)
@@ -66,12 +62,8 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
 
     verify = DiskVerify(folder)
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, disable=quiet or not console.is_terminal, transient=True
     ) as progress:

@@ -1,6 +1,4 @@
-"""`kvloft status --watch`: tables with rates since the previous refresh, or one line of JSON per
-refresh.
-"""
+"""`kvloft status --watch`: tables with rates, or one line of JSON, per refresh."""
 
 import argparse
 import contextlib
@@ -73,10 +71,8 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
                 output.print_late(time.monotonic() - answered_s)
             else:
                 rates = rates_of(status, now - answered_s, before) if before is not None else {}
-                output.print_state(
-                    look_json(status, rates, before, tag),
-                    picture(status, rates, before, socket, tag),
-                )
+                row = look_json(status, rates, before, tag)
+                output.print_state(row, picture(status, rates, before, socket, tag))
                 before, answered_s = status, now
             if nth == args.count:
                 break
@@ -85,15 +81,12 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
 
 
 class _Output:
-    """Prints one refresh after the other; on a terminal that can move its cursor, each replaces the
-    previous one.
-    """
+    """Prints one refresh after the other, in place on a terminal that can move its cursor."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._console, self._is_json, self._last = Console(), is_json, Group()
-        can_redraw = (
-            self._console.is_terminal and not self._console.is_dumb_terminal and not is_json
-        )
+        has_cursor = self._console.is_terminal and not self._console.is_dumb_terminal
+        can_redraw = has_cursor and not is_json
         self.live = Live(console=self._console, auto_refresh=False) if can_redraw else None
 
     def print_state(self, row: dict[str, Any], drawn: Group) -> None:
@@ -103,13 +96,9 @@ class _Output:
 
     def print_late(self, seconds: float) -> None:
         """Print the time since the last answer, and on a terminal the last state below it."""
-        problem = (
-            f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
-        )
-        self._print(
-            {"problems": [problem]},
-            Group(problem, self._last) if self.live is not None else Group(problem),
-        )
+        late = f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
+        drawn = Group(late, self._last) if self.live is not None else Group(late)
+        self._print({"problems": [late]}, drawn)
 
     def _print(self, row: dict[str, Any], drawn: Group) -> None:
         if self._is_json:
@@ -123,18 +112,18 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return chunks per second by the names of ``RATES`` per namespace; a store opened since
-    ``before`` has none.
-    """
-    olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
-    rates = {}
+    """Return chunks per second by ``RATES`` per namespace; none for new namespaces."""
+    olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
-        if old is not None and all(new.get(name, 0) >= old.get(name, 0) for name in RATES.values()):
-            grown = {shown: new.get(name, 0) - old.get(name, 0) for shown, name in RATES.items()}
-            rates[space["namespace"]] = {
-                shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()
-            }
+        if old is None:
+            continue
+        grown = {
+            shown: new.get(name, 0) - old["stats"].get(name, 0) for shown, name in RATES.items()
+        }
+        if min(grown.values()) >= 0:
+            passed_s = max(seconds, MIN_INTERVAL_S)
+            rates[space["namespace"]] = {shown: num / passed_s for shown, num in grown.items()}
     return rates
 
 
@@ -157,9 +146,7 @@ def look_json(
     before: dict[str, Any] | None,
     tag: str | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `kvloft status --json`, with each namespace's rates and hit rate since
-    ``before``.
-    """
+    """Return the fields of `kvloft status --json`, and rates and hit rates since ``before``."""
     olds, shown = _by_name(before), as_json(status, tag)
     for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
         own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
@@ -169,9 +156,7 @@ def look_json(
 
 
 def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
-    return (
-        {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
-    )
+    return {space["namespace"]: space for space in (status or {"namespaces": ()})["namespaces"]}
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
@@ -197,22 +182,17 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables of one refresh, below a row of limits that is cut at the edge of the
-    screen.
-    """
+    """Return the tables of one refresh, below a row of limits cut at the screen's edge."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
     limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
-    return Group(
-        *limits,
-        *(
-            _picture_of(space, status, rates.get(space["namespace"], {}), olds, tag)
-            for space in spaces
-        ),
+    pictures = (
+        _picture_of(space, status, rates.get(space["namespace"], {}), olds, tag) for space in spaces
     )
+    return Group(*limits, *pictures)
 
 
 def _picture_of(
@@ -222,23 +202,19 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Tables of one namespace, the most important first, because a short screen hides the last
-    ones.
-    """
+    """Tables of one namespace, most important first: a short screen hides the last ones."""
     notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
-    below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
-    tables = (
+    tables: list[Table | str] = [
         tier_table(space, status),
         *notes,
         *flow,
         hit_table(space, olds.get(space["namespace"])),
-        *below,
-    )
-    return Group(
-        title(space["namespace"].hex(), space, status),
-        *(part for table in tables for part in (table, "")),
-    )
+        engine_table(space),
+        *tenant_table(space, MAX_TENANTS, tag),
+    ]
+    spaced = (part for table in tables for part in (table, ""))
+    return Group(title(space["namespace"].hex(), space, status), *spaced)
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:

@@ -1,6 +1,4 @@
-"""Settings: units of values, the table of settings, the environment, and the sources that are
-merged.
-"""
+"""Settings: their table, units of values, the environment, and merged sources."""
 
 from kvloft.config.environment import (
     MAX_SOCKET_BYTES,

@@ -1,6 +1,4 @@
-"""The only file that reads environment variables: kvloft's settings, those of the engine, and paths
-for sockets.
-"""
+"""The only file that reads environment variables, of kvloft and of the engine."""
 
 import os
 import re
@@ -15,9 +13,7 @@ MAX_SOCKET_BYTES: Final = 107
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Variables that Kubernetes sets in every container for a Service whose name starts with "kvloft";
-not settings.
-"""
+"""Set by Kubernetes for a Service whose name starts with "kvloft"; not settings."""
 
 
 def environment() -> Mapping[str, str]:
@@ -26,24 +22,16 @@ def environment() -> Mapping[str, str]:
 
 
 def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (variable, key, value) of each variable that should be a setting, in the order of
-    names.
-    """
+    """Yield (variable, key, value) of each variable that should be a setting, sorted."""
     for name, value in sorted(environ.items()):
-        if (
-            name.startswith(ENV_PREFIX)
-            and name != ENV_FILE
-            and value
-            and not _KUBERNETES.search(name)
-        ):
+        is_ours = name.startswith(ENV_PREFIX) and name != ENV_FILE
+        if is_ours and value and not _KUBERNETES.search(name):
             suffix = name.removeprefix(ENV_PREFIX)
             yield name, suffix.lower() if suffix.isupper() else suffix, value
 
 
 def engine_environment(names: Iterable[str]) -> list[str]:
-    """Return ``NAME=value`` of each variable that is set. These are the engine's variables, not
-    settings of kvloft.
-    """
+    """Return ``NAME=value`` of each of the engine's variables ``names`` that is set."""
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
@@ -53,16 +41,12 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment of a server that this process starts: without settings, which are on
-    its command line.
-    """
+    """Return the environment of a server, which gets settings on its command line."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 def auto_socket() -> str:
-    """Return the socket of ``server = auto``: in the user's runtime directory, or below /tmp
-    without one.
-    """
+    """Return the socket of ``server = auto``: in the user's runtime directory or /tmp."""
     run = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117
     places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")

@@ -31,14 +31,16 @@ def load_config(
     ``environ`` defaults to the environment of the process. Raises ConfigError.
     """
     environ = environment() if environ is None else environ
-    layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
-    has_null = [True, False, extra_origin == FROM_EXTRA]  # a variable or a flag is text
+    given = _from_mapping(extra or {}, extra_origin)
+    layers = [  # weakest first; a variable or a flag is text and cannot be null
+        (_from_file(environ), True),
+        (_from_environ(environ), False),
+        (given, extra_origin == FROM_EXTRA),
+    ]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, int] = {}
-    for layer, may_be_null in zip(
-        layers, has_null, strict=True
-    ):  # weakest first; each value is checked, also if it is replaced
+    for layer, may_be_null in layers:  # each value is checked, also if it is replaced
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -57,9 +59,8 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
                 f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, '
                 f"or remove {key}."
             )
-    misplaced = [
-        key for key in OF_STORE if origins.get(key) == FROM_EXTRA
-    ]  # a file or an environment can be the server's
+    # A file or an environment can be the server's.
+    misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
             f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server; pass it to `kvloft serve`, "
@@ -95,10 +96,8 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         return {}
     import yaml  # a fifth of a server's start, and few users have such a file
 
-    blame, wanted = (
-        f"{ENV_FILE} = {path!r} (environment)",
-        "it must contain lines such as: host_size: 8GiB",
-    )
+    blame = f"{ENV_FILE} = {path!r} (environment)"
+    wanted = "it must contain lines such as: host_size: 8GiB"
     try:
         # A NUL in the name raises ValueError.
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
@@ -138,11 +137,8 @@ def _known(
     import difflib  # slow, and needed for an error only
 
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {spell(near[0])}?"
-        if near
-        else f"known keys are {', '.join(map(spell, KEYS))}."
-    )
+    known = f"known keys are {', '.join(map(spell, KEYS))}."
+    hint = f"did you mean {spell(near[0])}?" if near else known
     raise ConfigError(
         f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; "
         f"{hint}"
@@ -163,9 +159,6 @@ def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
 def _shown(value: object) -> str:
     if value is None:
         return "null"
-    text = (
-        f'"{value}"'
-        if isinstance(value, str) and value.isprintable() and '"' not in value
-        else repr(value)
-    )
+    is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
+    text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -47,9 +47,7 @@ def _parse_path(value: object) -> str | None:
 
 
 def parse_socket(value: object) -> str | None:
-    """Return the path in ``"unix:/run/kvloft.sock"`` or an absolute path; None and "auto"
-    unchanged. Raises ValueError.
-    """
+    """Return the path of a socket; None and "auto" unchanged. Raises ValueError."""
     if value is None or value == AUTO:
         return value
     if not isinstance(value, str) or not value.startswith(("unix:", "/")):
@@ -141,9 +139,7 @@ _TIME: Final = Setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Effective settings. Sizes are in bytes, times in seconds; ``origins`` has the source of each
-    value.
-    """
+    """Effective settings. Sizes are in bytes, times in seconds; ``origins`` by key."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)

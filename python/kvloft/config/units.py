@@ -5,6 +5,7 @@ Must not depend on settings.
 
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
@@ -15,31 +16,24 @@ _UNITS: Final = {"": 1, "b": 1} | {
 }
 _TTL_SECONDS: Final = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 MAX_TTL_S: Final = 3650 * 86400
-_SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
+_SECONDS: Final[dict[str, int | Decimal]] = {
+    "": 1,
+    "s": 1,
+    "ms": Decimal("0.001"),
+    "min": 60,
+    "h": 3600,
+}
 _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
-    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError, also if out
-    of range.
-    """
-    amount, unit = _quantity(value)
-    if unit not in _UNITS:
-        raise ValueError(value)
-    size = amount * _UNITS[unit]
-    if size != int(size) or not low <= size <= high:
-        raise ValueError(value)
-    return int(size)
+    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError."""
+    return _whole(_scaled(value, _UNITS), low, high)
 
 
 def parse_seconds(value: object) -> float:
-    """Return the seconds of ``"10s"``, ``"250ms"``, ``"2min"`` or a plain number. Raises
-    ValueError, also above an hour.
-    """
-    amount, unit = _quantity(value)
-    if unit not in _SECONDS:
-        raise ValueError(value)
-    seconds = float(amount) * _SECONDS[unit]
+    """Return the seconds of ``"250ms"``, ``"2min"`` or a number, up to 1h. Raises ValueError."""
+    seconds = float(_scaled(value, _SECONDS))
     if seconds > 3600.0:
         raise ValueError(value)
     return seconds
@@ -61,11 +55,8 @@ def parse_quota(value: object) -> Quota:
         value = float(value)
     if isinstance(value, float) and (value == 0.0 or 1e-6 <= value <= 1.0):
         return round(value, 6)
-    match = (
-        re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value)
-        if isinstance(value, str)
-        else None
-    )
+    text = value if isinstance(value, str) else ""
+    match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", text)
     if match is None:
         return parse_size(value, low=0)
     part = float(Decimal(match[1]) / 100)
@@ -76,34 +67,20 @@ def parse_quota(value: object) -> Quota:
 
 def format_quota(quota: Quota) -> str:
     """Return text that :func:`parse_quota` reads back."""
-    return (
-        f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%"
-        if isinstance(quota, float)
-        else format_size(quota)
-    )
+    if isinstance(quota, int):
+        return format_size(quota)
+    return f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%"
 
 
 def parse_ttl(value: object) -> int:
-    """Return whole seconds of ``"24h"``, ``"7d"``, ``"90min"``, ``"30s"`` or a plain number, up to
-    ten years. Raises ValueError.
-    """
-    amount, unit = _quantity(value)
-    seconds = amount * _TTL_SECONDS[unit] if unit in _TTL_SECONDS else Decimal(0)
-    if seconds != int(seconds) or not 1 <= seconds <= MAX_TTL_S:
-        raise ValueError(value)
-    return int(seconds)
+    """Return the seconds of ``"24h"``, ``"7d"`` or a number, up to 10 years. Raises ValueError."""
+    return _whole(_scaled(value, _TTL_SECONDS), 1, MAX_TTL_S)
 
 
 def format_ttl(seconds: int) -> str:
     """Return text that :func:`parse_ttl` reads back."""
-    return next(
-        (
-            f"{seconds // each}{unit}"
-            for unit, each in (("d", 86400), ("h", 3600))
-            if seconds % each == 0
-        ),
-        f"{seconds}s",
-    )
+    unit = "d" if seconds % 86400 == 0 else "h" if seconds % 3600 == 0 else "s"
+    return f"{seconds // _TTL_SECONDS[unit]}{unit}"
 
 
 def format_size(size_bytes: int) -> str:
@@ -130,14 +107,21 @@ def has_unit(value: object) -> bool:
 
 
 def _quantity(value: object) -> tuple[Decimal, str]:
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    ):
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return Decimal(value), ""
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
+    if not isinstance(value, str) or (match := _QUANTITY.fullmatch(value)) is None:
         raise ValueError(value)
     return Decimal(match[1]), match[2].lower()
+
+
+def _scaled(value: object, units: Mapping[str, int | Decimal]) -> Decimal:
+    amount, unit = _quantity(value)
+    if unit not in units:
+        raise ValueError(value)
+    return amount * units[unit]
+
+
+def _whole(amount: Decimal, low: int, high: int) -> int:
+    if amount != int(amount) or not low <= amount <= high:
+        raise ValueError(amount)
+    return int(amount)
