@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from announced import FRAME, NAMESPACE, PACE, Prompt, describe, hash_of
+from announced import FRAME, NAMESPACE, PACE, Prompt, describe, hash_of, seal
 
 from kvloft import _core
 from kvloft.plan.announcer import Announcer
@@ -102,15 +102,7 @@ class World:
         ]
         for batch in (found for found in reserved if found):
             for chunk in batch:
-                spec = {
-                    "offset": chunk.frame * FRAME,
-                    "part_bytes": FRAME,
-                    "key": chunk.key,
-                    "layout": b"l" * 32,
-                    "page_bytes": [64],
-                    "rank": 0,
-                }
-                self.arena.seal({**spec, "num_blocks": chunk.num_blocks})
+                seal(self.arena, chunk)
             self.store.settle(batch.tickets())
         self.announcer.note(live, chain, range(start, num_chunks))
         self.announcer.note_states(live, chain, num_chunks)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from typing import Any
 from kvloft import _core
 from kvloft.plan.announcer import Announcer
 from kvloft.plan.kv_events import DISK, HOST, Block, Stored
+from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.shape import CacheShape, GroupShape
 
 FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7
@@ -43,6 +44,13 @@ def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
         Block(hash_of(own), parent, array("I", own[-size:]))
         for own, parent in zip(prefixes, parents, strict=True)
     ]
+
+
+def seal(arena: _core.Arena, chunk: ChunkCopy) -> None:
+    """Write the trailer of a chunk, as a worker does."""
+    place = {"offset": chunk.frame * FRAME, "part_bytes": FRAME, "page_bytes": [64], "rank": 0}
+    own = {"key": chunk.key, "layout": b"l" * 32, "num_blocks": chunk.num_blocks}
+    arena.seal(place | own)
 
 
 class Index:
@@ -196,15 +204,7 @@ class World:
         row: Any = (chain, list(prompt), len(prompt), start, stop, [list(range(1, stop + 1))])
         (chunks,), _ = store.reserve([row])
         for chunk in chunks or ():
-            spec = {
-                "offset": chunk.frame * FRAME,
-                "part_bytes": FRAME,
-                "key": chunk.key,
-                "layout": b"l" * 32,
-                "page_bytes": [64],
-                "rank": 0,
-            }
-            self.arena.seal({**spec, "num_blocks": chunk.num_blocks})
+            seal(self.arena, chunk)
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:

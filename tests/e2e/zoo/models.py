@@ -5,7 +5,7 @@ The tests run `chosen` of ``ZOO``; README.md lists the models that are not in it
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,21 @@ AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The layer of DFlash that reads the prompt."""
-BEHIND, FAR_BEHIND = len(draft_states.LAYERS), len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
-"""The number of a draft layer after targets with states, which have more layers."""
+DRAFT_LAYER = f".layers.{len(draft_states.LAYERS)}."
+"""The draft layer after a target with states."""
+NUM_LONG_LAYERS = len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
 THREE_STATES = (*("state (align)",) * 3, "full")
+TWO_STATES = ("full", *("state (align)",) * 2)
+DELTA_NET = (64, STATES, "exact_delta_net")
 MAMBA2 = (THREE_STATES, 64, STATES, "mamba2_checkpoints")
+QWEN3_NEXT = (states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, *DELTA_NET)
+FROM_TOKENS = Draft("ngram", 3, settings=NGRAM)
+EAGLE = Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)
+EAGLE3 = Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)
+DFLASH = Draft("dflash", 3, "draft", drafts.dflash_config, drafts.dflash_weights, layer=READER)
+SMALLER = Draft(
+    "draft_model", 3, "draft", drafts.small_config, drafts.small_weights, layer="draft_model."
+)
 LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
 
 ZOO = {
@@ -154,15 +165,7 @@ ZOO = {
             64,
         ),
         ZooModel("mistral", windows.mistral_config, windows.mistral_weights, ("window 64",)),
-        ZooModel(
-            "qwen3-next",
-            states.qwen3_next_config,
-            states.qwen3_next_weights,
-            THREE_STATES,
-            64,
-            STATES,
-            "exact_delta_net",
-        ),
+        ZooModel("qwen3-next", *QWEN3_NEXT),
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
         ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),
         ZooModel(
@@ -184,43 +187,11 @@ ZOO = {
             LATENT,
             alone=True,
         ),
-        ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),
-        ZooModel(
-            "draft-model",
-            *LLAMA,
-            draft=Draft(
-                "draft_model",
-                3,
-                "draft",
-                drafts.small_config,
-                drafts.small_weights,
-                layer="draft_model.",
-            ),
-        ),
-        ZooModel(
-            "eagle",
-            *LLAMA,
-            draft=Draft(
-                "eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER
-            ),
-        ),
-        ZooModel(
-            "eagle3",
-            *LLAMA,
-            draft=Draft(
-                "eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER
-            ),
-        ),
-        ZooModel(
-            "ngram-states",
-            states.qwen3_next_config,
-            states.qwen3_next_weights,
-            THREE_STATES,
-            64,
-            STATES,
-            "exact_delta_net",
-            Draft("ngram", 3, settings=NGRAM),
-        ),
+        ZooModel("ngram", *LLAMA, draft=FROM_TOKENS),
+        ZooModel("draft-model", *LLAMA, draft=SMALLER),
+        ZooModel("eagle", *LLAMA, draft=EAGLE),
+        ZooModel("eagle3", *LLAMA, draft=EAGLE3),
+        ZooModel("ngram-states", *QWEN3_NEXT, FROM_TOKENS),
         ZooModel(
             "ngram-mamba2",
             mamba2.granite4_config,
@@ -229,16 +200,14 @@ ZOO = {
             96,
             STATES,
             "mamba2_checkpoints",
-            Draft("ngram", 3, settings=NGRAM),
+            FROM_TOKENS,
         ),
         ZooModel(
             "mtp-states",
             draft_states.qwen3_next_mtp_config,
             draft_states.qwen3_next_mtp_weights,
-            ("full", *("state (align)",) * 2),
-            64,
-            STATES,
-            "exact_delta_net",
+            TWO_STATES,
+            *DELTA_NET,
             Draft("mtp", 2, "target", layer="mtp."),
         ),
         *(
@@ -246,33 +215,21 @@ ZOO = {
                 f"{name}-states",
                 draft_states.plain_config,
                 draft_states.plain_weights,
-                ("full", *("state (align)",) * 2),
-                64,
-                STATES,
-                "exact_delta_net",
-                Draft(method, 3, "draft", config, weights, layer=layer),
+                TWO_STATES,
+                *DELTA_NET,
+                draft,
             )
-            for name, method, config, weights, layer in (
-                (
-                    "draft-model",
-                    "draft_model",
-                    drafts.small_config,
-                    draft_states.small_weights,
-                    "draft_model.",
-                ),
-                (
-                    "eagle",
-                    "eagle",
-                    drafts.eagle_config,
-                    draft_states.eagle_weights,
-                    f".layers.{BEHIND}.",
-                ),
+            for name, draft in (
+                ("draft-model", replace(SMALLER, weights=draft_states.small_weights)),
+                ("eagle", replace(EAGLE, weights=draft_states.eagle_weights, layer=DRAFT_LAYER)),
                 (
                     "eagle3",
-                    "eagle3",
-                    draft_states.eagle3_config,
-                    draft_states.eagle3_weights,
-                    f".layers.{BEHIND}.",
+                    replace(
+                        EAGLE3,
+                        config=draft_states.eagle3_config,
+                        weights=draft_states.eagle3_weights,
+                        layer=DRAFT_LAYER,
+                    ),
                 ),
             )
         ),
@@ -284,38 +241,19 @@ ZOO = {
             64,
             STATES,
             "delta_net_and_masks",
-            Draft(
-                "dflash",
-                3,
-                "draft",
-                drafts.dflash_config,
-                draft_states.dflash_weights,
-                layer=f".layers.{FAR_BEHIND}.",
+            replace(
+                DFLASH, weights=draft_states.dflash_weights, layer=f".layers.{NUM_LONG_LAYERS}."
             ),
         ),
-        ZooModel(
-            "ngram-windows",
-            *WINDOWS,
-            ("full", *("window 64",) * 2),
-            draft=Draft("ngram", 3, settings=NGRAM),
-        ),
-        ZooModel(
-            "eagle-windows",
-            *WINDOWS,
-            ("full", "window 64"),
-            draft=Draft(
-                "eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER
-            ),
-        ),
+        ZooModel("ngram-windows", *WINDOWS, ("full", *("window 64",) * 2), draft=FROM_TOKENS),
+        ZooModel("eagle-windows", *WINDOWS, ("full", "window 64"), draft=EAGLE),
         ZooModel(
             "dflash",
             drafts.qwen3_config,
             drafts.qwen3_weights,
             ("full",),
             prepare="masks_to_guess",
-            draft=Draft(
-                "dflash", 3, "draft", drafts.dflash_config, drafts.dflash_weights, layer=READER
-            ),
+            draft=DFLASH,
         ),
         ZooModel(
             "mtp",
