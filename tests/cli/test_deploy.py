@@ -212,7 +212,7 @@ UNIT = (DEPLOY / "kvloft.service").read_text()
 
 
 @pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+    shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze"
 )
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert verified(tmp_path, UNIT) == ""

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [i for i in items if Path(__file__).parent in i.path.parents]
     if importlib.util.find_spec("vllm") is None:
         for item in here:
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed in this environment"))
+            item.add_marker(pytest.mark.skip(reason="this environment has no vLLM"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -13,7 +13,7 @@ def test_a_model_with_windows_is_served_with_all_groups(
     tmp_path: Path, vllm_release: tuple[int, int]
 ) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("kvloft serves several groups with vLLM 0.32 and newer")
+        pytest.skip("vLLM before 0.32 does not offer connectors several KV cache groups")
     for attempt in range(3):
         (folder := tmp_path / str(attempt)).mkdir()
         status, report, progress = check("gemma3", folder, "all")

@@ -18,7 +18,7 @@ import pytest
 from .cache_server import CacheServer
 from .client import Engine, Req, kvloft
 from .ext4 import Ext4, can_mount, mounted
-from .test_groups import Place, place, serve  # noqa: F401
+from .test_groups import Place, place, require_batches, serve  # noqa: F401
 from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
 
@@ -28,14 +28,6 @@ ROUNDS, SEED = (
 )
 SALTS = (None, None, "pepper", "thyme")
 Start = Callable[..., Engine]
-
-
-def together(place: Place) -> None:  # noqa: F811
-    """Skip models that vLLM alone answers differently if it divides prompts differently, as it does
-    after resets.
-    """
-    if place.model.alone:
-        pytest.skip("vLLM's CPU build answers this model differently in a batch")
 
 
 def told(place: Place, pick: random.Random) -> list[Req]:  # noqa: F811
@@ -157,7 +149,7 @@ def test_answers_are_right_in_a_storm_over_a_disk(
     disk: Ext4 | None,
     tmp_path: Path,
 ) -> None:
-    together(place)
+    require_batches(place)
     pick, folder = random.Random(SEED), (disk.path if disk is not None else tmp_path) / "cache"
     sizes = {
         "host_size": pick.choice(["512KiB", "1MiB", "3MiB"]),
@@ -185,7 +177,7 @@ def test_answers_are_right_in_a_storm_over_a_server(
     serve: Start,  # noqa: F811
     server: CacheServer,  # noqa: F811
 ) -> None:
-    together(place)
+    require_batches(place)
     pick = random.Random(SEED + 1000)
     config = sharing(server, kv_groups=place.model.kv_groups)
     storms = [

@@ -21,7 +21,7 @@ from .test_kv_events import Subscriber, router, settle, step  # noqa: F401
 from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
 from .zoo.draft_kernels import BOOK
-from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
+from .zoo.models import IS_WHOLE, ZOO, Draft, ZooModel, chosen
 from .zoo.test_zoo import needed
 
 REFUSED = {
@@ -206,10 +206,23 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
     assert_sound(engine)
 
 
+def require_batches(place: Place) -> None:
+    """Skip models whose answers depend on the other requests in a step."""
+    if place.model.alone:
+        pytest.skip("vLLM's CPU build answers this model differently in a batch")
+
+
+def require_draft_kv(place: Place) -> Draft:
+    """Return the model's draft model with KV of its own; skip models without one."""
+    if place.model.draft is None or not place.model.draft.layer:
+        pytest.skip("this model has no draft model with KV of its own")
+    return place.model.draft
+
+
 def require_drafts_with_states(place: Place) -> None:
     """Skip models without both."""
     if place.model.draft is None or "state (align)" not in place.model.kinds:
-        pytest.skip("no draft model with states")
+        pytest.skip("this model has no draft model, or no states")
 
 
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
@@ -270,7 +283,7 @@ def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
     """
     engine = serve()
     if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
-        pytest.skip("all blocks have one size")
+        pytest.skip("all groups of this model have blocks of one size")
     prompts = [place.prompt(9695 + i, 418) for i in range(3)]
     for group, kind in enumerate(place.model.kinds):
         for index in (0, -1):
@@ -292,8 +305,7 @@ def test_few_blocks_and_many_requests_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
     """Preemptions, and blocks that are given to others as soon as they can be."""
-    if place.model.alone:
-        pytest.skip("vLLM's CPU build answers this model differently in a batch")
+    require_batches(place)
     groups = len(place.model.kinds)
     engine = serve(
         num_blocks=20 + 16 * groups * BLOCK // min(BLOCK, place.model.hit_tokens),
@@ -310,8 +322,7 @@ def test_few_blocks_and_many_requests_say_the_truth(
 def test_drafts_are_accepted_as_often_on_a_hit_as_cold(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    if place.model.draft is None or not place.model.draft.layer:
-        pytest.skip("no drafter with KV of its own")
+    require_draft_kv(place)
     engine = serve()
     prompts = [place.prompt(9800 + i, 300 + 7 * i, max_tokens=24) for i in range(6)]
     ask(place, engine, *prompts)
@@ -328,13 +339,11 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
     """Shows that the test above can fail: tokens stay right, but fewer draft tokens are accepted,
     so kvloft loaded the page that this test damages.
     """
-    draft = place.model.draft
-    if draft is None or not draft.layer:
-        pytest.skip("no drafter with KV of its own")
+    draft = require_draft_kv(place)
     if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
         pytest.skip(
-            "vLLM's own hit is a block shorter, and the loaded windows do not reach so far back: "
-            "kvloft loads all again"
+            "with this model's draft model and windows, vLLM's own hit is a block shorter than the "
+            "load, so kvloft loads the damaged page again"
         )
     engine = serve()
     prompts = [place.prompt(9850 + i, 300 + 7 * i, max_tokens=24) for i in range(4)]
@@ -361,8 +370,7 @@ def test_aborts_and_resets_under_way_say_the_truth(
     """Requests end while they load, wait and run; vLLM's cache is cleared during the others, which
     are recomputed.
     """
-    if place.model.alone:
-        pytest.skip("vLLM's CPU build answers this model differently in a batch")
+    require_batches(place)
     engine = serve(
         num_blocks=20 + 16 * len(place.model.kinds), max_model_len=512, max_num_batched_tokens=512
     )
@@ -426,7 +434,10 @@ def test_events_contain_the_blocks_of_each_group(
     chunks on disk are announced when they are looked up.
     """
     if place.model.draft is not None:
-        pytest.skip("with a draft model a block has a key for each token after it")
+        pytest.skip(
+            "this model has a draft model: its chunks have a key for each next token, which a "
+            "router cannot predict from a prompt"
+        )
     config = kvloft(
         tmp_path / "disk", kv_groups=place.model.kv_groups, host_size="1MiB", disk_size="4MiB"
     )
@@ -474,8 +485,10 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     """vLLM, set to keep everything, sends the same for each block of each group: size, name,
     parent, tokens and extra keys.
     """
-    if len(place.model.kinds) == 1 or any(kind.startswith("state") for kind in place.model.kinds):
-        pytest.skip("with one group vLLM refuses --prefix-match-unit, with states kvloft does")
+    if is_finer and len(place.model.kinds) == 1:
+        pytest.skip("this model has one KV cache group: vLLM refuses --prefix-match-unit")
+    if any(kind.startswith("state") for kind in place.model.kinds):
+        pytest.skip("this model has states, which are saved at some boundaries only")
     more = {"prefix_match_unit": 16} if is_finer else {}
     engine = serve(
         kv_transfer_config=kvloft(kv_groups=place.model.kv_groups),
