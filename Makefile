@@ -23,7 +23,7 @@ test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.3
 lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules, prose, docs site
 	@scripts/lint.sh
 
-bench: ## every bench, Rust and Python; ratios are printed beside the targets
+bench: ## every bench, Rust and Python; ratios are printed with the targets
 	@scripts/bench.sh
 
 soak: ## engines, store and faults together for MINUTES (30); tokens, pins, memory, handles and threads are watched

@@ -71,19 +71,19 @@ short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short
 all() {
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
   set -m # process groups of their own, which end with this script
-  beside_engines >build/logs/beside.log 2>&1 </dev/null &
-  BESIDE=$!
+  without_engines >build/logs/without_engines.log 2>&1 </dev/null &
+  WITHOUT=$!
   phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e & # bash runs no trap before a foreground command ends
   ENGINES=$!
   set +m
-  trap 'kill -- "-$BESIDE" 2>/dev/null; kill -- "-$ENGINES" 2>/dev/null' EXIT
+  trap 'kill -- "-$WITHOUT" 2>/dev/null; kill -- "-$ENGINES" 2>/dev/null' EXIT
   trap 'exit 130' INT TERM
   wait || true
-  cat build/logs/beside.log
+  cat build/logs/without_engines.log
   [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED, they did not finish"
 }
 
-beside_engines() {
+without_engines() {
   local version
   other_environments >build/logs/others.log 2>&1 </dev/null &
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.

@@ -31,13 +31,13 @@ def test_abort_at_any_step_releases_everything(
     other = Req(random_ids(5001, 50), max_tokens=20)
     for step in range(14):
         victim = Req(random_ids(5010 + step, 5 * BLOCK + step), max_tokens=60)
-        beside = other.again()
-        engine.add(victim, beside)
+        companion = other.again()
+        engine.add(victim, companion)
         engine.step(step)
         engine.abort(victim.id)
         results = engine.run()
         assert victim.id not in results or results[victim.id].finish == "abort"
-        assert results[beside.id].tokens == truth.tokens(other)
+        assert results[companion.id].tokens == truth.tokens(other)
         engine.assert_at_rest()
         engine.reset()
         again = victim.again()

@@ -107,9 +107,9 @@ def test_hidden_files_are_left_out(folder: Path) -> None:
 
 def test_a_file_is_a_model_too(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("one")
-    (tmp_path / "beside").write_text("x")
+    (tmp_path / "neighbor").write_text("x")
     first = fields(str(tmp_path / "model.gguf"), load_format="gguf")
-    (tmp_path / "beside").write_text("y")
+    (tmp_path / "neighbor").write_text("y")
     assert fields(str(tmp_path / "model.gguf"), load_format="gguf") == first
     (tmp_path / "model.gguf").write_text("two")
     assert fields(str(tmp_path / "model.gguf"), load_format="gguf") != first
