@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu.chats_child import Load
-from benches.gpu.child import CHILD_ENV, can_run, end_of, result_of, start, verdict
+from benches.gpu.child import CHILD_ENV, can_run, end_of, errors_of, result_of, start, verdict
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
 from benches.gpu.peers import SERVED, daemons, env_of, is_installed, kvloft_server
@@ -207,9 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     screen.print(table_of(table(results)))
     write(args.json, results)
-    return verdict(
-        [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
-    )
+    return verdict(errors_of(results))
 
 
 if __name__ == "__main__":

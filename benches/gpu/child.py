@@ -76,6 +76,11 @@ def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
     return result
 
 
+def errors_of(results: Mapping[str, Any]) -> list[str]:
+    """A line for each engine that failed."""
+    return [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
+
+
 def can_run(bench: str) -> bool:
     """Return whether there is a GPU; otherwise print a line."""
     try:

@@ -16,6 +16,15 @@ from .states import CONV_WIDTH, LAYERS
 
 MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
 """Heads times dimension is twice the hidden size."""
+STATE: dict[str, Any] = {
+    "mamba_n_heads": MAMBA_HEADS,
+    "mamba_d_head": MAMBA_DIM,
+    "mamba_d_state": MAMBA_STATE,
+    "mamba_d_conv": CONV_WIDTH,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+}
+"""Settings of the state, as Granite and Falcon name them."""
 
 
 def _mamba2(made: Weights, at: str, *, norm: bool = True) -> None:
@@ -45,12 +54,7 @@ def granite4_config() -> dict[str, Any]:
         shared_intermediate_size=FFN,
         attention_multiplier=float(HEAD_DIM**-0.5),
         position_embedding_type="rope",
-        mamba_n_heads=MAMBA_HEADS,
-        mamba_d_head=MAMBA_DIM,
-        mamba_d_state=MAMBA_STATE,
-        mamba_d_conv=CONV_WIDTH,
-        mamba_n_groups=1,
-        mamba_chunk_size=64,
+        **STATE,
     )
 
 
@@ -120,12 +124,7 @@ def falcon_h1_config() -> dict[str, Any]:
         "falcon_h1",
         num_hidden_layers=FALCON_LAYERS,
         mamba_d_ssm=MAMBA_HEADS * MAMBA_DIM,
-        mamba_n_heads=MAMBA_HEADS,
-        mamba_d_head=MAMBA_DIM,
-        mamba_d_state=MAMBA_STATE,
-        mamba_d_conv=CONV_WIDTH,
-        mamba_n_groups=1,
-        mamba_chunk_size=64,
+        **STATE,
     )
 
 
