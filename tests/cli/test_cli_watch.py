@@ -567,7 +567,7 @@ def test_fields_of_a_namespace_are_a_table(
                     timeout_s=60.0,
                     description=text,
                 )
-                assert main(["status", "--socket", path]) == 0
+                assert main(["status", "--verbose", "--socket", path]) == 0
                 lines = capsys.readouterr().out.splitlines()
                 engine.close()
     assert [line.split() for line in lines if line.startswith("model")] == [
