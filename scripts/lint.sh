@@ -38,4 +38,9 @@ check "workflows: schema" check-jsonschema --builtin-schema vendor.github-workfl
 check "dependabot: schema" check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 check "container image" hadolint examples/deploy/Dockerfile
 check "workflows: actionlint" actionlint .github/workflows/*.yml
+if command -v promtool >/dev/null; then
+  check "alert rules" promtool check rules examples/deploy/alerts.yaml
+else
+  echo "skipped alert rules: promtool is not installed (apt-get install prometheus)"
+fi
 exit $FAILED
