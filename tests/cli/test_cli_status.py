@@ -10,8 +10,8 @@ from rich.console import Console
 from watched import save, stats_of
 
 from kvloft import _core
+from kvloft.cli import connection, watch
 from kvloft.cli import status as status_command
-from kvloft.cli import watch
 from kvloft.cli.__main__ import main
 from kvloft.config import size_text
 
@@ -136,7 +136,7 @@ def test_commands_accept_the_name_in_status(
 ) -> None:
     other = _core.Session.connect(socket, frame_bytes=4096, namespace=b"\x1a" * 32, timeout_s=60.0)
     save(other, [7, 8])
-    assert main(["status", "--socket", socket]) == 0
+    assert main(["status", "--verbose", "--socket", socket]) == 0
     shown = capsys.readouterr().out
     names = re.findall(r"^namespace ([0-9a-f]+): ", shown, re.MULTILINE)
     assert names == ["00" * 8, "1a" * 8]
@@ -166,3 +166,16 @@ def test_percentages_are_of_the_whole_tier(socket: str) -> None:
     assert "full" not in text and "of size" in text
     taken = size_text(space["slabs"] * status["slab_bytes"])
     assert f"assigned {taken} of 1 MiB host memory" in text
+
+
+def test_the_only_usual_socket_is_found(
+    socket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection, "SERVICE_SOCKET", socket)
+    monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
+    assert main(["status"]) == 0
+    assert f"unix:{socket}" in capsys.readouterr().out
+    monkeypatch.setattr(connection, "auto_socket", lambda: socket)
+    assert main(["status"]) == 2
+    assert "there is several servers" not in (said := capsys.readouterr().err)
+    assert "use --socket PATH" in said

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from watched import save
@@ -46,7 +47,12 @@ COUNTS = (
     "late_calls",
     "late_chunks",
 )
-OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
+OF_VLLM = {
+    "vllm:external_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:time_to_first_token_seconds_bucket",
+}
 
 
 def scrape(url: str) -> dict[str, Any]:
@@ -561,7 +567,7 @@ def test_fields_of_a_namespace_are_a_table(
                     timeout_s=60.0,
                     description=text,
                 )
-                assert main(["status", "--socket", path]) == 0
+                assert main(["status", "--verbose", "--socket", path]) == 0
                 lines = capsys.readouterr().out.splitlines()
                 engine.close()
     assert [line.split() for line in lines if line.startswith("model")] == [
@@ -618,16 +624,22 @@ def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
     assert watch.rates_of(look(b"b", names), 4.0, old) == {}
 
 
-def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(socket: str) -> None:
     url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
     try:
-        known = scrape(url).keys() | OF_VLLM
+        of_server = set(scrape(url))
     finally:
         end()
+    of_engine = {
+        f"vllm:kvloft_{metric.name}{'' if metric.is_gauge else '_total'}"
+        for metric in exported(Scope.ENGINE)
+    }
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
-    asked = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert len(asked) > 10
+    alerts = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    asked += [rule["expr"] for rule in alerts]
+    assert len(asked) > 40
     for expression in asked:
-        names = set(re.findall(r"(?:vllm:|kvloft_)\w+", expression))
+        names = set(re.findall(r"vllm:\w+|(?<!:)\bkvloft_\w+", expression))
         assert names, expression
-        assert names <= known, expression
+        assert names <= of_server | of_engine | OF_VLLM, expression

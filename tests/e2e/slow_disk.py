@@ -111,7 +111,7 @@ def plain(scene: Scene) -> tuple[float, float]:
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
     """With kvloft, all known prompts on a disk of this speed and none in host memory, alternating
-    with vLLM alone, because a busy machine changes. Times are medians.
+    with vLLM alone, because the load of the machine changes. Times are medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:

@@ -43,3 +43,13 @@ def test_a_disk_that_cannot_be_written_is_no_mistake_in_the_settings(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     refuse_here(load_config({"disk_path": str(tmp_path / "disk")}, {}))
+
+
+def test_repetitions_of_an_event_are_logged_once(logged: Any) -> None:
+    hangs, ends = "disk tier: not responding", "disk tier: responding again"
+    events = iter([[hangs, hangs], [hangs], [ends, ends], [hangs]])
+    log = StoreLog(SimpleNamespace(take_events=events.__next__), bytes(32))
+    for _ in range(4):
+        log.log_events()
+    texts = [record.getMessage() for record in logged()]
+    assert [text[8:].split(" (")[0] for text in texts] == [hangs, ends, hangs]

@@ -5,14 +5,18 @@ if no server answers.
 """
 
 import argparse
+import os
 import sys
 from typing import Final
 
 from kvloft.config import MAX_SOCKET_BYTES, OF_STORE, Config, load_config, parse_socket
+from kvloft.config.environment import auto_socket
 from kvloft.errors import ConfigError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
 """The origin of a setting."""
+SERVICE_SOCKET: Final = "/run/kvloft/kvloft.sock"
+"""The socket of the systemd unit in examples/deploy."""
 MAX_SHOWN: Final = 80
 """Characters of a wrong argument in an error."""
 
@@ -22,12 +26,17 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket",
         metavar="PATH",
-        help="the server's socket (default: the setting server, KVLOFT_SERVER)",
+        help=(
+            "the server's socket (default: the setting server, KVLOFT_SERVER; then the only usual "
+            "socket that exists)"
+        ),
     )
 
 
-def settings(args: argparse.Namespace) -> Config:
-    """Return the settings of all sources, with a ``server``. Raises ConfigError."""
+def settings(args: argparse.Namespace, *, may_be_missing: bool = False) -> Config:
+    """Return the settings from the command line and all other sources, with a ``server`` unless it
+    ``may_be_missing``. Raises ConfigError.
+    """
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
     if args.socket == "auto":
         raise ConfigError(
@@ -37,7 +46,7 @@ def settings(args: argparse.Namespace) -> Config:
     if args.socket is not None:
         given["server"] = f"unix:{_path(args.socket)}"
     config = load_config(given, extra_origin=COMMAND_LINE)
-    if config.server is None:
+    if config.server is None and not may_be_missing:
         raise ConfigError(
             "the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
         )
@@ -45,10 +54,21 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """Return the path of the server's socket. Raises ConfigError."""
-    socket = settings(args).socket
-    assert socket is not None
-    return socket
+    """Return the path of the server's socket: from a setting, or the only usual socket that exists.
+    Raises ConfigError.
+    """
+    socket = settings(args, may_be_missing=True).socket
+    if socket is not None:
+        return socket
+    usual = [SERVICE_SOCKET, auto_socket()]
+    found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
+    if len(found) != 1:
+        which = "there are several servers" if found else "there is no server"
+        raise ConfigError(
+            f"{which} at {' and '.join(found or usual)}; use --socket PATH, or set "
+            "KVLOFT_SERVER=unix:PATH."
+        )
+    return found[0]
 
 
 def _path(text: str) -> str:

@@ -14,6 +14,7 @@ from kvloft.errors import ConfigError
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
 LABEL: Final = "namespace"
+INFO_HELP: Final = "1, with the model of each namespace as a label"
 
 
 def address(text: str) -> tuple[str, int]:
@@ -65,6 +66,8 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
+        from kvloft.cli.inspect import fields_of  # loads rich
+
         status = self._status()
         spaces = [
             # stats is empty until the store is open
@@ -89,6 +92,12 @@ class _Collector:
         for metric in exported(Scope.SERVER):
             if metric.name in stats:  # disk figures appear after the first measurement
                 yield _family(metric, value=stats[metric.name])
+        info = GaugeMetricFamily("kvloft_namespace_info", INFO_HELP, labels=[LABEL, "model"])
+        for space in status["namespaces"]:
+            fields = fields_of(space["description"])
+            model = fields.get("model", "") if isinstance(fields, dict) else ""
+            info.add_metric([space["namespace"].hex()[:16], model], 1)
+        yield info
         build = GaugeMetricFamily("kvloft_build_info", BUILD_INFO_HELP, labels=list(BUILD_LABELS))
         build.add_metric(list(BUILD_LABELS.values()), 1)
         yield build

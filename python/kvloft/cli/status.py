@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Show the state of a server: problems, use of host memory and disk, engines and hit "
             "rate; then the tiers, engines, "
-            "lookups and hits of each namespace; finally the fields of each namespace. Tenants are "
+            "lookups and hits of each namespace. Tenants are "
             "listed by tags, which do not "
             "reveal their salts; with --salt-file, the tag of that salt is marked. With --watch, "
             "refresh until Ctrl-C, with "
@@ -57,6 +57,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--count", type=count, metavar="N", help="with --watch: exit after N refreshes"
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="also print everything that the KV of each namespace depends on",
     )
     parser.add_argument(
         "--json",
@@ -86,11 +91,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(status, tag), indent=2))
     else:
-        _print(status, socket, Console(), tag)
+        _print(status, socket, Console(), tag, is_verbose=args.verbose)
     return 0
 
 
-def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
+def _print(
+    status: dict[str, Any],
+    socket: str,
+    console: Console,
+    tag: str | None = None,
+    *,
+    is_verbose: bool = False,
+) -> None:
     spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
     bounds = limits_text(status["settings"])
     more = [
@@ -107,7 +119,7 @@ def _print(status: dict[str, Any], socket: str, console: Console, tag: str | Non
         console.print(
             f"{kept} frames of lost engines stay reserved until no process can write to them."
         )
-    for space in spaces:
+    for space in spaces if is_verbose else ():
         console.print()
         console.print(
             f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:",

@@ -12,7 +12,7 @@ from typing import Final
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1)
     for power, prefix in enumerate("kmgt")
-    for kind, base in (("ib", 1024), ("b", 1000))
+    for kind, base in (("ib", 1024), ("b", 1000), ("i", 1024), ("", 1000))
 }
 _TTL_SECONDS: Final = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 MAX_TTL_S: Final = 3650 * 86400
@@ -27,7 +27,9 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\
 
 
 def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
-    """Return the bytes of ``"8GiB"``, ``"500MB"`` or a plain number. Raises ValueError."""
+    """Return the bytes of ``"8GiB"``, ``"500MB"``, ``"2Gi"``, ``"32G"`` or a plain number. Raises
+    ValueError, also if out of range.
+    """
     return _whole(_scaled(value, _UNITS), low, high)
 
 

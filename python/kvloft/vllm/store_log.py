@@ -20,12 +20,12 @@ DAMAGE = (
 )
 NO_ROOM = (
     "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host "
-    "memory continues to serve. disk_path can be full, not writable, or in use by another process: "
-    "see the lines above, or the server's log"
+    "memory continues to serve. disk_path can be full, not writable, hung, or in use by another "
+    "process: see the other lines about the disk, or the server's log"
 )
 OTHER_LAYOUT = (
     "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they "
-    "are not loaded, and kept. Set different values of namespace for the two engines, and report "
+    "are kept but not loaded. Set different values of namespace for the two engines, and report "
     "the settings in which they differ"
 )
 SLOW_DISK = (
@@ -49,12 +49,17 @@ class StoreLog:
     def __init__(self, store: Any, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace.hex()[:16]
         self._next_warning_s: dict[str, float] = {}
+        self._last_event = ""
 
     def log_events(self) -> None:
-        """Log the store's events since the last call; the end of a problem as INFO."""
+        """Log the store's events since the last call, without repetitions: several operations hang
+        and end one after the other. The end of a problem is logged as INFO.
+        """
         for event, is_problem in self._store.take_events():
-            level = logging.WARNING if is_problem else logging.INFO
-            logger.log(level, "kvloft: %s (namespace %s)", event, self._namespace)
+            if event != self._last_event:
+                level = logging.WARNING if is_problem else logging.INFO
+                logger.log(level, "kvloft: %s (namespace %s)", event, self._namespace)
+            self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
         """Log the problems that an interval's counts show."""

@@ -50,8 +50,8 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Out of (group, frames, keys, blocks) of each group, and tickets; `ConfigError` where they do
-    /// not fit together.
+    /// Make a batch from (group, frames, keys, blocks) of each group, and tickets; `ConfigError` if
+    /// they do not fit together.
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
