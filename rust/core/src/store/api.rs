@@ -23,8 +23,8 @@ impl Store {
         &self.inner.arena
     }
 
-    /// Returns how many leading units of each prefix are stored, at one moment. A paused disk counts
-    /// as empty. No side effect (I9).
+    /// Returns how many leading units of each prefix are stored, at one moment. A paused disk
+    /// counts as empty. No side effect (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found = self.inner.with_open_state(find);
@@ -51,8 +51,8 @@ impl Store {
     }
 
     /// Reserves frames for chunks that are neither in host memory nor being filled: returns the
-    /// leases of all saves in order, and the number of each. A save stops at the first chunk without
-    /// a frame.
+    /// leases of all saves in order, and the number of each. A save stops at the first chunk
+    /// without a frame.
     ///
     /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves
     /// nothing if a prefix is shorter than its units.

@@ -159,7 +159,7 @@ impl State {
         }
     }
 
-    /// Returns the units found that do not hang on a chunk that is being removed.
+    /// Returns the units found whose ancestors are not being removed.
     fn find_attached(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());

@@ -37,7 +37,7 @@ impl ServerState {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);
         while !self.is_stopping.load(Ordering::SeqCst) {
-            let error = self.namespaces.disk.keep(&disk.dir).err();
+            let error = self.namespaces.disk.hold(&disk.dir).err();
             if error.is_none() {
                 self.measure_disk(&disk.dir);
             }
@@ -63,7 +63,7 @@ impl ServerState {
                 self.measure_disk(&disk.dir);
             }
         }
-        self.namespaces.disk.let_go(); // the server may have closed while the claim hung
+        self.namespaces.disk.release(); // the server may have closed while the claim hung
     }
 
     /// Measures the free space; keeps the last result if that fails.

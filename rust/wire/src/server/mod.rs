@@ -119,7 +119,7 @@ impl Server {
             .wait_timeout_while(peers, CLOSE_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
         self.state.namespaces.close(timeout);
-        self.state.namespaces.disk.let_go();
+        self.state.namespaces.disk.release();
     }
 }
 

@@ -6,7 +6,8 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `breaker`, `time_shares`, `queue` | pure state: circuit breaker, shares of disk time, queue of chunks |
+//! | `breaker`, `queue` | pure state: a circuit breaker, a queue of chunks |
+//! | `time_shares` | pure state: how reads and writes share disk time |
 //! | `work` | everything the lock guards for the disk tier: queues, jobs in flight, breakers |
 //! | `transitions` | changes a chunk's state, with everything that follows from it |
 //! | `slots` | free a slot for a chunk that is about to be written |

@@ -65,7 +65,7 @@ impl ClassIndex {
 
     /// Frees the blocks of its free slots: cuts slots at the end and punches the others, if the
     /// file system supports it.
-    fn give_up_free(&mut self, files: &SlotFiles) -> io::Result<()> {
+    fn release_free(&mut self, files: &SlotFiles) -> io::Result<()> {
         let end = self.recorded.iter().rev().find(|slot| **slot < self.len);
         self.cut(end.map_or(0, |last| last + 1), files)?;
         self.is_punched = true;
@@ -112,7 +112,7 @@ pub(super) fn fit_cap(
     state.foreign_bytes = foreign_bytes;
     if want > room && have_several {
         for (files, index) in files.iter().zip(&mut *found) {
-            index.give_up_free(files)?;
+            index.release_free(files)?;
         }
     }
     let counts = counts(found);

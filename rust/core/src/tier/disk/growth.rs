@@ -137,8 +137,8 @@ impl DiskTier {
     fn is_pointless(&self) -> bool {
         let mut growth = self.growth();
         let is_recent = growth.refused_at.is_some_and(|at| at.elapsed() < RETRY_AFTER);
-        let skip = growth.asks_to_skip > 0 && is_recent;
-        growth.asks_to_skip = growth.asks_to_skip.saturating_sub(1);
+        let skip = growth.num_to_reject > 0 && is_recent;
+        growth.num_to_reject = growth.num_to_reject.saturating_sub(1);
         skip
     }
 

@@ -83,9 +83,9 @@ impl DiskRoot {
         locked(&self.state)
     }
 
-    /// Locks the directory for this process until [`Self::let_go`], even without an open namespace;
-    /// creates it if it is missing. Same errors as [`super::DiskTier::open`].
-    pub fn keep(&self, dir: &Path) -> Result<()> {
+    /// Locks the directory for this process until [`Self::release`], even without an open
+    /// namespace; creates it if it is missing. Same errors as [`super::DiskTier::open`].
+    pub fn hold(&self, dir: &Path) -> Result<()> {
         let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
         self.state().kept = Some(lock);
@@ -93,7 +93,7 @@ impl DiskRoot {
     }
 
     /// Keeps the directory no longer than namespaces are open.
-    pub fn let_go(&self) {
+    pub fn release(&self) {
         let kept = self.state().kept.take();
         drop(kept); // and with it, maybe, the lock: not under ours
     }

@@ -15,7 +15,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
 /// Number of reservations rejected after a failed growth before the next attempt.
-const ASKS_BEFORE_RETRY: u32 = 256;
+const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any
 /// thread.
@@ -67,7 +67,7 @@ impl DiskTier {
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
         growth.is_full = is_full;
-        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
+        (growth.num_to_reject, growth.refused_at) = (REJECTIONS_BEFORE_RETRY, Some(Instant::now()));
     }
 
     /// Counts failures to add slots; logs the first one until slots are added again.

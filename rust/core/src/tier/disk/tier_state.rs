@@ -22,7 +22,7 @@ pub(super) struct TierState {
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,
-    told: Vec<String>,
+    logged: Vec<String>,
 }
 
 impl TierState {
@@ -56,7 +56,7 @@ impl TierState {
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
-            && !self.told.contains(&line)
+            && !self.logged.contains(&line)
         {
             self.waiting.push(line);
         }
@@ -66,7 +66,7 @@ impl TierState {
     pub(super) fn take_events(&mut self) -> Vec<String> {
         let taken = std::mem::take(&mut self.waiting);
         if !taken.is_empty() {
-            self.told.clone_from(&taken);
+            self.logged.clone_from(&taken);
         }
         taken
     }
@@ -88,7 +88,7 @@ pub(super) struct Growth {
     pub(super) grower: Grower,
     /// The last growth failed and was logged.
     pub(super) is_refused: bool,
-    pub(super) asks_to_skip: u32,
+    pub(super) num_to_reject: u32,
     pub(super) refused_at: Option<Instant>,
     /// The file system refused it, not the cap.
     pub(super) is_full: bool,

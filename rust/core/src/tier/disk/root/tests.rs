@@ -34,17 +34,17 @@ fn a_directory_that_is_kept_is_no_others_before_and_after_its_namespaces() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(&dir.path().join("new"));
     let (first, second) = (DiskRoot::shared(), DiskRoot::shared());
-    first.keep(&config.dir).unwrap();
-    let is_busy = || second.keep(&config.dir).is_err_and(|error| error.kind() == ErrorKind::Busy);
+    first.hold(&config.dir).unwrap();
+    let is_busy = || second.hold(&config.dir).is_err_and(|error| error.kind() == ErrorKind::Busy);
     assert!(is_busy(), "before a namespace is open");
     drop(first.enter(&config).unwrap());
-    first.keep(&config.dir).unwrap();
+    first.hold(&config.dir).unwrap();
     assert!(is_busy(), "after the last one is closed");
     let owner = first.enter(&config).unwrap();
-    first.let_go();
+    first.release();
     assert!(is_busy(), "one is open");
     drop(owner);
-    second.keep(&config.dir).unwrap();
+    second.hold(&config.dir).unwrap();
     assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy);
 }
 
@@ -53,19 +53,19 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(&dir.path().join("disk"));
     let (first, second) = (DiskRoot::shared(), DiskRoot::shared());
-    first.keep(&config.dir).unwrap();
+    first.hold(&config.dir).unwrap();
     for _ in 0..2 {
         fs::remove_dir_all(&config.dir).unwrap();
         fs::create_dir(&config.dir).unwrap();
         drop(first.enter(&config).unwrap());
         assert_eq!(
-            second.keep(&config.dir).unwrap_err().kind(),
+            second.hold(&config.dir).unwrap_err().kind(),
             ErrorKind::Busy,
             "the first one still has it"
         );
     }
     fs::remove_dir_all(&config.dir).unwrap();
-    second.keep(&config.dir).unwrap();
+    second.hold(&config.dir).unwrap();
     assert_eq!(
         first.enter(&config).unwrap_err().kind(),
         ErrorKind::Busy,
