@@ -16,7 +16,6 @@ order in which they are checked:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason
@@ -58,12 +57,7 @@ class Admission:
     ) -> None:
         self._store, self._requests, self._clock = store, requests, clock
         self._unit_tokens = settings.shape.unit_tokens
-        self._wait_s = settings.wait_s
-        self._most_waiting = math.inf
-        if settings.max_running is not None:
-            self._most_waiting = max(MIN_WAITING, settings.max_running)
-        self._most_waiting_now = min(self._most_waiting, MAX_NEW_WAITING)
-        """Requests that may wait in this step."""
+        self._wait_s, self._max_running = settings.wait_s, settings.max_running
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
         self.turns = ReadTurns(settings.shape, settings.arena)
