@@ -45,11 +45,14 @@ def test_a_disk_that_cannot_be_written_is_no_mistake_in_the_settings(
     refuse_here(load_config({"disk_path": str(tmp_path / "disk")}, {}))
 
 
-def test_repetitions_of_an_event_are_logged_once(logged: Any) -> None:
-    hangs, ends = "disk tier: not responding", "disk tier: responding again"
+def test_repetitions_of_an_event_are_logged_once(
+    logged: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    hangs, ends = ("disk tier: not responding", True), ("disk tier: responding again", False)
     events = iter([[hangs, hangs], [hangs], [ends, ends], [hangs]])
     log = StoreLog(SimpleNamespace(take_events=events.__next__), bytes(32))
     for _ in range(4):
         log.log_events()
     texts = [record.getMessage() for record in logged()]
-    assert [text[8:].split(" (")[0] for text in texts] == [hangs, ends, hangs]
+    assert [text[8:].split(" (")[0] for text in texts] == [hangs[0], ends[0], hangs[0]]
