@@ -559,16 +559,19 @@ def test_fields_of_a_namespace_are_a_table(
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20)):
-            for nth, text in enumerate([json.dumps(fields), "[a user's own]"]):
-                engine = _core.Session.connect(
+            engines = [
+                _core.Session.connect(
                     path,
                     frame_bytes=4096,
                     namespace=bytes([nth] * 32),
                     timeout_s=60.0,
                     description=text,
                 )
-                assert main(["status", "--verbose", "--socket", path]) == 0
-                lines = capsys.readouterr().out.splitlines()
+                for nth, text in enumerate([json.dumps(fields), "[a user's own]"])
+            ]
+            assert main(["status", "--verbose", "--socket", path]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            for engine in engines:
                 engine.close()
     assert [line.split() for line in lines if line.startswith("model")] == [
         ["model", "a/model", "dtype", "bfloat16"]
