@@ -60,6 +60,23 @@ def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None
     assert stored(engine, request) == whole_blocks(request.num_tokens - 1)
 
 
+@both_modes
+def test_a_unit_whose_prefix_left_host_memory_is_saved_with_it_in_the_next_step(
+    run_ahead: bool,
+) -> None:
+    """The request ends before its next unit."""
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead))
+    request = engine.add(Request("a", list(PROMPT), 5))
+    while stored(engine, request) < 16:
+        engine.run(1)
+    for entry in reversed(list(engine.store.entries.values())):
+        engine.store.evict(entry)
+    assert stored(engine, request) == 0
+    settle(engine)
+    assert request.num_tokens == 23
+    assert stored(engine, request) == 20
+
+
 @pytest.mark.parametrize("fail_policy", [False, True])
 def test_a_bad_frame_is_removed_and_affects_only_its_request(fail_policy: bool) -> None:
     engine = SymbolicEngine(Setup(local_cache=False, fail_policy=fail_policy))

@@ -230,13 +230,17 @@ class SavePlanner:
     def _note_dropped(self, due: list[RequestState], dropped: Sequence[int]) -> None:
         """Count units without a frame, and plan when to try them again."""
         self._context.counters["save_dropped_chunks"] += sum(dropped)
-        is_late = self._store.is_save_late
+        is_late, is_soon = self._store.is_save_late, False
         for request in compress(due, dropped):
-            if is_late:
-                request.saved_units, request.next_save = request.save_start, 0
-            else:  # the host part may have shrunk
+            first = request.save_start
+            if not is_late:
                 host_units, _ = self._store.lookup(request.chain)
-                request.saved_units = min(request.saved_units, host_units)
-        if is_late:
+                first = min(request.saved_units, host_units)
+            request.saved_units = first
+            # Chunks before this save left host memory: it is saved with them in the next step, for
+            # the request may end before its next unit.
+            if is_late or first < request.save_start:
+                request.next_save, is_soon = 0, True
+        if is_soon:
             running = self._schedule.running
             self._schedule.line_up(running, self._next_saves(running))
