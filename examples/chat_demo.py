@@ -38,7 +38,7 @@ SAFE_MARGIN = 3e-4
 MAX_ATTEMPTS = 20
 PROGRESS_S = 10.0
 """Time between two lines of progress without a terminal."""
-BAR_CHARS = 40
+BAR_CHARS = 20
 
 PASSES = {
     "none": "no cache",
@@ -358,13 +358,13 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
 
 
 def as_plot(passes: dict[str, list[Turn]]) -> Table:
-    """Return a bar for the last turn's time to first token, and a sentence, per pass."""
-    table = Table(title="Time to first token of the last turn", title_justify="left", box=None)
+    """Return a bar for the mean time to first token, and a sentence, per pass."""
+    table = Table(title="Mean time to first token", title_justify="left", box=None)
     for column in ("pass", "ms", "", "meaning"):
         table.add_column(column, justify="right" if column == "ms" else "left")
-    longest = max(turns[-1].ttft_s for turns in passes.values())
-    for name, turns in passes.items():
-        ttft_s = turns[-1].ttft_s
+    means = {name: sum(t.ttft_s for t in turns) / len(turns) for name, turns in passes.items()}
+    longest = max(means.values())
+    for name, ttft_s in means.items():
         bar = "█" * max(1, round(BAR_CHARS * ttft_s / longest))
         table.add_row(PASSES[name], f"{ttft_s * 1e3:.0f}", bar, MEANINGS[name])
     return table
