@@ -16,7 +16,7 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::memory_tier::MemoryTier;
-use kvloft_testing::one_prefix::{SessionExt, StoreExt};
+use kvloft_testing::one_prefix::StoreExt;
 use shuttle::scheduler::RandomScheduler;
 use shuttle::thread;
 use std::time::{Duration, Instant};
