@@ -45,10 +45,11 @@ sanitize() {
   local tool=$1
   shift
   # A few small cases of every kernel, because the tools slow programs down a hundredfold.
+  local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
+  cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
     "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts="--import-mode=importlib" -o timeout=0 tests/gpu -m gpu \
-    -k "(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send
-      or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
+    -k "$cases"
 }
 
 if has tests; then
