@@ -44,7 +44,7 @@ def test_ranks_that_load_their_saves_are_no_problem() -> None:
         ("hbm", "tokens", [[1, 2], [3, 5]], "tokens hbm differ"),
         ("crowd", "tokens", [[1, 2], [3, 5], [7, 8]], "tokens crowd differ"),
         ("crowd_warm", "tokens", [[1, 2], [3, 4], [7, 9]], "tokens crowd_warm differ"),
-        ("crowd_warm", "cached", [0, 96, 0], "nothing was found"),
+        ("crowd_warm", "cached", [0, 96, 0], "no token of the crowd's new prompts was found"),
         ("crowd_warm", "cached", [0, 80, 96], "fewer tokens were found crowd_warm than warm"),
         ("crowd", "cached", [0, 0, 0], "fewer tokens were found crowd than warm"),
         ("skipped_load", "ranks", [rank(6, 6)], "1 ranks answered, not 2 (skipped_load)"),
