@@ -7,6 +7,7 @@ kvloft's.
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Subscriber:
         """Wait until the started engine serves this subscriber: earlier events are lost."""
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
+        # The subscription follows the handshake; nothing reports when the publisher has read it.
+        time.sleep(0.2 * PACE)
 
     def close(self) -> None:
         self._socket.disable_monitor()
