@@ -1,4 +1,4 @@
-# All commands of the project. `make demo` and `make test` install everything they need.
+# Entry points for development. `make demo` and `make test` install everything they need.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VERSION ?= 0.32.0
@@ -11,30 +11,30 @@ export PYTHON MINUTES
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: ## real vLLM on the CPU: a chat served cold, from host memory, disk and a server (DEMO_MODEL=smollm2: a trained model)
+demo: ## run a chat on vLLM for CPUs: cold, from host memory, from disk, from a server (DEMO_MODEL=smollm2 selects a trained model)
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
-test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30, 0.31 and 0.33 (starts no new test after MINUTES=65)
+test: ## run the Rust and Python tests with vLLM 0.32.0, then a short selection with 0.30, 0.31 and 0.33 (no test starts after MINUTES=65)
 	@scripts/suite.sh all
 
-test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
+test-vllm: ## run the whole Python suite with a different vLLM version: make test-vllm VERSION=0.31.0
 	@scripts/suite.sh full $(VERSION)
 
-lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules, prose, docs site
+lint: ## check formatting, clippy, ruff, mypy --strict, the stub, import contracts, house rules, prose and the docs site
 	@scripts/lint.sh
 
-bench: ## every bench, Rust and Python; ratios are printed with the targets
+bench: ## run the Rust and Python benches, and compare the results with the targets
 	@scripts/bench.sh
 
-soak: ## engines, store and faults together for MINUTES (30); tokens, pins, memory, handles and threads are watched
+soak: ## run engines and the store with injected faults for MINUTES (30), checking tokens, pins, memory, file handles and threads
 	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
 
-model-check: ## the correctness machine (tests/machine) for HOURS=1 on VERSION: every mutant, then the product (make test has a short form)
+model-check: ## run the state machine of tests/machine for HOURS=1 on VERSION, first on every mutant (make test runs a short form)
 	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
-wheels: ## manylinux wheels and an sdist in dist/, installed and imported where this machine can run them
+wheels: ## build manylinux wheels and an sdist in dist/, then install and import the files that this machine can run
 	@scripts/wheels.sh
 
-clean: ## remove environments, build outputs and caches of the checkout
+clean: ## remove the checkout's environments, build outputs and caches
 	rm -rf .venv-* build target dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache .pytest_cache python/kvloft/_core*.so
 	find python tests examples scripts benches -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Keys from Python against their targets: `python benches/bench_keys.py [--json]`.
+"""Benchmark of key computation from Python: `python benches/bench_keys.py [--json]`.
 
-Each figure is the best of many runs; plain BLAKE3 (the `blake3` package) of the same bytes
-alternates with it, so that ratios hold on a busy machine. Must depend on kvloft._core only.
+Each figure is the minimum of many runs. The runs alternate with plain BLAKE3 (the `blake3` package)
+over the same bytes, so that ratios stay meaningful on a busy machine.
 """
 
 import argparse
@@ -24,8 +24,10 @@ ROOT = _core.root_key(bytes(32), None, None)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table; ``measured`` and ``target`` in ``unit``, ``plain_ms`` is plain BLAKE3
-    of the same bytes.
+    """One row of the table.
+
+    ``measured`` and ``target`` are in ``unit``. ``plain_ms`` is the time of plain BLAKE3 over the
+    same bytes.
     """
 
     name: str
@@ -37,8 +39,9 @@ class Result:
 
 
 def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """Shortest milliseconds of each call, alternating: the cost without other load on the
-    machine.
+    """Run the calls alternately and return the minimum time of each, in milliseconds.
+
+    The minimum approximates the cost on an otherwise idle machine.
     """
     best = [float("inf")] * len(calls)
     for _ in range(turns):
@@ -52,7 +55,7 @@ def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
 def percent_of_plain(
     name: str, turns: int, ours: Callable[[], object], plain: Callable[[], object]
 ) -> Result:
-    """Plain BLAKE3's time by ours."""
+    """Return the throughput of ``ours`` as a percentage of plain BLAKE3's."""
     ours_ms, plain_ms = best_ms(turns, ours, plain)
     return Result(
         name, plain_ms / ours_ms * 100, 90, "% of plain", plain_ms, plain_ms / ours_ms >= 0.9
@@ -80,17 +83,19 @@ def token_results(turns: int) -> list[Result]:
         ours, plain = best_ms(
             turns, lambda size=block_tokens: append_tokens(ids, size), lambda: blake3(raw).digest()
         )
-        name = f"{NUM_IDS} ids from a list, blocks of {block_tokens}"
+        name = f"{NUM_IDS} token ids from a list, blocks of {block_tokens}"
         results.append(Result(name, ours, target, "ms", plain, ours <= target))
     chain = append_tokens(ids, 16)
     [one] = best_ms(turns * 50, lambda: chain.append_tokens(ids, NUM_IDS - 1))
-    results.append(Result("one id more, from a list", one * 1e3, None, "us", None, None))
+    results.append(Result("one more token id, from a list", one * 1e3, None, "us", None, None))
     return results
 
 
 def embed_results(turns: int) -> list[Result]:
-    """One thread's share: rows of a block at a time, below the size from which threads take
-    part.
+    """Measure keys of embedding rows on one thread and on all threads.
+
+    The single-thread cases append one block of rows per call, which is too small to be split across
+    threads.
     """
     rows = random.Random(1).randbytes(NUM_ROWS * WIDTH * 2)
     part = 32 * WIDTH * 2

@@ -1,9 +1,13 @@
-"""Cost of the scheduler side to an engine: `python benches/bench_scheduler.py [--json]`.
+"""Benchmark of kvloft's scheduler side: `python benches/bench_scheduler.py [--json]`.
 
-Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers'
-report), the admission of one long prompt, as a miss and as a hit, with one KV cache group and with
-several, and of many hits together. The store and the keys are real; no KV is moved. Needs an
-environment with vLLM.
+Measures:
+- steps of 256 decoding requests: from vLLM's SchedulerOutput to the StepPlan and the workers'
+  report
+- admission of one long prompt, as a miss and as a hit, with one and with multiple KV cache groups
+- admission of many hits in one step
+- many requests that wait for the disk
+
+The store and the keys are real; no KV is copied. Requires an environment with vLLM.
 """
 
 import argparse
@@ -41,7 +45,7 @@ GROUPS = (
     GroupShape(BLOCK_TOKENS),
     *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)),
 )
-"""The groups that vLLM forms for Gemma 3."""
+"""KV cache groups that vLLM forms for Gemma 3."""
 GROUPS_TOKENS = 32_768
 TARGET_US = 100.0
 NUM_WAITING = 10_000
@@ -51,7 +55,7 @@ ADAPTERS = AdapterNames()
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table, times in ``unit``; the target is for the median."""
+    """One row of the table, with times in ``unit``. The target applies to the median."""
 
     name: str
     median: float
@@ -62,7 +66,7 @@ class Result:
 
 
 class Engine:
-    """A minimal scheduler that makes SchedulerOutputs: every request decodes one token per step."""
+    """A minimal scheduler in which each request decodes one token per step."""
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Engine:
         self.next_block = 1
 
     def request(self, name: str, token_ids: list[int]) -> Any:
-        """The part of vLLM's Request that kvloft reads."""
+        """Return a stand-in for vLLM's Request with the attributes that kvloft reads."""
         return SimpleNamespace(
             request_id=name,
             _all_token_ids=token_ids,
@@ -113,7 +117,7 @@ class Engine:
         return list(range(self.next_block - count, self.next_block))
 
     def admit(self, request: Any) -> SchedulerOutput:
-        """Schedule a whole prompt in one step, whether or not it is cached; returns that step."""
+        """Schedule a whole prompt in one step, cached or not, and return the step's output."""
         live = VllmRequest(request, ADAPTERS)
         num_tokens = len(request._all_token_ids)
         request.block_ids = self.blocks(num_tokens // BLOCK_TOKENS + 1)
@@ -125,7 +129,7 @@ class Engine:
         return self.output([new], [], {request.request_id: num_tokens})
 
     def table(self, request: Any) -> Any:
-        """Its blocks; of several groups each has others."""
+        """Return the block tables of ``request``; with multiple groups, no block id is shared."""
         if len(self.groups) == 1:
             return Tables([request.block_ids])
         self.tables[request.request_id] = Tables(
@@ -174,8 +178,9 @@ class Engine:
         return (fresh,)
 
     def decode(self) -> SchedulerOutput:
-        """Return the next step of all requests; the token of the previous step is known by now, or
-        one step later if it runs ahead.
+        """Return the next decoding step of all requests.
+
+        The token of the previous step is known by now, or one step later with ``run_ahead``.
         """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
@@ -221,8 +226,10 @@ def row(
 def decode_results(
     num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP
 ) -> list[Result]:
-    """Requests out of step with each other, so that each step completes a sixteenth of their
-    blocks.
+    """Measure decoding steps.
+
+    The requests are at different offsets in their blocks, so that each step completes a block for
+    one sixteenth of them.
     """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
     engine = Engine(num_chunks, run_ahead, groups)
@@ -245,20 +252,18 @@ def decode_results(
         wholes.append(plan_us + absorb_us)
         engine.after(output)
     gc.unfreeze()
-    how = f"{NUM_RUNNING} decoding{', run ahead' if run_ahead else ''}"
+    how = f"{NUM_RUNNING} decoding{', running ahead' if run_ahead else ''}"
     how += f", {len(groups)} groups" if len(groups) > 1 else ""
     engine.store.close()
     target = None if len(groups) > 1 else TARGET_US
     return [
-        row(f"step of {how}: plan", plans),
-        row(f"step of {how}: plan and report", wholes, target=target),
+        row(f"step, {how}: plan", plans),
+        row(f"step, {how}: plan and report", wholes, target=target),
     ]
 
 
 def prompt_results(turns: int) -> list[Result]:
-    """One prompt of 131,072 tokens: lookup that misses, plan that saves all of it, its report,
-    lookup and load that find it.
-    """
+    """Measure one prompt of 131,072 tokens: first as a miss that is saved, then as a full hit."""
     num_chunks = PROMPT_TOKENS // BLOCK_TOKENS
     missed: list[float] = []
     saved: list[float] = []
@@ -298,18 +303,16 @@ def prompt_results(turns: int) -> list[Result]:
         engine.store.close()
     how = f"{PROMPT_TOKENS} tokens"
     return [
-        row(f"{how}: keys, lookup that misses", missed, "ms"),
-        row(f"{how}: plan that saves all", saved, "ms"),
-        row(f"{how}: report that all is saved", settled, "ms"),
-        row(f"{how}: keys, lookup that finds all", found, "ms"),
-        row(f"{how}: plan that loads all", loaded, "ms"),
+        row(f"{how}: keys and lookup, miss", missed, "ms"),
+        row(f"{how}: save plan", saved, "ms"),
+        row(f"{how}: report of the saves", settled, "ms"),
+        row(f"{how}: keys and lookup, full hit", found, "ms"),
+        row(f"{how}: load plan", loaded, "ms"),
     ]
 
 
 def groups_results(turns: int) -> list[Result]:
-    """A prompt of a model with several KV cache groups, saved in one step and found by the next
-    request.
-    """
+    """Measure a prompt with multiple KV cache groups, saved in one step and loaded in the next."""
     num_chunks = GROUPS_TOKENS // BLOCK_TOKENS
     times: dict[str, list[float]] = {}
     random = Random(3)
@@ -323,24 +326,22 @@ def groups_results(turns: int) -> list[Result]:
     for _ in range(turns):
         engine = Engine(num_chunks * len(GROUPS) + 8, groups=GROUPS)
         output = engine.admit(engine.request("first", list(ids)))
-        plan = note(
-            "keys, plan that saves all", lambda engine=engine, output=output: engine.plan(output)
-        )
+        plan = note("keys and save plan", lambda engine=engine, output=output: engine.plan(output))
         report = report_of(plan)
         note(
-            "report that all is saved",
+            "report of the saves",
             lambda engine=engine, report=report: engine.core.absorb(report),
         )
         live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
         found = note(
-            "keys, lookup that finds all",
+            "keys and lookup, full hit",
             lambda engine=engine, live=live: engine.core.match(live, 0),
         )
-        assert found == Offer(GROUPS_TOKENS - BLOCK_TOKENS)  # a token is left to compute
+        assert found == Offer(GROUPS_TOKENS - BLOCK_TOKENS)  # vLLM must compute at least one token
         live.request.block_ids = engine.blocks(num_chunks)
         table = engine.table(live.request)
         num_tokens = found.num_tokens
-        note("plan that loads all", partial(engine.core.admit, live, num_tokens, table))
+        note("load plan", partial(engine.core.admit, live, num_tokens, table))
         (load,) = engine.plan(engine.output([], [], {})).loads
         assert len(load.chunks) == num_tokens // BLOCK_TOKENS + 6 * 64
         engine.core.close()
@@ -351,8 +352,9 @@ def groups_results(turns: int) -> list[Result]:
 
 
 def admitted_crowd_results(turns: int) -> list[Result]:
-    """Many cached prompts admitted in one schedule: lookups, the plan that has their loads, and its
-    way to a worker.
+    """Measure many cached prompts admitted in one step.
+
+    Covers the lookups, the plan with all loads, and pickling the plan for a worker.
     """
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
     engine = Engine(NUM_CROWD * num_chunks)
@@ -398,16 +400,14 @@ def admitted_crowd_results(turns: int) -> list[Result]:
     engine.store.close()
     how = f"{NUM_CROWD} cached prompts of {CROWD_TOKENS} tokens"
     return [
-        row(f"{how}: keys, lookups", found, "ms"),
-        row(f"{how}: admitted in one schedule", admitted, "ms"),
-        row(f"{how}: their plan to a worker", sent, "ms"),
+        row(f"{how}: keys and lookups", found, "ms"),
+        row(f"{how}: admission in one step", admitted, "ms"),
+        row(f"{how}: pickling the plan", sent, "ms"),
     ]
 
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
-    """10,000 waiting requests whose prompts are being read from disk: the cost of matching all of
-    them, per request.
-    """
+    """Measure the cost per request of matching 10,000 requests that wait for reads from disk."""
     engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)
     crowd = [
@@ -420,11 +420,11 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
         for request in crowd:
             if not still_waits(request.request_id, 0):
                 assert isinstance(engine.core.match(VllmRequest(request, ADAPTERS), 0), Wait), (
-                    "its chunks are missing"
+                    "no chunk of the prompt is on disk"
                 )
 
     gc.collect()
-    gc.freeze()  # as vLLM does when it starts
+    gc.freeze()  # as vLLM does at startup
     first = [timed(ask)[0] / NUM_WAITING]
     again: list[float] = []
     for _ in range(num_steps):
@@ -435,13 +435,13 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
     engine.session.close()
     how = f"{NUM_WAITING} waiting for the disk"
     return [
-        row(f"{how}: first ask of each", first),
-        row(f"{how}: each told to ask again", again, target=TARGET_ASK_US),
+        row(f"{how}: first match", first),
+        row(f"{how}: repeated match", again, target=TARGET_ASK_US),
     ]
 
 
 class DiskThatHangs:
-    """A store with every prompt on disk, whose reads never end."""
+    """A store with every prompt on disk, whose reads never complete."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -478,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--steps", type=int, default=1000, help="decoding steps timed (default 1000)"
+        "--steps", type=int, default=1000, help="number of timed decoding steps (default 1000)"
     )
     options = parser.parse_args(argv)
     results: list[Result] = []

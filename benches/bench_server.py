@@ -1,9 +1,8 @@
-"""Costs of a `kvloft serve` in addition to the arena, compared with targets. Needs no GPU and no
-model.
+"""Benchmark of `kvloft serve`: startup time, CPU time and memory beyond the arena.
 
-Measures the time until it accepts connections, its use when idle and under lookups of 8 engines,
-memory per chunk, and the effect of 10,000 connections. The server is a separate process, and its
-CPU time and memory are the system's numbers.
+Measures the time until the server accepts connections, its CPU time when idle and under lookups
+from 8 engines, its memory per chunk, and the effect of 10,000 connections. The server is a separate
+process; its CPU time and memory are read from /proc. Requires neither a GPU nor a model.
 """
 
 import os
@@ -29,7 +28,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @contextmanager
 def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
-    """The socket and the process of a server, which is killed at the end."""
+    """Run a server and yield its socket path and process id. Kills the server on exit."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         argv = [
@@ -76,7 +75,7 @@ def cpu_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory beyond the arena, which is a file's."""
+    """Return the process's anonymous memory, which excludes the arena because it is a file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -111,13 +110,13 @@ def starts() -> None:
             connect(path).close()
             hello_s = time.monotonic() - own
         told(
-            f"process started until it accepts, with Python's start {' '.join(more)}",
+            f"start of the process until it accepts connections {' '.join(more)}",
             1000 * listens_s,
             "ms",
         )
-        told("hello of the first engine, which makes the arena of 16 GiB", 1000 * hello_s, "ms")
+        told("first engine's handshake, which creates the 16 GiB arena", 1000 * hello_s, "ms")
         told(
-            "both: process started until its first engine has the arena",
+            "start of the process until the first engine has the arena",
             1000 * (listens_s + hello_s),
             "ms",
             300,
@@ -127,7 +126,7 @@ def starts() -> None:
         server = _core.Server(f"{folder}/run/kv.sock", host_bytes=16 << 30)
         connect(f"{folder}/run/kv.sock").close()
         told(
-            "server made until its first engine has the arena of 16 GiB",
+            "in-process server: until the first engine has the 16 GiB arena",
             1000 * (time.monotonic() - begin),
             "ms",
             300,
@@ -157,8 +156,8 @@ def idle_and_busy() -> None:
                 thread.join()
             share = 100 * (cpu_s(pid) - before) / (time.monotonic() - begin)
             told(
-                f"{NUM_ENGINES} engines x {LOOKUPS_PER_S} lookups/s, prompts of {num_chunks} "
-                "chunks in turn",
+                f"{NUM_ENGINES} engines x {LOOKUPS_PER_S} lookups/s, alternating prompts of "
+                f"{num_chunks} chunks",
                 share,
                 "% core",
                 50,
@@ -168,7 +167,7 @@ def idle_and_busy() -> None:
 
 
 def ask(engine: _core.Session, prompts: list[_core.KeyChain], nth: int) -> None:
-    """At a steady rate, not as fast as can be."""
+    """Look up ``prompts`` in turn, LOOKUPS_PER_S times per second."""
     begin = time.monotonic()
     for number in range(int(LOOKUPS_PER_S * SECONDS)):
         time.sleep(max(0.0, begin + number / LOOKUPS_PER_S - time.monotonic()))
@@ -185,20 +184,21 @@ def memory() -> None:
                 save(engine, prompt(seed, PROMPT_CHUNKS), PROMPT_CHUNKS)
             num = _core.server_status(path)["namespaces"][0]["stats"]["frames_visible"]
             after = anonymous_bytes(pid)
-            frames = f"{num:,} in {times * NUM_CHUNKS:,} frames"
+            frames = f"{num:,} chunks in {times * NUM_CHUNKS:,} frames"
             told(
-                f"memory beyond the arena a chunk, of {frames}, and 50 MiB",
+                f"memory per chunk beyond the arena and 50 MiB, {frames}",
                 (after - (50 << 20)) / num,
                 "bytes",
                 300,
             )
-            told("of it before the first chunk", before / 2**20, "MiB")
+            told("memory beyond the arena before the first chunk", before / 2**20, "MiB")
             engine.close()
 
 
 def crowd() -> None:
-    """From one user, because others are rejected; most are refused, because the server accepts 64
-    at a time.
+    """Open 10,000 connections as the server's user and measure an engine's lookups between them.
+
+    The server rejects most of the connections, because it accepts 64 at a time.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with serving(host_size="64MiB") as (path, pid):
@@ -224,23 +224,23 @@ def crowd() -> None:
                     old.close()
                 clients.clear()
         told(
-            f"{NUM_CONNECTIONS:,} connections, up to 500 at once, one after another",
+            f"opening {NUM_CONNECTIONS:,} connections, up to 500 of them open",
             time.monotonic() - begin,
             "s",
         )
-        told("slowest of 100 lookups of an engine meanwhile", 1000 * slowest, "ms")
+        told("slowest of 100 lookups between the connections", 1000 * slowest, "ms")
         told(
-            "memory beyond the arena after they closed",
+            "additional memory once the connections are closed",
             (anonymous_bytes(pid) - before) / 2**20,
             "MiB",
         )
         stats = _core.server_status(path)["stats"]
-        told("of them refused", stats["server_refused"], "")
+        told("rejected connections", stats["server_refused"], "")
         engine.close()
 
 
 if __name__ == "__main__":
-    print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"load average: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     starts()
     memory()
     crowd()

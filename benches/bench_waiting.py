@@ -1,9 +1,8 @@
-"""Cost of requests that wait for a disk to a step of vLLM's own scheduler: `python
-benches/bench_waiting.py [--waiting N]`.
+"""Benchmark of vLLM's scheduler while many requests wait for the disk.
 
-Many requests, whose 40 prefixes of 128 tokens are on a hung disk, wait while 8 others run. The same
-scheduler without a connector alternates with it, with the same requests. Needs an environment with
-vLLM. Nothing is computed.
+Run as `python benches/bench_waiting.py [--waiting N]`. N requests share 40 prefixes of 128 tokens
+on a hung disk and wait while 8 other requests run. The same requests run on a scheduler without a
+connector for comparison. Requires an environment with vLLM; no model is executed.
 """
 
 import argparse
@@ -48,7 +47,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store with the prefixes on disk, whose reads never end."""
+    """A store with the prefixes on disk, whose reads never complete."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -66,7 +65,7 @@ class DiskThatHangs:
 
 
 def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
-    """A scheduler for a CPU, with kvloft's connector over a store that hangs."""
+    """Return vLLM's scheduler for a CPU model; ``has_cache`` adds kvloft with a hung disk."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     transfer = KVTransferConfig(
         kv_connector="KVLoftConnector",
@@ -122,9 +121,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """One schedule and its results; returns the time both took in milliseconds, and how many
-    requests ran.
-    """
+    """Run one step; return the time of ``schedule`` in milliseconds, and the running requests."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)
@@ -165,7 +162,9 @@ def times(num_waiting: int, num_steps: int, *, has_cache: bool, max_seqs: int) -
         gc.collect()
         gc.freeze()
         found = [step(scheduler) for _ in range(num_steps)]
-        assert half is None or not half.hook_errors, "a hook of kvloft failed: see the log"
+        assert half is None or not half.hook_errors, (
+            "a kvloft hook raised an exception; see the log"
+        )
         return [took for took, _ in found]
 
 
@@ -178,10 +177,10 @@ def main() -> int:
         "vLLM alone, no free slot": {"has_cache": False, "max_seqs": NUM_RUNNING},
         "kvloft, no free slot": {"has_cache": True, "max_seqs": NUM_RUNNING},
         "vLLM alone, free slots": {"has_cache": False, "max_seqs": 256},
-        "kvloft, free seats": {"has_cache": True, "max_seqs": 256},
+        "kvloft, free slots": {"has_cache": True, "max_seqs": 256},
     }
     print(
-        f"{options.waiting} waiting: milliseconds a schedule{'':<12} {'median':>9} {'longest':>9} "
+        f"{options.waiting} waiting: ms per schedule(){'':<18} {'median':>9} {'longest':>9} "
         f"{'first':>9}"
     )
     for name, how in rows.items():

@@ -1,18 +1,22 @@
-// encode_chunks, decode_chunks: paged bf16 KV <-> encoded parts of frames, without loss, and the
-// tag of the raw pages.
+// encode_chunks and decode_chunks convert losslessly between paged bf16 KV and encoded parts of
+// frames, and compute the tags of the raw pages.
 //
-// In: PieceParams (kv_layout.cuh). Every address and length of a piece is a multiple of 16. Out: as
-// chunks.cu, and used_out[s], the size of segment s's records in 16 bytes. A segment is a whole
-// chunk. docs/design/compression.md describes the format "e348": a table with an entry of 8 bytes
-// per tile, then the tiles' records in any order.
+// In: PieceParams (kv_layout.cuh). Out: like chunks.cu, and used_out[s], the size of segment s's
+// records in units of 16 bytes. A segment is a whole chunk. docs/design/compression.md describes
+// the format "e348": a table with an 8-byte entry per tile, then the tiles' records in any order.
 //
-// Width: the copy engine moves the first `width` bytes of a part. encode_chunks also writes a
-// record that ends after them to the part in host memory, and decode_chunks reads it from there, so
-// the host needs no sizes. Damaged parts: every offset is bounded before it is used, so that reads
-// stay in the slot or the part. A tile that cannot be decoded is not in the sum, so the tag
-// differs. Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per
-// tile. Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight
-// times PCIe's rate.
+// Alignment: every address and length of a piece is a multiple of 16.
+//
+// Width: the copy engine copies the first `width` bytes of a part. If a record ends after them,
+// encode_chunks also writes it to the part in host memory, and decode_chunks reads it from there.
+// The host therefore does not need to know the records' sizes.
+//
+// Damaged parts: every offset is checked before use, so reads stay in the slot or the part. A tile
+// that cannot be decoded is missing from the sum, so the tag differs.
+//
+// Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per tile.
+// Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight times
+// PCIe's rate.
 #include "e348_format.cuh"
 
 namespace kvloft {
@@ -22,8 +26,7 @@ __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
          term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Copies a page's bytes unchanged and returns their terms of the tag. Copies nothing if `to` is
-// null.
+// Copies a tile unchanged and returns this lane's part of the sum. Copies nothing if `to` is null.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to,
                                         const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -44,10 +47,10 @@ struct LaneCodes {
   uint4 low_bytes[kPairs];
   u32 low_codes[kPairs];
   u32 high_codes[kPairs / 2];
-  u32 escapes[kPairs / 2];  // after encode_nibbles, only those with a byte
+  u32 escapes[kPairs / 2];  // after encode_nibbles: only the escapes that need a byte
 
-  // Splits words into low bytes, and exponents in shared memory. Returns the tag's terms; `stats`
-  // packs the sum and the number of nonzero exponents.
+  // Splits words into low bytes (registers) and exponents (shared memory). Returns this lane's part
+  // of the tag; `stats` packs the sum of the exponents and the number of nonzero exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position,
                                       u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -78,11 +81,11 @@ struct LaneCodes {
       }
     }
     stats = total | __dp4a(nonzero, 0x01010101u, 0u)
-                        << 20;  // at most 2048 * 255 and 2048, also over a warp
+                        << 20;  // the warp's totals, at most 2048 * 255 and 2048, also fit
     return sum;
   }
 
-  // Computes the codes of all words; returns the number of escapes.
+  // Computes the codes of all words and returns the number of escapes.
   __device__ __forceinline__ u32 encode(const u32* mine, const u32 top, const int num_rows) {
     const u32 tops = top * 0x01010101u;
     u32 num_escapes = 0;
@@ -108,8 +111,8 @@ struct LaneCodes {
     return num_escapes;
   }
 
-  // Writes the nibbles of this lane's escapes to shared memory, from number `at` on; returns the
-  // number of bytes that follow.
+  // Writes the nibbles of this lane's escapes to shared memory, starting at index `at`. Returns the
+  // number of escapes that also need a byte.
   __device__ __forceinline__ u32 encode_nibbles(WarpMemory& memory, u8* row, const u32 top,
                                                 u32 at) {
     u32 num_bytes = 0;
@@ -155,8 +158,8 @@ struct LaneCodes {
   }
 };
 
-// Encodes one tile with one warp, to the slot, to the part in host memory, or, across the width, to
-// both.
+// Encodes one tile with one warp. The record goes to the slot, to the part in host memory or, if it
+// crosses the end of the width, to both.
 __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   if (at.page == nullptr) return 0;
@@ -169,7 +172,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   LaneCodes codes;
   u32 stats, byte_at = 0;
-  __syncwarp();  // shared memory of the previous tile is no longer read
+  __syncwarp();  // no lane still reads the previous tile's shared memory
   const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
   Entry entry{0, 0, 0, 0, true};
   if (at.tile.is_bf16) {
@@ -194,7 +197,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const ChunkAt chunk(p, at.segment);
   if (lane == 0) reinterpret_cast<u64*>(chunk.slot)[at.chunk_tile] = entry.packed();
   const u32 begin = chunk.table_bytes + entry.offset * 16;
-  if (begin + size > p.part_room) return sum;  // the host sees it in used_out and drops the chunk
+  if (begin + size > p.part_room) return sum;  // the host checks used_out and aborts the save
   const auto write = [&](u8* const record) {
     if (entry.is_raw) {
       move_raw(at.page, record, num_rows, position);
@@ -207,7 +210,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Decodes one tile with one warp; a tile without a page is decoded for its tag.
+// Decodes one tile with one warp. A tile without a page is decoded only for its tag.
 __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
@@ -218,14 +221,14 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   Entry entry{0, 0, 0, 0, true};
   u32 begin = static_cast<u32>(at.block * p.block_bytes) +
-              at.tile.payload_offset;  // in a raw part, which starts with the payload
+              at.tile.payload_offset;  // a raw part starts with the payload
   if (!p.parts[at.segment].is_raw) {
     entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
     begin = chunk.table_bytes + entry.offset * 16;
   }
   const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
   if (end > p.part_room || (end > chunk.width && chunk.host == nullptr))
-    return 0;  // damaged; the tag differs
+    return 0;  // the part is damaged, and its tag will differ
   const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
   if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
 
@@ -265,8 +268,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // Reads at most one word or byte after those in the entry, which is still in the slot or the
-  // part.
+  // A damaged record can read at most one word or byte past the counts in its entry. That is still
+  // inside the slot or the part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;
@@ -312,7 +315,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
 
 }  // namespace kvloft
 
-// 64 registers per thread, so that two CTAs fit on an SM.
+// Threads are limited to 64 registers, so that two CTAs fit on an SM.
 #define KVLOFT_KERNEL(NAME, FUNCTION)                                                          \
   extern "C" __global__ void __launch_bounds__(kvloft::kCtaThreads, 2)                         \
       NAME(const __grid_constant__ kvloft::PieceParams params) {                               \

@@ -1,27 +1,25 @@
-// The format "e348" of docs/design/compression.md: entries, layouts of records, codes of exponents,
-// and the memory of a warp that encodes or decodes a tile.
-//
-// Must not depend on the order of the kernels' work.
+// The format "e348" of docs/design/compression.md: table entries, record layouts and exponent
+// codes; and the shared memory of a warp that encodes or decodes a tile.
 #pragma once
 #include "piece.cuh"
 
 namespace kvloft {
 
-constexpr int kRows = kTileBytes / 512;  // rows of 512 bytes, 16 per lane
-constexpr int kPairs = kRows / 2;  // 16 words per lane, whose low code bits are one u32
-constexpr int kLaneStride = 17;    // u32 per lane in shared memory, without bank conflicts
-constexpr u32 kMaxNibbles = 1728;  // above, the tile is raw; as many as fit for 16 warps in 48 KiB
+constexpr int kRows = kTileBytes / 512;  // a row is 512 bytes, 16 per lane
+constexpr int kPairs = kRows / 2;  // a pair is 16 words per lane; their low code bits are one u32
+constexpr int kLaneStride = 17;    // u32s per lane in shared memory; odd to avoid bank conflicts
+constexpr u32 kMaxNibbles = 1728;  // tiles with more are raw; 16 warps then fit in 48 KiB
 constexpr u32 kMaxBytes = 255;
 constexpr u32 kRawEntry = 0xfff;
-constexpr u32 kLowBits = 0x55555555u;  // the lower bit of each pair of bits
+constexpr u32 kLowBits = 0x55555555u;  // lower bit of each bit pair
 
 struct WarpMemory {
   u32 exponents[kWarpSize * kLaneStride];
   u32 nibbles[kMaxNibbles / 8];
 };
 
-// A table entry. `offset` is from the table's end, in 16 bytes; `top` is the largest exponent of
-// the window of 3-bit codes.
+// A table entry. `offset` is relative to the table's end, in units of 16 bytes. `top` is the
+// largest exponent with a 3-bit code.
 struct Entry {
   u32 offset, top, num_nibbles, num_bytes;
   bool is_raw;
@@ -38,7 +36,7 @@ struct Entry {
   }
 };
 
-// Offsets of the parts of a record, from the size of its tile.
+// Offsets of the sections of a record, which depend only on the size of its tile.
 struct RecordLayout {
   u32 num_pairs, low_codes, high_codes, nibbles;
 
@@ -56,7 +54,7 @@ struct RecordLayout {
   }
 };
 
-// Addresses of a chunk's table and records.
+// Addresses of a chunk's table and records in the slot and in host memory.
 struct ChunkAt {
   u8* slot;
   u8* host;
@@ -73,20 +71,20 @@ struct ChunkAt {
   }
 };
 
-// Returns the number of a tile's rows in which this lane has words.
+// Returns the number of the tile's rows that contain words of this lane.
 __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// Returns a mask of the code bits of words of pair `pair` in the tile: 2 bits per word, 8 words per
-// row.
+// Returns a mask of the code bits of pair `pair` that belong to the tile: 2 bits per word, 8 words
+// per row.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
 }
 
-// Rotates two words left by one bit each: the high byte is then the exponent, the low byte mantissa
-// and sign.
+// Rotates each of two 16-bit words left by one bit, so that the high byte is the exponent and the
+// low byte is the mantissa and the sign.
 __device__ __forceinline__ u32 rotated(const u32 words) {
   return (words << 1 & 0xfffefffeu) | (words >> 15 & 0x00010001u);
 }
@@ -94,7 +92,7 @@ __device__ __forceinline__ u32 rotated_back(const u32 words) {
   return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u);
 }
 
-// Returns the nibble of an exponent outside of the window.
+// Returns the nibble of an exponent that has no 3-bit code.
 __device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
   const u32 below = (top - exponent) & 255u;
   if (exponent == 0) return 14;          // zeros and denormals
@@ -105,8 +103,8 @@ __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent, bit) for each bit of `escapes`, in order. The bit is 2 * word + the pair's
-// number modulo 2.
+// Calls visit(exponent, bit) for each set bit of `escapes`, in order. A bit's position is 2 * word,
+// plus 1 for the second pair of the half.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {
@@ -116,7 +114,7 @@ __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, con
   }
 }
 
-// Spreads the low 16 bits of x: bit pair i becomes bits 4 i and 4 i + 1 of the result.
+// Spreads the low 16 bits of x: bit pair i becomes bits 4 * i and 4 * i + 1 of the result.
 __device__ __forceinline__ u32 spread(u32 x) {
   x = (x | x << 8) & 0x00ff00ffu;
   x = (x | x << 4) & 0x0f0f0f0fu;

@@ -1,8 +1,7 @@
-// The loop over the tiles of a piece, for all kernel families: each warp moves neighboring tiles
-// and adds their terms to the sums.
+// The loop over the tiles of a piece, which all kernel families share.
 //
-// A family passes a function of `TileAt` that moves one tile with one warp and returns the lane's
-// part of the tile's sum. Must not depend on how a tile is moved.
+// A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
+// lane's part of the tile's sum. Each warp processes consecutive tiles.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -13,14 +12,14 @@ constexpr u32 kAllLanes = 0xffffffffu;
 // A tile of a piece, for one warp.
 struct TileAt {
   u32 segment;
-  u32 chunk_tile;  // its number in the chunk
-  u32 block;       // number of its block in the chunk
+  u32 chunk_tile;  // index of the tile in the chunk
+  u32 block;       // index of the block in the chunk
   Tile tile;
-  u8* page;      // its bytes in paged KV; null if they must not be written
-  u64 position;  // of its first word in the tag
+  u8* page;      // address in paged KV; null if the page must not be written
+  u64 position;  // tag position of the first word
 };
 
-// The term of a word in the tag. A benchmark compiles without it to measure its cost.
+// Returns the tag's term for a word. A benchmark compiles it out to measure the tag's cost.
 __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #ifdef KVLOFT_BENCH_WITHOUT_TAG
   return 0;
@@ -29,7 +28,7 @@ __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #endif
 }
 
-// Returns the sum over the lanes before this one; `total` is the sum over all lanes.
+// Returns the sum of `mine` over the preceding lanes; `total` is the sum over all lanes.
 __device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& total) {
   u32 sum = mine;
 #pragma unroll
@@ -41,7 +40,7 @@ __device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& t
   return sum - mine;
 }
 
-// Adds the lanes' sums of a segment to the segment's sum.
+// Adds the sums of the warp's lanes to the segment's sum.
 __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
@@ -49,13 +48,13 @@ __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segmen
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
-// The last CTA writes the final sums and zeroes the state for the next launch, which saves a memset
-// and a second kernel.
+// In the last CTA, writes the final sums and zeroes the state for the next launch. This avoids a
+// memset and a second kernel.
 __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // all additions of this CTA are visible before it is counted as done
+    __threadfence();  // this CTA's additions must be visible before it is counted as done
     is_last = atomicAdd(p.num_done, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -70,8 +69,8 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // Each warp has neighboring tiles and so adds to one or two segments. With interleaved tiles, all
-  // warps wait for each other's atomics (H200, 4 KiB pages: 118 us per piece instead of 26).
+  // A warp's tiles are consecutive, so it adds to only one or two segments. With interleaved tiles,
+  // the warps' atomics contend (H200, 4 KiB pages: 118 us per piece instead of 26).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
   const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
   const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;

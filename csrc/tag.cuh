@@ -1,10 +1,9 @@
-// The tag of a chunk in device code; docs/design/frames.md defines it, and rust/core/src/tag.rs
-// computes it on the CPU.
+// Computes the tag of a chunk on the GPU. docs/design/frames.md defines the tag;
+// rust/core/src/tag.rs computes it on the CPU.
 //
 // tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th
-// little-endian 64-bit word of page p. Pages are zero-padded to whole words. Threads can add words
-// in any order. tests/gpu/test_tag.py compares the constants with tag.rs. Must not depend on the
-// source of words.
+// little-endian 64-bit word of page p. Pages are zero-padded to whole words. Threads may add words
+// in any order. tests/gpu/test_tag.py compares the constants with tag.rs.
 #pragma once
 
 namespace kvloft {
@@ -12,7 +11,7 @@ namespace kvloft {
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the tag is defined on 64-bit words");
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the tag is defined for 64-bit words");
 
 constexpr u64 kTagA = 0xb0a12ec3a5fe637dull;
 constexpr u64 kTagB = 0xf7c7770cc1790db7ull;
@@ -20,9 +19,9 @@ constexpr u64 kTagC = 0x8cedaa8195c75ecdull;
 constexpr u64 kTagM1 = 0xaaa3ec2316f39b27ull;
 constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
-// A bijection on 64 bits, so that a changed word always changes its term of the sum.
+// A bijection on 64-bit words, so that a changed word always changes its term of the sum.
 __device__ __forceinline__ u64 mix(u64 x) {
-  // Rotations by 17 and 36, in halves: with 64-bit shifts the compiler spills registers.
+  // Rotates by 17 and 36 in 32-bit halves; with 64-bit shifts, the compiler spills registers.
   const u32 low = static_cast<u32>(x);
   const u32 high = static_cast<u32>(x >> 32);
   const u32 mixed_low = low ^ __funnelshift_r(low, high, 17) ^ __funnelshift_r(high, low, 4);
@@ -34,7 +33,8 @@ __device__ __forceinline__ u64 mix(u64 x) {
   return x ^ (x >> 32);
 }
 
-// The position of word `word` of page `page` in the tag; the next word is at + kTagB.
+// Returns the tag position of word `word` of page `page`. The next word's position is larger by
+// kTagB.
 __device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) {
   return kTagC + page * kTagA + word * kTagB;
 }

@@ -1,14 +1,14 @@
-"""`make demo`: one chat run six times by real vLLM on the CPU, and each prompt's source of KV.
+"""`make demo`: runs one chat six times with vLLM on the CPU, and shows where the KV came from.
 
-1. without any cache (the truth),
-2. cold with kvloft,
-3. again on the same engine (vLLM's own prefix cache),
-4. again after vLLM's own prefix cache was cleared (host memory),
-5. again on a new engine process (disk),
-6. on a new process after a kill of the first, with one `kvloft serve` (the server's host memory).
+1. without any cache (the reference)
+2. with kvloft, cold
+3. again on the same engine: from vLLM's own prefix cache
+4. again after clearing vLLM's prefix cache: from host memory
+5. again in a new engine process: from disk
+6. in a new engine process after the previous engine was killed: from the memory of `kvloft serve`
 
-DEMO_MODEL selects the model (`demo_models.py`). Output is greedy and compared token by token; a
-turn in which rounding alone could decide a token is drawn again before anything is measured.
+DEMO_MODEL selects the model (`demo_models.py`). Output is greedy and compared token by token. If
+rounding alone could change a token of a turn, the turn is replaced before the comparison.
 """
 
 import json
@@ -33,11 +33,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 NUM_TURNS = 4
 ANSWER_TOKENS = 34
 SAFE_MARGIN = 3e-4
-"""Least distance of the two best logits: different batch shapes round differently by about 1e-5."""
+"""Minimum distance between the two best logits; batch shapes change logits by about 1e-5."""
 
 MAX_ATTEMPTS = 20
 PROGRESS_S = 10.0
-"""Time between two lines of progress without a terminal."""
+"""Interval between progress lines if the output is not a terminal."""
 BAR_CHARS = 20
 
 PASSES = {
@@ -45,20 +45,20 @@ PASSES = {
     "cold": "cold",
     "gpu": "vLLM's cache",
     "host": "host memory",
-    "disk": "restarted",
-    "server": "with a server",
+    "disk": "disk",
+    "server": "server",
 }
 MEANINGS = {
-    "none": "vLLM alone, without any cache: the truth.",
-    "cold": "kvloft is empty, so vLLM computes new tokens and kvloft saves them.",
-    "gpu": "The same engine again: vLLM finds the prompt in its own prefix cache.",
-    "host": "vLLM's own cache was cleared: kvloft loads the prompt from host memory.",
-    "disk": "A new engine process: kvloft loads the prompt from disk.",
-    "server": "A new engine after a kill: kvloft loads the prompt from `kvloft serve`.",
+    "none": "Plain vLLM without any cache: the reference.",
+    "cold": "kvloft is empty: vLLM computes new tokens, and kvloft saves their KV.",
+    "gpu": "Same engine: vLLM finds the prompt in its own prefix cache.",
+    "host": "vLLM's prefix cache was cleared: kvloft loads the prompt from host memory.",
+    "disk": "New engine process: kvloft loads the prompt from disk.",
+    "server": "New engine process after a kill: kvloft loads the prompt from `kvloft serve`.",
 }
 NOTE = (
-    "The column vLLM is its own prefix cache, which also has earlier turns. The times of a small "
-    "model on a busy machine vary; on a GPU, with long prompts, the difference is larger."
+    "The column vLLM shows tokens from vLLM's own prefix cache, including earlier turns. Times of "
+    "a small model on a busy machine vary. With long prompts on a GPU, the difference is larger."
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -71,8 +71,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Result of one turn. Token counts are of the prompt, ``dropped`` counts unsaved chunks,
-    ``late`` unanswered calls.
+    """The result of one turn.
+
+    ``gpu``, ``host``, ``disk`` and ``computed`` are numbers of prompt tokens by source. ``dropped``
+    is the number of chunks that were not saved, ``late`` the number of calls that timed out.
     """
 
     tokens: list[int]
@@ -130,7 +132,7 @@ class EngineProcess:
         )
 
     def wait(self) -> "EngineProcess":
-        """Wait until it can serve."""
+        """Wait until the engine is ready."""
         self._answer()
         return self
 
@@ -138,7 +140,7 @@ class EngineProcess:
         line = self._answers.readline()
         if not line:
             end = self.log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{end}\nkvloft: the engine ended early; its whole log is {self.log}")
+            raise SystemExit(f"{end}\nkvloft: the engine exited early; see its log, {self.log}")
         return dict(json.loads(line))
 
     def _ask(self, **message: Any) -> dict[str, Any]:
@@ -146,20 +148,20 @@ class EngineProcess:
         return self._answer()
 
     def serve(self, turn_id: str, prompt: list[int]) -> Turn:
-        """Serve one prompt to its end."""
+        """Run one turn and return its result."""
         return Turn(**self._ask(turn_id=turn_id, prompt=prompt, max_tokens=ANSWER_TOKENS))
 
     def clear_gpu_cache(self) -> None:
-        """Clear vLLM's own prefix cache; kvloft keeps what it has."""
+        """Clear vLLM's own prefix cache, but keep kvloft's chunks."""
         self._ask(reset=True)
 
     def kill(self) -> None:
-        """Kill it, like a crash."""
+        """Kill the engine, like a crash."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Clean shutdown: every chunk in host memory reaches the disk."""
+        """Shut the engine down, which writes every chunk in host memory to disk."""
         self._requests.close()
         self._answer()
         self._process.wait()
@@ -167,7 +169,7 @@ class EngineProcess:
 
 @contextmanager
 def kv_server() -> Iterator[str]:
-    """`kvloft serve` with host memory only; yields what engines have as their ``server``."""
+    """Run `kvloft serve` without a disk tier; yield the engines' ``server`` setting."""
     log = FOLDER / "server.log"
     with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
         socket = Path(folder) / "kvloft.sock"
@@ -186,7 +188,7 @@ def kv_server() -> Iterator[str]:
             while not socket.exists():
                 if process.poll() is not None:
                     raise SystemExit(
-                        f"{log.read_text(errors='replace')}\nkvloft: the server ended early"
+                        f"{log.read_text(errors='replace')}\nkvloft: the server exited early"
                     )
                 time.sleep(0.05)
             yield f"unix:{socket}"
@@ -198,7 +200,7 @@ def kv_server() -> Iterator[str]:
 def settle_chat(
     engine: EngineProcess, model: DemoModel, console: Console
 ) -> tuple[list[list[int]], list[Turn]]:
-    """Return the prompts of the chat, and the answers of the engine without a cache."""
+    """Run the chat without a cache; return its prompts and results."""
     history: list[int] = []
     prompts: list[list[int]] = []
     truth: list[Turn] = []
@@ -213,14 +215,14 @@ def settle_chat(
         history = prompt + served.tokens
         report(console, "none", index, served, served)
         if text := model.text(served.tokens):
-            console.print(f"    answer: {text}", style="dim", highlight=False, markup=False)
+            console.print(f"    output: {text}", style="dim", highlight=False, markup=False)
     return prompts, truth
 
 
 def replay(
     engine: EngineProcess, name: str, prompts: list[list[int]], truth: list[Turn], console: Console
 ) -> list[Turn]:
-    """Serve the same chat again."""
+    """Run the chat again on ``engine`` and return the results."""
     turns = []
     for i, prompt in enumerate(prompts):
         turns.append(engine.serve(f"{name}-{i}", prompt))
@@ -229,7 +231,7 @@ def replay(
 
 
 def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> None:
-    """One line while the demo runs."""
+    """Print one line about a turn."""
     same = "" if turn.tokens == truth.tokens else "  [red]OUTPUT DIFFERS[/]"
     console.print(
         f"  {PASSES[name]:<12} turn {index + 1}: first token after {turn.ttft_s * 1e3:5.0f} "
@@ -240,7 +242,7 @@ def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> 
 
 @contextmanager
 def stage(console: Console, what: str) -> Iterator[None]:
-    """Reports progress: a spinner on a terminal, else a line every few seconds."""
+    """Show progress: a spinner on a terminal, else a line every few seconds."""
     if console.is_terminal:
         with console.status(what):
             yield
@@ -262,7 +264,7 @@ def stage(console: Console, what: str) -> Iterator[None]:
 
 
 def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
-    """Return the turns of all passes by pass name, and those of the engine that was killed."""
+    """Run the demo; return the turns by pass name, and the turns of the killed engine."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     name = os.environ.get("DEMO_MODEL") or "random"
@@ -272,22 +274,22 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
     settings = {"host_size": "256MiB", "disk_path": str(FOLDER / "disk"), "disk_size": "1GiB"}
     with stage(
         console,
-        "starting two vLLM engines, without any cache and with kvloft (their imports take a while)",
+        "starting two vLLM engines, one without a cache and one with kvloft (this takes a while)",
     ):
         plain = EngineProcess("none", model, enable_prefix_caching=False)
         engine = with_kvloft("cold", model, settings)
         plain.wait()
         engine.wait()
-    with stage(console, "vLLM without any cache"):
+    with stage(console, "running vLLM without any cache"):
         prompts, truth = settle_chat(plain, chosen, console)
         plain.stop()
-    with stage(console, "vLLM with kvloft"):
+    with stage(console, "running vLLM with kvloft"):
         cold = replay(engine, "cold", prompts, truth, console)
         gpu = replay(engine, "gpu", prompts, truth, console)
         engine.clear_gpu_cache()
         host = replay(engine, "host", prompts, truth, console)
         engine.stop()
-    with stage(console, "vLLM with kvloft, restarted: a new process that finds only the disk"):
+    with stage(console, "running a new vLLM process, whose cache is only on disk"):
         engine = with_kvloft("disk", model, settings).wait()
         disk = replay(engine, "disk", prompts, truth, console)
         engine.stop()
@@ -297,7 +299,7 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
 
 
 def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProcess:
-    """An engine with kvloft, not waited for."""
+    """Start an engine with kvloft, without waiting until it is ready."""
     transfer = {
         "kv_connector": "KVLoftConnector",
         "kv_role": "kv_both",
@@ -310,17 +312,13 @@ def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProce
 def after_a_kill(
     model: Path, prompts: list[list[int]], truth: list[Turn], console: Console
 ) -> tuple[list[Turn], list[Turn]]:
-    """Return the turns of an engine that uses a server and is killed, and those of the next
-    engine.
-    """
+    """Run an engine with a server, kill it and run another; return the turns of both engines."""
     with kv_server() as server:
-        with stage(
-            console, "`kvloft serve`, and an engine that keeps its KV there, until it is killed"
-        ):
+        with stage(console, "running vLLM with `kvloft serve`, then killing the engine"):
             engine = with_kvloft("killed", model, {"server": server}).wait()
             first = [engine.serve(f"killed-{i}", prompt) for i, prompt in enumerate(prompts)]
             engine.kill()
-        with stage(console, "a new engine with the same server"):
+        with stage(console, "running a new engine with the same server"):
             engine = with_kvloft("server", model, {"server": server}).wait()
             turns = replay(engine, "server", prompts, truth, console)
             engine.stop()
@@ -328,7 +326,7 @@ def after_a_kill(
 
 
 def as_table(passes: dict[str, list[Turn]]) -> Table:
-    """One row for each turn and pass."""
+    """Return a table with one row per turn and pass."""
     table = Table(title="Where each prompt's KV came from (tokens)", title_justify="left")
     table.add_column("turn", justify="right")
     table.add_column("pass")
@@ -340,7 +338,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
             turn, last = turns[i], name == "server"
             counts = [str(n) if n else "." for n in (turn.gpu, turn.host, turn.disk, turn.computed)]
             same = (
-                "(the truth)"
+                "(reference)"
                 if name == "none"
                 else "equal"
                 if turn.tokens == passes["none"][i].tokens
@@ -358,7 +356,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
 
 
 def as_plot(passes: dict[str, list[Turn]]) -> Table:
-    """Return a bar for the mean time to first token, and a sentence, per pass."""
+    """Return a bar chart of the mean time to first token, with an explanation per pass."""
     table = Table(title="Mean time to first token", title_justify="left", box=None)
     for column in ("pass", "ms", "", "meaning"):
         table.add_column(column, justify="right" if column == "ms" else "left")
@@ -371,7 +369,7 @@ def as_plot(passes: dict[str, list[Turn]]) -> Table:
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
-    """Return whether everything is right, and one sentence for the user."""
+    """Return True if the demo succeeded, and a summary for the user."""
     truth, disk = passes["none"], passes["disk"]
     wrong = [
         (n, i)
@@ -382,37 +380,35 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     if wrong:
         return (
             False,
-            f"FAILED: {len(wrong)} answers differ from the run without a cache, first {wrong[0]}.",
+            f"FAILED: {len(wrong)} outputs differ from the run without a cache, first {wrong[0]}.",
         )
     found, total = disk[0].disk, disk[0].disk + disk[0].computed
     kept = sum(t.host for t in passes["server"])
     if not found or not kept or not any(t.host for t in passes["host"]):
-        return False, "FAILED: the answers are right, but the cache was not used."
+        return False, "FAILED: the outputs are correct, but the cache was not used."
     none_ms, disk_ms = truth[0].ttft_s * 1e3, disk[0].ttft_s * 1e3
     whole = sum(t.disk for t in disk)
     return True, (
-        f"After the restart the first turn found {found} of its {total} prompt tokens on disk (all "
-        f"turns: {whole}), its "
-        f"first token came after {disk_ms:.0f} ms (vLLM alone: {none_ms:.0f} ms). After a kill, "
-        f"{kept} tokens came from the server's memory. Every answer is the one given without a "
-        "cache."
+        f"After the restart, {found} of {total} prompt tokens of the first turn came from disk "
+        f"({whole} in all turns), and its time to first token was {disk_ms:.0f} ms (plain vLLM: "
+        f"{none_ms:.0f} ms). After the kill, {kept} tokens came from the server's memory. All "
+        "outputs equal the outputs without a cache."
     )
 
 
 def explain_misses(turns: list[Turn]) -> str:
-    """Return one sentence about unsaved chunks and late calls; empty if there were none."""
+    """Return a sentence about unsaved chunks and late calls; empty if there are none."""
     dropped, late = sum(turn.dropped for turn in turns), sum(turn.late for turn in turns)
     if not dropped and not late:
         return ""
     return (
-        f"kvloft did not save {dropped} chunks, and its server answered {late} calls too late, as "
-        "happens on a busy machine: "
-        "vLLM computed those tokens instead."
+        f"kvloft did not save {dropped} chunks, and its server responded too late to {late} calls. "
+        "This happens on a busy machine; vLLM computed the tokens instead."
     )
 
 
 def main() -> int:
-    """Run the demo; 0 if the cache was used and every answer is right."""
+    """Run the demo. Return 0 if the cache was used and all outputs are correct, else 1."""
     console = Console()
     passes, killed = run_all(console)
     good, sentence = verdict(passes)

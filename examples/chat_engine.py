@@ -1,7 +1,8 @@
-"""One real vLLM engine in a separate process: serves turns, one JSON line each, and times them.
+"""Runs one vLLM engine in a separate process for chat_demo.py.
 
-Run by chat_demo.py as ``python chat_engine.py ARGUMENTS_JSON`` with requests on file descriptor 3
-and answers on 4. Uses kvloft only by its name in the arguments and by its metrics' names.
+Started as ``python chat_engine.py ARGUMENTS_JSON``. Reads requests from file descriptor 3 and
+writes responses to file descriptor 4, one JSON object per line. Refers to kvloft only by the
+connector's name and by metric names.
 """
 
 import json
@@ -15,7 +16,7 @@ DROPPED, LATE = "vllm:kvloft_save_dropped_chunks_total", "vllm:kvloft_server_lat
 
 
 def counters() -> dict[str, float]:
-    """vLLM's Prometheus counters, summed over labels."""
+    """Return vLLM's Prometheus counters, summed over labels."""
     from prometheus_client import REGISTRY
 
     totals: dict[str, float] = {}
@@ -26,9 +27,7 @@ def counters() -> dict[str, float]:
 
 
 def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Serve one prompt greedily; returns its tokens, the time to the first one, and the source of
-    the prompt's KV.
-    """
+    """Run one prompt with greedy sampling; return the fields of `chat_demo.Turn`."""
     from vllm import SamplingParams
 
     before, begin, ttft_s = counters(), time.perf_counter(), 0.0
@@ -63,7 +62,7 @@ def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) ->
 
 
 def main() -> None:
-    """Build the engine, then answer until the requests end."""
+    """Start the engine, then handle requests until the input is closed."""
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     requests, answers = os.fdopen(3), os.fdopen(4, "w", buffering=1)
     from vllm.config import KVTransferConfig
@@ -73,9 +72,8 @@ def main() -> None:
     if transfer := arguments.pop("kv_transfer_config", None):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    serve_turn(
-        engine, "warm-up", [3, 4, 5], 2
-    )  # the first step includes setup that is not part of a user's TTFT
+    # The first step includes one-time setup, which would distort the measured TTFT.
+    serve_turn(engine, "warm-up", [3, 4, 5], 2)
     print(json.dumps({"ready": True}), file=answers)
     for line in requests:
         message = json.loads(line)

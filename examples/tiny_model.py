@@ -1,8 +1,8 @@
-"""A small random Llama, generated without a download, for a real engine.
+"""Generates a small Llama with random weights, so that an engine can run without a download.
 
-Random weights at the usual scales copy their last token permanently and would hide a wrong page of
-KV; these are scaled so that greedy output depends on the whole prompt through attention. Must not
-depend on vLLM or kvloft.
+A random model with the usual weight scales repeats its last token, which would hide wrong KV. Here,
+the scales are chosen so that greedy output depends on the whole prompt through attention. This
+module uses neither vLLM nor kvloft.
 """
 
 import json
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model; the defaults take about 0.1 GFLOP per token, so that a prefill on a CPU
-    takes a noticeable time.
+    """The model's dimensions.
+
+    The defaults take about 0.1 GFLOP per token, so that a prefill on a CPU takes noticeable time.
     """
 
     hidden: int = 512
@@ -30,9 +31,7 @@ class Shape:
 
 
 def write_model(folder: Path, shape: Shape = Shape(), seed: int = 1) -> Path:
-    """Write config.json and float32 weights as Hugging Face names them to ``folder``; returns
-    it.
-    """
+    """Write config.json and float32 weights in Hugging Face's format; return ``folder``."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +41,7 @@ def write_model(folder: Path, shape: Shape = Shape(), seed: int = 1) -> Path:
 
 
 def config(shape: Shape) -> dict[str, object]:
-    """config.json of the model, as transformers writes it."""
+    """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -67,7 +66,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
-    """All tensors by their Hugging Face names."""
+    """Return all tensors by their Hugging Face names."""
     rng = np.random.default_rng(seed)
 
     def dense(rows: int, cols: int, gain: float = 1.0) -> NDArray[np.float32]:

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Runs every bench: the Rust ones with cargo, then the Python ones in the environment of the newest
-# vLLM.
+# Runs all benches: Rust with cargo, then Python in the environment with vLLM 0.32.0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME

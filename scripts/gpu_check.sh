@@ -1,22 +1,33 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [STAGE ...] (default: all). Stages:
-#   tests copy sanitize profile                     kernels, link, tools; no vLLM
-#   startup engine prefill kv1                      first seconds, first tokens, decode steps; against OffloadingConnector
-#   chats                                           a closed loop of chats; also PegaFlow and LMCache if they are installed
-#   crowd equality                                  preemptions compared with plain vLLM's; tokens and pages equal
-#   groups                                          Gemma 3 and 4 with kv_groups=all: the same (blocks of two sizes, too)
-#   states                                          a small Qwen 3.5, alone and with its MTP: answers, pages and states equal vLLM's
-#                                                   own cache's (100 to 300 s each: Triton compiles)
-#   known                                           first tokens of known prompts with windows, states and draft KV, against the link
-#   served restart                                  two engines with one server, and one killed and restarted
-#   peers                                           kvloft's server, LMCache's and PegaFlow's in one run: first tokens, chats
-#   ranks                                           two tensor parallel ranks, two pipeline stages (two GPUs)
+# Runs all tests and benches that require a GPU: scripts/gpu_check.sh [STAGE...] (default: all stages).
 #
-# Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). If one command
-# is limited in time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); earlier results are kept.
-# Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest, hypothesis and kvloft
-# importable (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
-# Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
+# Stages without vLLM:
+#   tests      tests of the kernels and the mover
+#   copy       `kvloft bench copy`
+#   sanitize   compute-sanitizer on a selection of the tests
+#   profile    ncu on the kernels
+# Stages with vLLM:
+#   startup    saves while host memory is being registered
+#   engine     time to first token and decode steps, compared with plain vLLM and OffloadingConnector
+#   prefill    cold prompts in multiple runs, and with and without the connector in one process
+#   kv1        the engine bench with one KV head
+#   chats      a closed loop of chats; includes PegaFlow and LMCache if they are installed
+#   crowd      preemptions, compared with plain vLLM
+#   equality   tokens and pages, compared with plain vLLM
+#   groups     equality for Gemma 3 and 4 with kv_groups=all
+#   states     equality for a small Qwen 3.5, with and without MTP (100 to 300 s each: Triton compiles)
+#   known      TTFT of cached prompts for models with multiple KV cache groups or draft models
+#   served     two engines with one server
+#   restart    an engine that is killed and restarted
+#   peers      the servers of kvloft, LMCache and PegaFlow: TTFT and chats
+#   ranks      tensor and pipeline parallel engines (two GPUs)
+#
+# Requires an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest and hypothesis, where kvloft
+# can be imported (PYTHONPATH=python). `sanitize` requires compute-sanitizer, `profile` requires ncu. Stages with vLLM require vLLM 0.26
+# or newer and kvloft's extension; for an unpacked vLLM, set PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site).
+#
+# ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS are passed to the benches, for example --timeout 500 if a command's time is limited. Logs and
+# results are written to $OUT (default build/gpu); earlier results are kept. Fails if a stage fails or if no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-build/gpu}
@@ -27,7 +38,7 @@ ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
-  [[ " $ALL " == *" $name "* ]] || { echo "$name is not a stage: name some of $ALL, or none for all" >&2 && exit 2; }
+  [[ " $ALL " == *" $name "* ]] || { echo "unknown stage $name; use any of: $ALL" >&2 && exit 2; }
 done
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -44,7 +55,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # A few small cases of every kernel, because the tools slow programs down a hundredfold.
+  # A few small cases of every kernel, because the tools slow programs down by a factor of 100.
   local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
   cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
@@ -57,42 +68,44 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-# No save may fail while 60 GiB of host memory are being registered.
+# No save may fail while 60 GiB of host memory is being registered.
 has startup && stage startup "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases startup --host-gib "${STARTUP_GIB:-60}" --timeout 240 \
   --json "$OUT/engine_startup.json" --logs "$OUT/startup"
 has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
 has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
-if has prefill; then # again, with new processes: runs differ by as much as the target
-  rm -f "$OUT"/engine_again_*.json # files of an earlier call, which the report would include
+if has prefill; then # multiple runs in new processes, because runs differ by as much as the target
+  rm -f "$OUT"/engine_again_*.json # otherwise, the report would include files of an earlier call
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
-  # The connector's share with everything else equal: in one process, with and without it.
+  # With and without the connector in one process, so that everything else is equal.
   TAIL=30 stage engine_attached "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases attached \
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
 if has sanitize; then
-  # Newer bindings than driver probe for symbols the driver lacks, which the tool would count as API errors; our own calls check theirs.
+  # --report-api-errors no: bindings that are newer than the driver probe for missing symbols, which would be reported as API errors.
+  # kvloft checks the errors of its own calls.
   stage memcheck sanitize memcheck --leak-check no --report-api-errors no
   stage racecheck sanitize racecheck
   stage synccheck sanitize synccheck
   stage initcheck sanitize initcheck
 fi
-if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whole pieces, then the bench is killed; clocks stay
-  # as they are, for the GPU may be others' too
+if has profile; then
+  # Profiles gathers and scatters of 4 KiB pages, the hardest case, then kills the bench. Clocks are not locked, because other users may
+  # share the GPU.
   say "profile"
   ncu --clock-control none --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
-  grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: nothing was profiled")
+  grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: no kernel was profiled")
 fi
 has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
-if has groups; then # 13 layers: six groups of windows, one of them smaller, and one of full attention
+if has groups; then # 13 layers are six sliding-window groups, one of them smaller, and one full attention group
   for phase in prompts crowd; do
     TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 115 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
@@ -101,7 +114,7 @@ if has groups; then # 13 layers: six groups of windows, one of them smaller, and
     --setups reference,plain-pc,groups --phases prompts,crowd --json "$OUT/equality_gemma4.json" --logs "$OUT/gemma4"
 fi
 
-if has states; then # groups of states and one of full attention, two layers each; first of all Triton compiles for minutes
+if has states; then # gated delta net groups and a full attention group, two layers each; Triton compiles for minutes first
   for model in tiny-gdn tiny-gdn-mtp; do
     TAIL=30 stage "equality_$model" "$PYTHON" -m benches.gpu.equality --model $model --blocks 900 --host-gib 2 \
       --timeout "${STATES_S:-400}" --setups plain-flash,flash-groups --phases kept,crowd --json "$OUT/equality_$model.json" \
@@ -120,17 +133,17 @@ has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --laye
   --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
 has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
   --json "$OUT/restart.json" --logs "$OUT/restart"
-if has peers; then # host memory for more than one round; registering it at once takes a second per GiB
+if has peers; then # host memory holds more than one round; servers register it at startup, which takes a second per GiB
   TAIL=30 stage engine_peers "$PYTHON" -m benches.gpu.engine --layers 16 --connectors served,pegaflow,lmcache-server --phases ttft \
     --blocks 4700 --host-gib 16 --timeout 300 --json "$OUT/engine_peers.json" --logs "$OUT/peers"
   TAIL=30 stage chats_peers "$PYTHON" -m benches.gpu.chats --layers 16 --connectors served,pegaflow,lmcache-server --host-gib 32 \
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  # With 13 layers of Gemma 3, the second stage lacks one group; with 7, the first stage lacks full
-  # attention.
+  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7, the first
+  # stage has no full attention.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
-    name=ranks${ranks// /} # shellcheck disable=SC2086 # several words
+    name=ranks${ranks// /} # shellcheck disable=SC2086 # word splitting is intended
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"
   done
 fi

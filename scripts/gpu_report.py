@@ -1,9 +1,8 @@
-"""Makes the README of a results folder from the output of `scripts/gpu_check.sh`: `python
-scripts/gpu_report.py FOLDER`.
+"""Prints a Markdown report of GPU results: `python scripts/gpu_report.py DIRECTORY`.
 
-Prints Markdown: each measured figure with its target, met or missed, then the folder's NOTES.md
-unchanged. Skips parts whose file is missing, so a run of some stages makes a report too. Uses file
-names and targets, and measures nothing.
+The directory contains the output of `scripts/gpu_check.sh`. The report has each figure with its
+target, and ends with the directory's NOTES.md unchanged. Sections without a result file are
+omitted.
 """
 
 import json
@@ -23,16 +22,16 @@ BESIDE_TARGETS = {"matmul": 1.05, "add": 1.04}
 BESIDE_GBPS = 45.0
 OURS = ("kvloft", "served")
 COLD_PARTS = {
-    "before_ms": "until the first forward starts",
-    "gpu_ms": "from there to the end of the last forward",
-    "between_ms": "of that, between forwards",
+    "before_ms": "until the first forward pass",
+    "gpu_ms": "first to last forward pass",
+    "between_ms": "gaps between the forward passes",
     "after_ms": "until the token is available",
-    "collected_ms": "Python's garbage collections during all of it",
+    "collected_ms": "Python's garbage collection in total",
 }
 
 
 def main(folder: Path) -> int:
-    """Print the report of ``folder``; 1 if there is nothing to report."""
+    """Print the report of ``folder``. Return 1 if it has no results."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     if not files:
         print(
@@ -104,12 +103,12 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"Commit `{commit}`, torch {machine.get('torch', '?')}. Tables by `scripts/gpu_report.py`, "
-        "notes by hand."
+        "notes written by hand."
     )
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Engines that failed: their earlier measurements count, but the report must name them."""
+    """Yield a line for each failed engine; the report includes its earlier measurements."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
@@ -126,24 +125,21 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     ceiling = copy["ceiling"]
     yield from ("", "## Copy: chunks of paged KV to and from host frames (`kvloft bench copy`)", "")
     yield (
-        f"One large copy, in turns with each: {ceiling['save']:.1f} GB/s out, "
-        f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each "
-        f"both ways (medians). Targets: {COPY_TARGET:.0%} of that each way, {BOTH_TARGET:.0%} both "
-        "ways."
+        f"Ceilings, measured with one large copy (medians): save {ceiling['save']:.1f} GB/s, load "
+        f"{ceiling['load']:.1f} GB/s, both {ceiling['both']:.1f} GB/s per direction. Targets: "
+        f"{COPY_TARGET:.0%} of the ceiling in one direction, {BOTH_TARGET:.0%} in both."
     )
     if any("save_idle" in row for row in copy["pages"]):
         yield (
-            "Saves, and both ways at once, are submitted while a kernel runs, as an engine's saves "
-            "are, and timed from its end;"
+            "Saves, and both directions together, are submitted while a kernel runs, like an "
+            "engine's saves, and timed from the end of the kernel. Loads are timed from their "
+            "submission. Shares are relative to a large copy right before each run, timed the same "
+            "way. The last columns are saves on an idle GPU, timed from their submission; engines "
+            "do not save on an idle GPU."
         )
-        yield (
-            "loads from their submission. Each run's share is of a large copy right before it, "
-            "timed the same way. The last"
-        )
-        yield "columns are saves on an idle GPU, timed from their submission: no engine's start so."
     yield ""
     yield from (
-        "| page | save GB/s | | load GB/s | | both, each | | | save, idle GPU | | |",
+        "| page | save GB/s | | load GB/s | | both, per direction | | | save, idle GPU | | |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     )
     rows = [(f"{row['page_bytes'] / 1024:g} KiB", row) for row in copy["pages"]]
@@ -163,13 +159,13 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                "The same with compressed frames, in GB/s of pages; its time over raw (target: "
-                f"{COMPRESSED_TARGET}):"
+                "Compressed frames: GB/s of uncompressed bytes, and the ratio of the time to that "
+                f"of raw frames (target: {COMPRESSED_TARGET}):"
             ),
             "",
         )
         yield from (
-            "| page | save | | load | | both, each | | |",
+            "| page | save | | load | | both, per direction | | |",
             "|---|---|---|---|---|---|---|---|",
         )
         for name, raw, row in compressed:
@@ -179,11 +175,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     yield from (
         "",
         (
-            "Slowdown of a computation by a copy that runs at the same time (kvloft's targets: "
-            "matmul 1.05, add 1.04, at 45 GB/s or more):"
+            "Slowdown of computation during a copy (targets for kvloft: matmul 1.05, add 1.04, at "
+            "45 GB/s or more):"
         ),
         "",
-        "| copy by | direction | during | times | copy GB/s | |",
+        "| copy by | direction | computation | slowdown | copy GB/s | |",
         "|---|---|---|---|---|---|",
     )
     for row in copy["interference"]:
@@ -197,34 +193,36 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                "Wait of 128 KiB of another copy, such as an engine's sampled tokens, in the same "
+                "Delay of an engine's own copies (128 KiB, such as sampled tokens) in the same "
                 "direction:"
             ),
             "",
         )
-        yield from ("| copies by | direction | median ms | longest ms |", "|---|---|---|---|")
+        yield from ("| copies by | direction | median ms | max ms |", "|---|---|---|---|")
         for row in copy["waits"]:
             yield f"| {row['by']} | {row['copy']} | {row['median_ms']:.2f} | {row['max_ms']:.2f} |"
     tag = copy["tag"]
     price = max(1 - tag[f"{what}_with"] / tag[f"{what}_without"] for what in ("save", "load"))
     yield ""
     yield (
-        f"The tag: save {tag['save_without']:.2f} GB/s without it, {tag['save_with']:.2f} with it; "
-        f"load {tag['load_without']:.2f} "
-        f"and {tag['load_with']:.2f} (target: at most 2 %; {_verdict(price <= 0.02)})."
+        f"Cost of the tag: save {tag['save_without']:.2f} GB/s without and {tag['save_with']:.2f} "
+        f"GB/s with the tag, load {tag['load_without']:.2f} and {tag['load_with']:.2f} GB/s "
+        f"(target: at most 2 %; {_verdict(price <= 0.02)})."
     )
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Of the ceiling measured right before each run; older benches measured it once a row, or
-    once.
+    """Return the share of the ceiling measured right before each run.
+
+    Results of older benches have one ceiling per row, or only one.
     """
     return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
 
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
-    """Each warm TTFT of kvloft compared with the bytes' time on the link and the TTFT from HBM
-    measured right after it.
+    """Compare each warm TTFT of kvloft with its lower bound.
+
+    The bound is the time of the bytes on the link plus the TTFT from HBM measured right afterwards.
     """
     ours = results.get("kvloft", {}).get("ttft", {})
     times = ours.get("all_ms", {})
@@ -235,9 +233,9 @@ def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]
     shares = sorted(one / (link + hit) for one, hit in zip(warm, hits, strict=True))
     share = statistics.median(shares)
     yield (
-        f"Each warm TTFT against {link:.1f} ms for the bytes at the link's {ceiling_gbps:.1f} GB/s "
-        "plus the TTFT from HBM right "
-        f"after it: {shares[0]:.3f} to {shares[-1]:.3f}, median {share:.3f} (target 1.05; "
+        f"Ratio of each warm TTFT to its lower bound ({link:.1f} ms for the bytes at "
+        f"{ceiling_gbps:.1f} GB/s, plus the TTFT from HBM right afterwards): {shares[0]:.3f} to "
+        f"{shares[-1]:.3f}, median {share:.3f} (target 1.05; "
         f"{_verdict(share <= 1.05)})."
     )
 
@@ -247,8 +245,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
     yield from ("", "## Engine: Llama-3.1-8B shape (`benches/gpu/engine.py`), medians, ms", "")
     yield (
-        "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines take "
-        "turns, measurement by measurement."
+        "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines alternate "
+        "after each measurement."
     )
     yield from (
         "",
@@ -281,18 +279,18 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     )
     yield from parts("cold")
     yield row(
-        "the same, warm from host memory",
+        "TTFT of 32,768 tokens, from host memory",
         ("ttft", "warm_ms"),
         f"0.93 of native: {warm:.3f}",
         warm <= 0.93,
     )
-    yield row("the same, from HBM", ("ttft", "hbm_ms"))
+    yield row("TTFT of 32,768 tokens, from HBM", ("ttft", "hbm_ms"))
     wave, prefill = (
         ratio(("wave", "warm_makespan_ms"), native),
         ratio(("wave", "cold_makespan_ms"), none),
     )
     yield row(
-        "8 x 16k at once, cold: makespan",
+        "8 x 16k together, cold: makespan",
         ("wave", "cold_makespan_ms"),
         f"1.005 of none: {prefill:.4f}",
         prefill <= 1.005,
@@ -309,7 +307,7 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
             f"{_verdict(share >= 0.995)} |"
         )
     yield row(
-        "8 x 16k at once, warm: makespan",
+        "8 x 16k together, warm: makespan",
         ("wave", "warm_makespan_ms"),
         f"0.9 of native: {wave:.3f}",
         wave <= 0.9,
@@ -321,17 +319,20 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     path = ("decode", "saving", "all_p99_ms")
     value = ratio(path, none)
     yield row(
-        "decode steps while 16k prompts come and are saved, p99",
+        "decode steps while 16k prompts arrive and are saved, p99",
         path,
         f"1.05 of none: {value:.3f}",
         value <= 1.05,
     )
-    yield row("of them without a prompt, p99", ("decode", "saving", "alone_p99_ms"))
+    yield row("only steps without a prompt, p99", ("decode", "saving", "alone_p99_ms"))
     yield row(
-        "decode steps while 16k prompts come and are loaded, p50",
+        "decode steps while 16k prompts arrive and are loaded, p50",
         ("decode", "loading", "all_p50_ms"),
     )
-    yield row("the same, p99", ("decode", "loading", "all_p99_ms"))
+    yield row(
+        "decode steps while 16k prompts arrive and are loaded, p99",
+        ("decode", "loading", "all_p99_ms"),
+    )
     yield ""
     for name in columns:
         waves = [
@@ -339,7 +340,7 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
             for row in results[name].get("wave", {}).get("warm", ())
         ]
         if waves and name != "none":
-            yield f"Rounds of 8 x 16k, {name}: {', '.join(waves)}."
+            yield f"Warm makespans of 8 x 16k, {name}: {', '.join(waves)} ms."
     yield from _bound(results, ceiling_gbps)
     yield (
         "Bytes kvloft loaded in the last warm round: "
@@ -348,15 +349,15 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Tokens per second over all cold prompts: single ones, and waves of eight of half the length.
+    """Return tokens per second over all cold prompts: single prompts and waves.
 
-    None unless both exist, with all prompts: engines are compared by the same work.
+    Returns None if either is missing or incomplete, because engines must do the same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
     waves = [
         wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)
-    ]  # older benches had one, not a list
+    ]  # results of older benches have a single wave instead of a list
     if not context or not alone or not waves or any(wave.get("finished", 8) != 8 for wave in waves):
         return None
     total_ms = sum(alone) + sum(wave["makespan_ms"] for wave in waves)
@@ -364,7 +365,7 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Cold prefill of several runs, each with new processes: runs differ as much as the target."""
+    """Summarize cold prefill over multiple runs, because runs differ by as much as the target."""
     context = next(
         (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
     )
@@ -383,19 +384,19 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield from (
         "",
         (
-            f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over "
-            "plain vLLM's:"
+            f"Cold prefill in {len(rows)} runs, each with new processes: ratios of kvloft to plain "
+            "vLLM"
         ),
         "",
     )
     yield from (
-        "| run | single prompts | 8 at once: makespan | tokens/s of both |",
+        "| run | single prompts | 8 together: makespan | tokens/s of both |",
         "|---|---|---|---|",
     )
     for number, row in enumerate(rows, 1):
         yield f"| {number} | {' | '.join(f'{value:.4f}' for value in row)} |"
     if num_failed:
-        yield f"| kvloft failed in {num_failed} | {' | '.join([_verdict(False)] * 3)} |"
+        yield f"| failed runs of kvloft: {num_failed} | {' | '.join([_verdict(False)] * 3)} |"
     elif rows:
         one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
         verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
@@ -404,9 +405,7 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """Time that a connector adds, with everything else equal: in one process, alternating with and
-    without it.
-    """
+    """Report the time that a connector adds, measured with and without it in one process."""
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]
@@ -417,19 +416,19 @@ def _attached(results: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                f"Cold prefill in one process of {connector}, with the connector and without it in "
-                "turns, medians, ms:"
+                f"Cold prefill in one process of {connector}, alternating with and without the "
+                "connector, medians, ms:"
             ),
             "",
         )
         yield from ("| | without | with | target | |", "|---|---|---|---|---|")
         context = found["context"]
-        labels = f"TTFT of {context:,} tokens", f"8 x {context // 2048}k at once: makespan"
+        labels = f"TTFT of {context:,} tokens", f"8 x {context // 2048}k together: makespan"
         for kind, what in zip(kinds, labels, strict=True):
             without, with_it = kind["detached"], kind["attached"]
             ratio = with_it["ms"] / without["ms"]
             yield (
-                f"| {what} (of {len(with_it['all_ms'])}) | {without['ms']:,.2f} | "
+                f"| {what} ({len(with_it['all_ms'])} runs) | {without['ms']:,.2f} | "
                 f"{with_it['ms']:,.2f} "
                 f"| 1.005: {ratio:.4f} | {_verdict(ratio <= 1.005)} |"
             )
@@ -446,21 +445,20 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
     ratio = median["kvloft"] / median["native"]
     yield ""
     yield (
-        "The same shape with one KV head (8 KiB pages), TTFT of 32,768 tokens warm from host "
-        "memory: native "
-        f"{median['native']:.1f} ms, kvloft {median['kvloft']:.1f}: {ratio:.3f} (target 0.85; "
-        f"{_verdict(ratio <= 0.85)})."
+        "Llama-3.1-8B shape with one KV head (8 KiB pages), TTFT of 32,768 tokens from host "
+        f"memory: native {median['native']:.1f} ms, kvloft {median['kvloft']:.1f} ms, ratio "
+        f"{ratio:.3f} (target 0.85; {_verdict(ratio <= 0.85)})."
     )
 
 
 def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """First tokens of known prompts, by model."""
+    """Report the TTFT of cached prompts by model."""
     if not every:
         return
-    yield from ("", "## Several KV cache groups and drafters: first token of a known prompt", "")
+    yield from ("", "## TTFT of cached prompts: multiple KV cache groups, draft models", "")
     yield (
-        "| model, engine | tokens | computed, ms | from HBM, ms | from host memory, ms | of link "
-        "and HBM (1.05) | | KV blocks |"
+        "| model, engine | tokens | cold, ms | from HBM, ms | from host memory, ms | ratio to link "
+        "time plus HBM (1.05) | | KV blocks |"
     )
     yield "|---|---|---|---|---|---|---|---|"
     for model, found in every.items():
@@ -479,7 +477,7 @@ def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _peers(results: dict[str, Any]) -> Iterator[str]:
-    """First tokens of known prompts from kvloft's server and other servers, in one run."""
+    """Compare the TTFT of cached prompts with kvloft's server and with other servers."""
     medians = {
         name: result["ttft"]["warm_ms"]
         for name, result in results.items()
@@ -491,11 +489,11 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
     texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
     yield from (
         "",
-        "## First token of a known prompt from a server's host memory, with other servers",
+        "## TTFT of cached prompts from a server's host memory, compared with other servers",
         "",
     )
     yield (
-        f"Medians, ms: {texts} (target: ours not above another's; "
+        f"Medians, ms: {texts} (target: kvloft's is the lowest; "
         f"{_verdict(medians['served'] <= min(others))})."
     )
     for name in medians:
@@ -504,16 +502,16 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
         )
         if asked and any(ours < all_of_it for ours, all_of_it in zip(asked, found, strict=True)):
             yield (
-                f"{name}: **not from its server**, for tokens were left in HBM: {asked} asked of "
-                f"it, {found} found."
+                f"{name}: **not only from its server**, because tokens were left in HBM: {asked} "
+                f"tokens from the server, {found} cached."
             )
 
 
 def _ranks(files: dict[str, Any]) -> Iterator[str]:
-    """For engines on several GPUs: whether the answers and pages of each rank were right."""
+    """Report the checks of engines on multiple GPUs."""
     if not files:
         return
-    yield from ("", "## Engines of several ranks, vLLM's exact mode", "")
+    yield from ("", "## Engines with multiple ranks (`benches/gpu/ranks.py`)", "")
     yield from ("| engine | run | chunks loaded by rank | differing |", "|---|---|---|---|")
     for name, found in files.items():
         for run, row in found.get("runs", {}).items():
@@ -534,7 +532,7 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
     if "note" in found:
         yield from (found["note"], "")
     yield from (
-        "| engine | run | tokens equal | preempted | chunks loaded | of them differing |",
+        "| engine | run | tokens equal | preempted | chunks loaded | differing |",
         "|---|---|---|---|---|---|",
     )
     for setup in found["setups"].values():
@@ -551,23 +549,23 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _startup(results: dict[str, Any]) -> Iterator[str]:
-    """Saves while host memory is being pinned."""
+    """Report saves while host memory is being registered."""
     for result in results.values():
         if found := result.get("startup"):
-            yield from ("", "## The first seconds, while host memory is being pinned", "")
+            yield from ("", "## Saves while host memory is being registered", "")
             yield (
-                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: "
-                f"{found['saved_chunks']:,} chunks "
-                f"saved, {found['failed_chunks']:,} failed (target: 0; "
+                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB were "
+                f"registered; {found['saved_chunks']:,} chunks were saved, "
+                f"{found['failed_chunks']:,} failed (target: 0; "
                 f"{_verdict(not found['failed_chunks'])})."
             )
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Each engine's makespan compared with the fastest of the others."""
+    """Compare kvloft's makespan with the fastest other engine."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
-        "| | makespan, s | all runs | cached of known tokens | preempted | |",
+        "| | makespan, s | all runs | cached of repeated tokens | preempted | |",
         "|---|---|---|---|---|---|",
     )
     runs = {
@@ -591,7 +589,7 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
             sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached")
         )
         verdict = (
-            f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}"
+            f"at most {best:.1f}, the fastest other: {_verdict(medians[name] <= best)}"
             if name in OURS
             else ""
         )
@@ -608,7 +606,7 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _crowd(found: dict[str, Any]) -> Iterator[str]:
-    """Preemptions of the same crowd with and without the connector, both with a prefix cache."""
+    """Compare preemptions with and without the connector, both with a prefix cache."""
     counts = {
         name: sum(row["preemptions"] for row in setup["runs"] if row["run"] == "crowd cold")
         for name, setup in found["setups"].items()
@@ -618,14 +616,14 @@ def _crowd(found: dict[str, Any]) -> Iterator[str]:
         equal = not found["problems"]
         yield ""
         yield (
-            f"Preemptions of a crowd: {ours} with kvloft, {plain} of plain vLLM (target: at most "
-            "1.2 times as many, tokens equal; "
+            f"Preemptions: {ours} with kvloft, {plain} with plain vLLM (target: at most 1.2 times "
+            "as many, and tokens equal; "
             f"{_verdict(equal and ours <= 1.2 * plain)})."
         )
 
 
 def _profile(text: str) -> Iterator[str]:
-    """ncu's own text: a row for each launch that it names."""
+    """Report one row per kernel launch in the output of ncu."""
     metrics = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy")
     launches: list[tuple[str, dict[str, str]]] = []
     for line in text.splitlines():
@@ -639,9 +637,9 @@ def _profile(text: str) -> Iterator[str]:
             launches[-1][1].setdefault(
                 value[1], value[3] if value[2] == "%" else f"{value[3]} {value[2]}"
             )
-    yield from ("", "## Kernels alone (`ncu`, clocks as they were; pages of 4 KiB)", "")
+    yield from ("", "## Kernels (`ncu`, clocks not locked, 4 KiB pages)", "")
     yield from (
-        "| kernel | CTAs | takes | HBM busy, % | SMs busy, % | occupancy, % |",
+        "| kernel | CTAs | duration | HBM busy, % | SMs busy, % | occupancy, % |",
         "|---|---|---|---|---|---|",
     )
     for name, found in launches:

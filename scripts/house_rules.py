@@ -1,8 +1,8 @@
-"""Rules that no linter has: places of `unsafe` and of environment variables, the weight of
-`import kvloft`, the length of files and documents, and circles of modules.
+"""Checks rules of this repository that no linter covers.
 
-Prints one line per offence; the exit status is 1 if there is any. Imports are checked in the
-environment that runs this script.
+The rules restrict `unsafe`, environment variables, imports, the length of files and documents, and
+dependency cycles. Prints one line per violation; the exit status is 1 if there are any. The cost of
+`import kvloft` is checked in the environment that runs this script.
 """
 
 import re
@@ -26,31 +26,29 @@ PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 400
 MAX_TEST_LINES = 700
-"""For tests, benches and scripts."""
+"""Maximum length of tests, benches and scripts."""
 MAX_WORDS = 16_000
-"""For all Markdown outside RESULTS together."""
+"""Maximum number of words in all Markdown files outside RESULTS."""
 RESULTS = "benches/results/"
 MAX_README_LINES, MAX_README_WORDS = 70, 500
 README_LINKS = "\n## More\n"
-"""The words of the README are counted up to this heading."""
+"""Heading at which the word count of the README stops."""
 MAX_ARCHITECTURE_LINES = 150
 MAX_CHANGELOG_ENTRIES = 30
-"""For each release."""
+"""Maximum number of entries per release."""
 FREE_OF_CIRCLES = ("core", "wire")
-"""Crates under rust/ without circles of modules."""
+"""Crates under rust/ that must not have dependency cycles."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
 
 def sources(folder: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """(path from the root, text) of each file under ``folder``."""
+    """Yield (path relative to the root, text) of each file under ``folder``."""
     for path in sorted((ROOT / folder).rglob(f"*{suffix}")):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
 def unsafe_elsewhere() -> Iterator[str]:
-    """Unsafe blocks, functions and impls are in the named files only, each with its SAFETY
-    argument.
-    """
+    """`unsafe` is only allowed in UNSAFE_FILES, and every use has a SAFETY comment."""
     for name, text in sources("rust", ".rs"):
         lines = [line.split("//")[0] for line in text.splitlines()]
         count = sum(bool(re.search(r"\bunsafe\b", line)) for line in lines)
@@ -61,17 +59,18 @@ def unsafe_elsewhere() -> Iterator[str]:
 
 
 def environment_elsewhere() -> Iterator[str]:
-    """Only one file reads environment variables."""
+    """Only ENVIRONMENT_FILE may read environment variables."""
     for name, text in sources("python/kvloft", ".py"):
         if name != ENVIRONMENT_FILE and re.search(
             r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text
         ):
-            yield f"{name}: reads the environment, which only {ENVIRONMENT_FILE} may"
+            yield f"{name}: reads environment variables; only {ENVIRONMENT_FILE} may"
 
 
 def extension_elsewhere() -> Iterator[str]:
-    """Values, settings and the scheduler side do not load the extension (import-linter cannot see
-    compiled modules).
+    """Values, settings and planning must not import the extension.
+
+    import-linter does not check compiled modules.
     """
     for name, text in sources("python/kvloft", ".py"):
         loaded = re.sub(r"^if TYPE_CHECKING:\n(    .*\n)+", "", text, flags=re.MULTILINE)
@@ -79,23 +78,23 @@ def extension_elsewhere() -> Iterator[str]:
         if pure and re.search(
             r"^\s*(from|import) kvloft(\._core|.* _core\b)", loaded, re.MULTILINE
         ):
-            yield f"{name}: imports the extension"
+            yield f"{name}: imports kvloft._core"
 
 
 def hidden_imports() -> Iterator[str]:
-    """No import bypasses the contracts in pyproject.toml, which check import statements only.
+    """No import may bypass the contracts in pyproject.toml, which only check import statements.
 
-    Exception: the table of wrapped vLLM calls names vLLM's modules, which its folder may import.
+    PATCHES_FILE is exempt: it imports modules of vLLM by name, and its package may import vLLM.
     """
     for name, text in sources("python/kvloft", ".py"):
         if name != PATCHES_FILE and re.search(
             r"\b(import_module|__import__|run_module|exec)\(", text
         ):
-            yield f"{name}: imports a module by its name as a string, which no import contract sees"
+            yield f"{name}: imports a module by name, which import contracts do not check"
 
 
 def long_files() -> Iterator[str]:
-    """No file is longer than its limit."""
+    """No source file may exceed its maximum length."""
     for folder, suffix in (
         ("rust", ".rs"),
         ("python", ".py"),
@@ -113,7 +112,7 @@ def long_files() -> Iterator[str]:
 
 
 def long_documents() -> Iterator[str]:
-    """The documentation stays short enough to be read."""
+    """No document may exceed its maximum length."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -138,14 +137,14 @@ def long_documents() -> Iterator[str]:
 
 
 def circles() -> Iterator[str]:
-    """No module of these crates depends on itself through others."""
+    """The crates in FREE_OF_CIRCLES must not have dependency cycles between modules."""
     for crate in FREE_OF_CIRCLES:
         for circle in Crate(ROOT / "rust" / crate).circles():
-            yield f"rust/{crate}/src: modules use each other in a circle: {', '.join(circle)}"
+            yield f"rust/{crate}/src: dependency cycle between modules: {', '.join(circle)}"
 
 
 def heavy_import() -> Iterator[str]:
-    """`import kvloft` loads nothing that costs time or memory."""
+    """`import kvloft` must not import the packages in HEAVY."""
     code = f"import sys, kvloft; print(*[m for m in {HEAVY!r} if m in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
@@ -167,7 +166,7 @@ RULES = (
 
 
 def main() -> int:
-    """Check all rules."""
+    """Check all rules and print the violations."""
     offences = [o for rule in RULES for o in rule()]
     print("\n".join(offences))
     return 1 if offences else 0

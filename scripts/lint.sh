@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every static check and prints a line for each; a failing check shows its output and does not
-# stop the others.
+# Runs all static checks and prints one line per check. If a check fails, prints its output and
+# continues.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
@@ -29,7 +29,7 @@ check "ruff format" ruff format --check .
 check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
-check "unsafe, environment, imports, sizes of files and documents, circles" python scripts/house_rules.py
+check "house rules" python scripts/house_rules.py
 check "prose" python scripts/prose.py
 check "docs site" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir build/site
 check "wheel: metadata" twine check --strict build/wheel/*.whl

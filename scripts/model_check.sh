@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The long form of the correctness machine: scripts/model_check.sh VLLM_VERSION HOURS. MODEL_SEED is
-# the first seed. All mutants first (a machine that misses one proves nothing), then the product as
-# it is. It prints steps, hits and hits with several groups so far, and ends with the first failure,
-# shrunk; a test of the same seed in tests/machine repeats it.
+# Runs the state machine tests of tests/machine for hours: scripts/model_check.sh VLLM_VERSION HOURS
+#
+# First runs the tests on all mutants, which they must detect, then on the unchanged product.
+# MODEL_SEED is the first seed. Prints the numbers of steps, hits and hits with multiple KV cache
+# groups. Stops at the first failure and prints it in shrunk form; a run with the same seed
+# reproduces it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/env.sh "$1"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the core's concurrent code under a scheduler that tries KV_ORDERS orders of each model
+# Runs the core's concurrency tests with shuttle, which tries KV_ORDERS thread schedules per test
 # (default 2,000).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Address and leak sanitizers over the two files with unsafe code: the core's tests, and the extension's token tests in Python.
-# It needs the nightly toolchain, and gcc's libasan and an environment of scripts/env.sh for the Python half.
+# Runs the tests of unsafe code with the address and leak sanitizers: tests of the core, and Python tests of the extension.
+# Requires the nightly toolchain; the Python tests also require gcc's libasan and an environment of scripts/env.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME
@@ -15,6 +15,6 @@ rm -rf build/sanitize
 mkdir -p build/sanitize
 cp -r python/kvloft build/sanitize/kvloft
 cp target/sanitize/$TARGET/debug/lib_core.so build/sanitize/kvloft/_core.abi3.so
-# The interpreter leaks on purpose, so only the Rust half checks leaks.
+# Leaks are only checked in the Rust tests, because the Python interpreter leaks on purpose.
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize \
   "$PYTHON" -m pytest -q -p no:cacheprovider --noconftest tests/core/test_key_chain.py tests/core/test_keys.py tests/core/test_tag.py

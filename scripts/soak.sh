@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs engines, store and faults together: make soak MINUTES=n (default 30). Two real engines on
-# failing disks, and at the same time the store on faulty files. Results go to build/soak/.
+# Runs a soak test: make soak MINUTES=n (default 30). Runs two engines on failing disks and, at the
+# same time, the store on faulty files. Results are written to build/soak/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
@@ -15,6 +15,6 @@ engines=$?
 wait $store
 store=$?
 tail -n 12 build/soak/store.log
-[ $engines = 0 ] && [ $store = 0 ] && echo "soak of $MINUTES minutes: nothing wrong" && exit 0
-echo "soak of $MINUTES minutes: engines $engines, store $store (0 is right); see build/soak/"
+[ $engines = 0 ] && [ $store = 0 ] && echo "soak test of $MINUTES minutes: passed" && exit 0
+echo "soak test of $MINUTES minutes: FAILED (exit status: engines $engines, store $store); see build/soak/"
 exit 1

@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
-# "all" is `make test`: the Rust tests, all tests on the newest vLLM for CPUs, and one scenario of
-# each defect on other releases (for 0.33.0 see env.sh). Tests with engines mostly wait, so the rest
-# runs at the same time; its output follows at the end. A failed phase does not stop the others; the
-# table at the end and the exit status report it. After MINUTES (65; most machines need 12 to 20)
-# only short tests start, and after a fifth more none: a busy machine runs the most important tests,
-# and the table counts the skipped ones.
+# "all" is `make test`: the Rust tests, all Python tests with the newest vLLM for CPUs, and a short
+# selection of tests with other releases (for 0.33.0, see env.sh). Tests with engines mostly wait, so
+# the other tests run at the same time; their output follows at the end. A failed phase does not stop
+# the others; the table at the end and the exit status report it.
+#
+# After MINUTES (default 65; most machines need 12 to 20), only short tests start, and after 1.2 times
+# MINUTES no tests start. A slow machine thus runs the most important tests; the table counts the skipped tests.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-[[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES: expected a number of minutes, such as make test MINUTES=65" >&2 && exit 2; }
-unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # several processes import vLLM, and only one needs to compile it
+[[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is not a positive integer; use, for example, make test MINUTES=65" >&2 && exit 2; }
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # multiple processes import vLLM, but only the first needs to compile it
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
-export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
+export PROFILE=tested # has debug assertions and overflow checks; shared by the wheel and the Rust tests, so that each crate compiles once
 NEWEST=0.32.0
 OTHERS="0.30.0 0.31.0 0.33.0"
-REPORT=$PWD/build/suite # the result of each phase, and its number of skipped tests
+REPORT=$PWD/build/suite # results and numbers of skipped tests
 rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
 touch "$REPORT/table" "$REPORT/left-out"
 
-# phase NAME COMMAND...
+# phase NAME COMMAND...: runs a phase and records its result.
 phase() {
   local name=$1 begin=$SECONDS outcome=passed left_out
   local count=$REPORT/left-out-$BASHPID
@@ -36,8 +37,7 @@ phase() {
 }
 tell() { printf '%s\n' "$1" >>"$REPORT/table"; }
 
-# in_time NAME COMMAND...: runs a phase or, after two thirds of the time, reports that it was
-# skipped.
+# in_time NAME COMMAND...: runs a phase, or skips it if two thirds of MINUTES have passed.
 in_time() {
   if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ]; then
     phase "$@"
@@ -48,8 +48,7 @@ in_time() {
   fi
 }
 
-# Requires the installed wheel and the named vLLM: the source tree or a skip must not count as a
-# test.
+# Fails if kvloft is not the installed wheel or if vLLM has a different version.
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__
@@ -70,8 +69,8 @@ full() {
 }
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
-# in_group COMMAND...: runs in the background, in a process group that ends with this script. In the foreground, bash would run no
-# trap before the command ends.
+# in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
+# would only run traps once the command exits.
 GROUPS_TO_END=()
 in_group() {
   set -m
@@ -90,26 +89,26 @@ all() {
   in_group phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
   wait || true
   cat build/logs/without_engines.log
-  [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED, they did not finish"
+  [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED (did not finish)"
 }
 
 without_engines() {
   local version
   other_environments >build/logs/others.log 2>&1 </dev/null &
-  # The core's; kvloft-py has conversions only, and the Python tests are its tests.
+  # kvloft-py only converts values; the Python tests cover it.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
-  # For their types; scripts/fuzz.sh runs them.
+  # Only type-checks them; scripts/fuzz.sh runs them.
   phase "fuzz targets" cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
-  wait # a failure there fails again below, where it is reported
+  wait # if an environment failed, the phases below fail again and report it
   KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
   phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
   touch "$REPORT/without-engines"
 }
 
-# Mostly downloads, so they run during the tests.
+# Creates the other environments during the tests, because this is mostly downloads.
 other_environments() {
   local version
   for version in $OTHERS; do scripts/env.sh "$version"; done

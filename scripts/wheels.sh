@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Builds the published files in dist/: an sdist and manylinux wheels: scripts/wheels.sh [x86_64] [aarch64] (default both). Then checks
-# their metadata, and installs and imports those for this machine.
+# Builds the release files in dist/: scripts/wheels.sh [x86_64] [aarch64] (default: both)
 #
-# Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a
-# missing target is reported and skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin
-# and zig (the linker) are installed from PyPI. The wheels need glibc 2.28.
+# Builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. Installs and imports
+# the files that this machine can run.
+#
+# Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). A missing
+# target is skipped; the exit status is then 1 unless ALLOW_MISSING=1. maturin and zig (the linker)
+# are installed from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -22,7 +24,7 @@ has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gn
 }
 PATH="$PWD/$TOOLS/bin:$PATH"
 rm -rf dist
-REVISION=rust/py/REVISION # the git revision in an sdist; see rust/py/build.rs
+REVISION=rust/py/REVISION # git revision for the sdist; see rust/py/build.rs
 trap 'rm -f "$REVISION"' EXIT
 git rev-parse --short=12 HEAD >"$REVISION" 2>/dev/null || echo unknown >"$REVISION"
 
@@ -30,7 +32,7 @@ say "sdist"
 maturin sdist --out dist
 for arch in $ARCHES; do
   if ! has_target "$arch"; then
-    say "no wheel for $arch: its Rust target is not installed (rustup target add $arch-unknown-linux-gnu)"
+    say "skipping the wheel for $arch: the Rust target is not installed (rustup target add $arch-unknown-linux-gnu)"
     missing+=("$arch")
     continue
   fi
@@ -38,8 +40,7 @@ for arch in $ARCHES; do
   maturin build --release --locked --strip --zig --compatibility manylinux_2_28 --target "$arch-unknown-linux-gnu" --out dist
 done
 
-# installed FILE: checks that a fresh environment can install it and import every module without
-# vLLM and torch.
+# installed FILE: installs FILE in a new environment and imports kvloft without vLLM and torch.
 installed() {
   local venv
   venv=$(mktemp -d)
@@ -62,6 +63,6 @@ say "installing and importing the sdist"
 installed dist/*.tar.gz
 ls -l dist
 if ((${#missing[@]})) && [ "${ALLOW_MISSING:-}" != 1 ]; then
-  say "left out: ${missing[*]}"
+  say "skipped architectures: ${missing[*]}"
   exit 1
 fi

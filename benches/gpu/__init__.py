@@ -1,3 +1,4 @@
-"""Benchmarks of whole engines on a GPU: `python -m benches.gpu.engine --help`, from the
-repository's root.
+"""Benchmarks of whole engines on a GPU.
+
+Run them from the repository's root, for example `python -m benches.gpu.engine --help`.
 """

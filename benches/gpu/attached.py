@@ -1,7 +1,8 @@
-"""Time that a connector adds to cold prompts, within one process: alternating with and without it.
+"""Measures the time that a connector adds to cold prompts, within one process.
 
-Two equal engines in new processes differed by -0.2 to +0.7 % on an H200 (benches/results), as much
-as the effect to measure. Here only the connector changes. Must not depend on the connector.
+Prompts alternate between an attached and a detached connector. Identical engines in separate
+processes differ by -0.2 to +0.7 % on an H200 (benches/results), as much as the effect itself; here
+only the connector differs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ REST_S = 60.0
 
 @contextmanager
 def detached(engine: Any) -> Iterator[None]:
-    """Detaches the connector of ``engine``, vLLM's LLMEngine in this process, and attaches it again
-    at the end.
+    """Detach the connector of ``engine``, an in-process LLMEngine, and reattach it on exit.
 
-    Raises RuntimeError if there are requests, before or after, because their blocks and reports
-    involve the connector.
+    Raises RuntimeError if requests are running on entry or exit, because the connector takes part
+    in their block accounting and reports.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -34,7 +34,7 @@ def detached(engine: Any) -> Iterator[None]:
     scheduler = core.scheduler
     in_runner = getattr(
         core.model_executor.driver_worker.worker.model_runner, "kv_connector", None
-    )  # vLLM's newer runner
+    )  # only in vLLM's newer model runner
     settings = {"connector": None, "defer_block_free": False}
     kept = {name: getattr(scheduler, name) for name in settings if hasattr(scheduler, name)}
     agent = kv_transfer_state._KV_CONNECTOR_AGENT
@@ -55,11 +55,11 @@ def detached(engine: Any) -> Iterator[None]:
 
 
 def _bring_to_rest(engine: Any, core: Any) -> None:
-    """Wait until no step is in flight: with async scheduling, one still is when the last request
-    has its tokens.
+    """Wait until no step is in flight.
 
-    If the connector is added or removed before, the step's report is lost and its accounting is
-    wrong. Raises RuntimeError while there are requests.
+    With async scheduling, a step is still in flight when the last request finishes. If the
+    connector were attached or detached then, the step's report would be lost. Raises RuntimeError
+    if requests are running.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (
@@ -75,11 +75,12 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 
 
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
-    """Run prompts of ``context`` tokens, and waves of eight of half of it; half of each with the
-    connector and half without.
+    """Measure cold prompts and waves with and without the connector.
 
-    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...], "parts_ms":
-    [...], each part's median}}}
+    A prompt has ``context`` tokens; a wave is eight prompts of half that length. Both with and
+    without the connector, ``num_prompts`` prompts and ``num_waves`` waves are measured. Returns
+    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...],
+    "parts_ms": [...], and the median of each part}}}.
     """
     for _ in range(2):
         engine.ttft(engine.prompt(context))
@@ -109,8 +110,9 @@ def _in_turns(
     count: int,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
-    """Run ``count`` prompts of each kind, alternating which kind is first in a pair; saves finish
-    before each.
+    """Run ``count`` pairs of attached and detached measurements, alternating their order.
+
+    Waits for pending saves before each measurement.
     """
     times: dict[str, list[float]] = {"attached": [], "detached": []}
     parts: dict[str, list[Parts | None]] = {"attached": [], "detached": []}

@@ -1,10 +1,10 @@
-"""An independent check of the pages a worker moves: clones made with plain torch indexing, and
-compared byte for byte.
+"""An independent byte-for-byte check of the pages that a worker saves and loads.
 
-Every saved chunk's pages are cloned on the forward pass's stream, by key; every loaded chunk's
-pages are compared with that clone once the worker reports the load, and so is every chunk that
-another forward pass computes and saves again. It wraps a worker's mover and shares no kernel, tag,
-stream or frame with it. Clones stay on the device: only for checks.
+`PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
+or frame with the mover. It clones the pages of every saved chunk on the stream of the forward pass.
+It compares a loaded chunk with the clone once the worker reports the load, and a chunk that is
+computed and saved again with the clone of its first save. Clones stay on the device, so the audit
+is for checks only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from kvloft.transfer.mover import Finished
 
 
 def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
-    """Every layer's paged KV of a vLLM engine in this process, blocks first; a list for each KV
-    cache group.
+    """Return the paged KV of each layer of an in-process engine, one list per KV cache group.
+
+    The first dimension of each tensor is the block.
     """
     layers = engine.vllm_config.compilation_config.static_forward_context
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -33,8 +34,9 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 
 
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's paged KV, [num_blocks, ...]; if a kernel's blocks are smaller than the scheduler's,
-    a block is several rows.
+    """Return a layer's paged KV as tensors of shape [num_blocks, ...].
+
+    If the kernel's blocks are smaller than the scheduler's, a block becomes multiple rows.
     """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
     return [
@@ -43,33 +45,36 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """Tensors of a layer: one, several for a state, or none for a layer without KV."""
+    """Return the tensors of a layer: one for attention, more for a Mamba state, none without KV."""
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Overwrite paged KV with finite noise of the size of real keys and values, so that a byte not
-    loaded is a wrong byte.
+    """Overwrite paged KV with finite noise, so that every byte that is not loaded is wrong.
+
+    The noise has the magnitude of real keys and values.
     """
     for number, kv in enumerate(tensors):
         generator = torch.Generator(device=kv.device).manual_seed(seed * 1000 + number)
         kv.normal_(0.0, 3.0, generator=generator)
         if (
             kv.dtype == torch.float32
-        ):  # a state: other groups see the same bytes as bfloat16, and must not see NaN
+        ):  # a state; other groups read the same memory as bfloat16 and must not find NaN
             kv.copy_(kv.bfloat16())
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()
 
 
 class PageAudit:
-    """Wraps ``mover`` from its construction on; ``skip_loads`` makes loads report success without
-    moving bytes.
+    """Wraps ``mover`` once constructed.
+
+    With ``skip_loads`` set, loads report success without copying any bytes.
     """
 
     def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
-        """``groups``: the paged KV of each KV cache group; a group without KV on this rank is not
-        compared or counted.
+        """``groups`` is the paged KV of each KV cache group.
+
+        A group without KV on this rank is neither compared nor counted.
         """
         self._mover, self._groups = mover, groups
         self._submit_saves, self._submit_loads, self._poll = (
@@ -91,12 +96,14 @@ class PageAudit:
         self.skip_loads = False
 
     def forget(self) -> None:
-        """Drop the clones; later loads of these chunks count as unknown."""
+        """Drop the clones. Later loads of these chunks are counted as unknown."""
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved,
-        unknown; of several groups also loaded_0, saved_0, loaded_1, ...
+        """Return the numbers of chunks since the last call.
+
+        The keys are loaded, loaded_differing, resaved, resaved_differing, saved and unknown; with
+        multiple groups also loaded_0, saved_0, loaded_1 and so on.
         """
         counts = dict.fromkeys(
             ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
@@ -114,8 +121,7 @@ class PageAudit:
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    # -- around the mover
-    # -----------------------------------------------------------------------------------------
+    # -- wrappers of the mover's methods
 
     def _saves(self, plans: Sequence[SavePlan]) -> None:
         for group, copies in self._by_group(plans):
@@ -165,13 +171,14 @@ class PageAudit:
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
-        """For all groups, and for each group if there are several."""
+        """Add to the total and, with more than one group, to the group's own count."""
         for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 
     def _pages(self, group: int, copies: Sequence[ChunkCopy]) -> list[torch.Tensor]:
-        """A clone [blocks, bytes of all layers of the group] per copy, made on the current
-        stream.
+        """Clone the pages of each copy on the current stream.
+
+        Each clone has the shape [blocks, bytes of all layers of the group].
         """
         if not copies:
             return []
@@ -185,7 +192,7 @@ class PageAudit:
     def _compare(
         self, name: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
     ) -> None:
-        """Note which chunks differ; nothing waits for the device."""
+        """Record which chunks differ, without waiting for the device."""
         for a, b in zip(found, wanted, strict=True):
             self._differing.setdefault(name, []).append(
                 (a != b).any() if a.shape == b.shape else torch.tensor(data=True)

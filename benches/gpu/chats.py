@@ -1,9 +1,9 @@
-"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft,
-its server, PegaFlow, LMCache.
+"""`python -m benches.gpu.chats`: a closed loop of chats, with different external caches.
 
-One engine on the GPU at a time, each in a separate process (`chats_child`), alternating for the
-requested number of rounds. Results are written after each, so that an interrupted run keeps them.
-Must not import vLLM.
+Compares plain vLLM, OffloadingConnector, kvloft, kvloft's server, PegaFlow and LMCache. Engines run
+one at a time, each in a separate process (`chats_child`), and alternate for the requested number of
+rounds. Results are written after each engine, so that an interrupted run keeps them. This module
+does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
-"""A child stops by itself when its time is over; after this delay it is killed."""
+"""Delay after which a child that exceeds its time limit is killed."""
 LEAST_S = 45.0
-"""With less time left, no engine starts."""
+"""Minimum remaining time for starting an engine."""
 
 
 def run(
@@ -43,8 +43,9 @@ def run(
     keep: Callable[[dict[str, Any]], None],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """{connector: {"runs": [...], "start_s", maybe "error"}}; ``keep`` is given everything so far
-    after each engine.
+    """Return {connector: {"runs": [...], "start_s": ..., "error": ...}}; "error" is optional.
+
+    Calls ``keep`` with all results so far after each engine.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -53,7 +54,7 @@ def run(
     for nth, (number, name) in enumerate(order):
         left_s = deadline - time.monotonic()
         if left_s < LEAST_S:
-            results[name].setdefault("error", "no time was left to start it")
+            results[name].setdefault("error", "was not started: no time left (--timeout)")
             continue
         progress(f"{name}, round {number + 1}")
         child_s = min(
@@ -69,7 +70,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run one process; "error" has the errors of it or its daemon."""
+    """Run one engine and return its results. "error" describes a failure."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30
@@ -92,18 +93,18 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
     found = result_of(log, status)
     unfinished = sum(each["unfinished"] for each in found.get("runs", ()))
     if unfinished and "error" not in found:
-        found["error"] = f"{unfinished} turns were not answered in time"
+        found["error"] = f"{unfinished} turns did not finish in time"
     return found
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The header, and a row per engine with medians over its complete runs."""
+    """Return the header and one row per engine, with medians over its complete runs."""
     rows: list[tuple[str, ...]] = [
         (
             "",
             "makespan, s",
-            "all of them, s",
-            "cached of known tokens",
+            "all runs, s",
+            "cached of repeated tokens",
             "preempted",
             "TTFT by turn, ms",
             "problem",
@@ -133,19 +134,19 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """This bench's command line."""
+    """Return the argument parser of this bench."""
     load = Load()
     chats = argparse.ArgumentParser(
         prog="chats",
         description=(
-            f"A closed loop of chats, with each external cache in turn and with none. {STATUS}"
+            f"Run a closed loop of chats with each external cache in turn, and without. {STATUS}"
         ),
     )
     chats.add_argument(
         "--connectors",
         type=some_of(*CONNECTORS),
         default=list(CONNECTORS),
-        help=f"which of {','.join(CONNECTORS)} (default all)",
+        help=f"connectors to run: {','.join(CONNECTORS)} (default all)",
     )
     for name, value in asdict(load).items():
         option = "--" + name.removeprefix("num_").replace("_", "-")
@@ -153,22 +154,22 @@ def parser() -> argparse.ArgumentParser:
             option, dest=name, type=whole(1, 100_000), default=value, help=f"default {value}"
         )
     chats.add_argument(
-        "--seqs", type=whole(1, 1024), default=32, help="sequences that run at once (default 32)"
+        "--seqs", type=whole(1, 1024), default=32, help="maximum running sequences (default 32)"
     )
     chats.add_argument(
         "--rounds",
         type=whole(1, 10),
         default=1,
-        help="processes of each engine, in turns (default 1)",
+        help="processes per engine; engines alternate (default 1)",
     )
     chats.add_argument(
-        "--repeats", type=whole(1, 10), default=2, help="runs in each process (default 2)"
+        "--repeats", type=whole(1, 10), default=2, help="runs per process (default 2)"
     )
     chats.add_argument(
         "--each",
         type=whole(60, 3600),
         default=180,
-        help="seconds for a process, its start too (default 180)",
+        help="time limit of a process including startup, in seconds (default 180)",
     )
     add_model(chats)
     add_sizes(chats, blocks=5625, host_gib=40)
@@ -176,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns 1 if an engine failed, 2 if none can run."""
+    """Run the bench. Return 1 if an engine failed, 2 if the bench cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("chats"):
         return 2

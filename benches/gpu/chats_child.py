@@ -1,8 +1,8 @@
-"""One engine under a closed loop of chats, in a separate process: `python -m
-benches.gpu.chats_child NAME JSON`.
+"""Runs one engine under a closed loop of chats: `python -m benches.gpu.chats_child NAME JSON`.
 
-Each chat sends its next turn after the answer to the one before: all earlier tokens, and some new
-ones. Prints a line `RESULT {...}` after each run of all chats, and one when time is up.
+Each chat sends its next turn once the previous turn finishes. A turn's prompt is all earlier tokens
+of the chat plus some new tokens. Prints a line `RESULT {...}` after each run of all chats, even if
+the time limit ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The workload of all chats. Sizes in tokens."""
+    """The workload of a run, with sizes in tokens."""
 
     num_chats: int = 64
     num_turns: int = 5
@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """The tokens so far, and the time when the current turn was sent."""
+    """A chat: its tokens so far, and when its current turn was sent and returned a token."""
 
     said: list[int]
     turn: int = 0
@@ -40,12 +40,12 @@ class Chat:
 
 @dataclass(slots=True)
 class Seen:
-    """Counts of the finished turns."""
+    """Totals of the finished turns."""
 
     ttfts_s: list[list[float]] = field(default_factory=list)
     prompt_tokens: int = 0
     known_tokens: int = 0
-    """Prompt tokens that were in an earlier turn."""
+    """Prompt tokens that an earlier turn of the chat already contained."""
     cached_tokens: int = 0
     num_turns: int = 0
 
@@ -53,8 +53,9 @@ class Seen:
 def run_chats(
     engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Makespan and hits of all turns of all chats. Stops at ``deadline_s`` of the clock, with a
-    note in "unfinished".
+    """Run all chats; return the makespan and the numbers of cached tokens.
+
+    Stops at ``deadline_s`` of the clock; "unfinished" is the number of turns left.
     """
     chats: dict[str, Chat] = {}
     seen = Seen([[] for _ in range(load.num_turns)])
@@ -108,7 +109,7 @@ def _take(seen: Seen, chat: Chat, output: Any, load: Load, now_s: float) -> None
 
 
 def count_preemptions(engine: Any) -> list[int]:
-    """[number so far], counted in the scheduler of this process."""
+    """Return a one-item list with the number of preemptions; the scheduler updates it."""
     scheduler = engine.engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, [0]
 
@@ -121,7 +122,7 @@ def count_preemptions(engine: Any) -> list[int]:
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Start the engine and run the chats ``options["repeats"]`` times, with others each time."""
+    """Start the engine and run ``options["repeats"]`` times, each time with new chats."""
     import vllm
     from benches.gpu.engine_child import wait_registered
     from benches.gpu.llama import Engine, worker_totals
@@ -160,4 +161,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed
+    os._exit(0)  # skip the engine's shutdown, which can hang in some vLLM releases

@@ -1,6 +1,7 @@
-"""Code that the benches of whole engines share: one process per engine, and the end of a bench.
+"""Starts the child processes of the engine benches and reads their results.
 
-Must not import torch or vLLM, so that an engine that cannot start loses only its own row.
+Each engine runs in a child process, so that an engine that fails to start loses only its own row.
+This module does not import torch or vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvloft.bench.command import gpu_bytes
 from kvloft.errors import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where `-m benches.gpu.NAME` finds this package."""
+"""Working directory of the children, in which `-m benches.gpu.NAME` finds this package."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -33,7 +34,7 @@ CHILD_ENV = {
 def start(
     log: Path, child: str, *asked: str, env: Mapping[str, str] = CHILD_ENV
 ) -> subprocess.Popen[bytes]:
-    """The module ``child`` of this package in a separate process, with ``log`` as its output."""
+    """Start the module ``child`` of this package in a separate process that writes to ``log``."""
     settings = [f"{key}={value}" for key, value in env.items()]
     with log.open("w") as file:
         return subprocess.Popen(
@@ -45,12 +46,12 @@ def start(
 
 
 def command(child: str, *asked: str) -> list[str]:
-    """How ``child`` is started."""
+    """Return the command line of ``child``."""
     return [sys.executable, "-m", f"benches.gpu.{child}", *asked]
 
 
 def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
-    """Wait for its exit status, or "timeout" after a kill."""
+    """Return the process's exit status, or "timeout" if it had to be killed."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -61,7 +62,10 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """Return a child's last complete line ``RESULT {...}``, with an "error" if it failed."""
+    """Return the last complete line ``RESULT {...}`` of a child's log.
+
+    Adds "error" if the child failed.
+    """
     text = log.read_text(errors="replace")
     found = [
         line[7:]
@@ -70,18 +74,22 @@ def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
     ]
     result: dict[str, Any] = json.loads(found[-1]) if found else {}
     if status != 0:
-        why = "was not done in time (--timeout)" if status == "timeout" else f"ended with {status}"
-        result["error"] = f"{why}; the end of {log}:\n{text[-1500:] or '(it is empty)'}"
+        why = (
+            "did not finish in time (--timeout)"
+            if status == "timeout"
+            else f"exited with status {status}"
+        )
+        result["error"] = f"{why}; end of {log}:\n{text[-1500:] or '(empty)'}"
     return result
 
 
 def errors_of(results: Mapping[str, Any]) -> list[str]:
-    """A line for each engine that failed."""
+    """Return one line per failed engine."""
     return [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
 
 
 def can_run(bench: str) -> bool:
-    """Return whether there is a GPU; otherwise print a line."""
+    """Return True if the machine has a GPU; otherwise print the reason and return False."""
     try:
         return gpu_bytes() > 0
     except UnsupportedError as error:
@@ -90,7 +98,7 @@ def can_run(bench: str) -> bool:
 
 
 def verdict(problems: Sequence[str]) -> int:
-    """The exit status; each problem is a line on stderr."""
+    """Print each problem to stderr and return the exit status."""
     for problem in problems:
         print(f"kvloft: {problem}", file=sys.stderr)
     return 1 if problems else 0

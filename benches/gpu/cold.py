@@ -1,7 +1,7 @@
-"""Times of new prompts, one at a time or eight together, and the parts of these times.
+"""Measures new prompts, one at a time or in waves, and splits the times into parts.
 
-Python's garbage is collected before each, so that only its own is collected during it. Must not
-depend on connectors.
+Python's garbage is collected before each measurement, so that the collector only examines objects
+of the measurement itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WAVE_TIMEOUT_S = 60.0
 
 
 def forward_parts(engine: Engine) -> ForwardParts:
-    """Around the model of ``engine``."""
+    """Return a `ForwardParts` around the model of ``engine``."""
     return ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
 
 
 def cold_prompt(
     engine: Engine, prompt: list[int], around: ForwardParts
 ) -> tuple[float, Parts | None]:
-    """Return its TTFT in seconds and the parts of it."""
+    """Return the TTFT of ``prompt`` in seconds, and its parts."""
     gc.collect()
     around.start()
     seconds = engine.ttft(prompt)[0]
@@ -37,7 +37,7 @@ def cold_prompt(
 def cold_wave(
     engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 ) -> tuple[dict[str, Any], Parts | None]:
-    """As `wave`, with its parts, which the row contains as "parts_ms", too."""
+    """Like `wave`, but also return the parts of the makespan; the row has them as "parts_ms"."""
     gc.collect()
     around.start()
     row = wave(engine, prompts)
@@ -46,9 +46,10 @@ def cold_wave(
 
 
 def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dict[str, Any]:
-    """One token for each of ``prompts``, sent together: times in milliseconds since then.
+    """Send all ``prompts`` together, compute one token for each, and return the times.
 
-    Raises RuntimeError if some are not finished in time: the others would look like a fast wave.
+    Times are in milliseconds since the prompts were sent. Raises RuntimeError if a prompt does not
+    finish in time, because the remaining prompts would look like a fast wave.
     """
     if trace is not None:
         trace.start()
@@ -67,7 +68,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
     if len(times) < len(prompts):
         engine.engine.abort_request(sorted(waiting))
         raise RuntimeError(
-            f"{len(times)} of {len(prompts)} prompts had their token after {WAVE_TIMEOUT_S:.0f} s"
+            f"only {len(times)} of {len(prompts)} prompts finished within {WAVE_TIMEOUT_S:.0f} s"
         )
     return {
         "makespan_ms": max(times) * 1e3,
@@ -86,7 +87,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
-    """By the names that results have: "before_ms" and so on; {} for None."""
+    """Return the parts in milliseconds, with the keys "before_ms" and so on; {} for None."""
     return (
         {
             name.replace("_s", "_ms"): round(seconds * 1e3, 3)
@@ -98,6 +99,6 @@ def milliseconds(parts: Parts | None) -> dict[str, float]:
 
 
 def medians(every: Sequence[Parts | None]) -> dict[str, float]:
-    """Medians of each part in milliseconds; empty without parts."""
+    """Return the median of each part in milliseconds; empty if no parts were taken."""
     taken = [parts for parts in every if parts is not None]
     return milliseconds(Parts(*map(statistics.median, zip(*taken, strict=True)))) if taken else {}

@@ -1,9 +1,9 @@
-"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU,
-alternating.
+"""`python -m benches.gpu.engine`: compares plain vLLM, OffloadingConnector and kvloft on one GPU.
 
-Each runs in a separate process (`engine_child`). Decoding is measured with one engine on the GPU at
-a time, and so is everything if not all fit. Must not import vLLM, so that an engine that cannot
-start loses only its own row.
+Each engine runs in a separate process (`engine_child`), and the engines alternate. Decoding is
+measured with one engine on the GPU at a time, and so is everything else if the engines do not fit
+together. This module does not import vLLM, so that an engine that fails to start loses only its own
+row.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
 ALONE = ("decode", "attached", "startup")
-"""Plain vLLM's decode steps were up to 4 % shorter with other, idle engines on the GPU than alone,
-which is not how servers run. Comparisons within one process need no other engine.
+"""Phases with one engine on the GPU at a time.
+
+Decode steps of plain vLLM are up to 4 % shorter with idle engines on the same GPU, which production
+servers do not have. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
-"""Of the Llama shape, in bfloat16; other shapes have less."""
+"""Weights of the Llama shape in bfloat16; other shapes are smaller."""
 OTHER_BYTES = 5 << 30
-"""Memory of an engine besides weights and paged KV: activations of 8,192 tokens, CUDA graphs,
-kvloft's staging, the CUDA context.
+"""Memory of an engine in addition to weights and paged KV: activations of 8,192 tokens, CUDA
+graphs, kvloft's staging buffers and the CUDA context.
 """
 POLL_S = 0.2
 COUNT_NAMES = {
@@ -45,11 +47,11 @@ COUNT_NAMES = {
     "bad_chunks": "loaded chunks with a wrong tag",
 }
 COLD_PARTS = {
-    "before_ms": "until the first forward starts",
-    "gpu_ms": "from there to the end of the last forward",
-    "between_ms": "of that, between forwards",
+    "before_ms": "until the first forward pass",
+    "gpu_ms": "first to last forward pass",
+    "between_ms": "gaps between the forward passes",
     "after_ms": "until the token is available",
-    "collected_ms": "Python's garbage collections during all of it",
+    "collected_ms": "Python's garbage collection in total",
 }
 
 
@@ -63,10 +65,10 @@ def run(
     together: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``:
-    alternating, if that is fair.
+    """Return {connector: results of its phases, or {"error": ...}}; logs go to ``log_dir``.
 
-    Raises UnsupportedError if there is nothing to measure.
+    With ``together``, engines share the GPU and alternate, except in the phases in ALONE. Raises
+    UnsupportedError if there is nothing to measure.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -74,11 +76,11 @@ def run(
     groups = _groups(connectors, phases, together=together)
     if not groups:
         raise UnsupportedError(
-            "'attached' compares an engine with itself without its connector; --connectors names "
-            "none that has one"
+            "phase 'attached' compares an engine with and without its connector; add an engine "
+            "with a connector to --connectors"
         )
     host_bytes = options.get("host_bytes", 0)
-    progress("servers start")
+    progress("starting servers")
     with (
         daemons(
             connectors, host_bytes >> 30, lambda name: log_dir / f"{name}.server.log"
@@ -113,7 +115,7 @@ def _run_groups(
 ) -> None:
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
-            # All engines in the same way, if one of them needs it.
+            # If one engine needs floods, all engines use them, so that they are treated alike.
             floods = not set(PEERS).isdisjoint(names)
             asked = {
                 "turns": folder,
@@ -149,7 +151,10 @@ def _run_groups(
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
-    """Merge results of another process of the same connector; totals add up, and an error stays."""
+    """Merge the results of another process of the same connector.
+
+    Totals are added; an earlier error is kept.
+    """
     totals = {
         key: result.get("totals", {}).get(key, 0) + value
         for key, value in found.get("totals", {}).items()
@@ -160,7 +165,7 @@ def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
 def _groups(
     connectors: Sequence[str], phases: Sequence[str], *, together: bool
 ) -> list[tuple[list[str], list[str]]]:
-    """The engines on the GPU at a time, and their phases."""
+    """Return the groups of engines that run at the same time, each with its phases."""
     phases_of = {
         name: [phase for phase in phases if (name, phase) != ("none", "attached")]
         for name in connectors
@@ -183,16 +188,17 @@ def fit_together(
 
 
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for engines that start on a GPU together: none uses the memory left by
-    others.
+    """Return vLLM's settings for engines that share a GPU.
+
+    The size of paged KV is fixed instead of depending on the free memory at startup.
     """
     model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": num_blocks * _block_bytes(model),
     }
-    # With several KV cache groups a block has fewer layers, with a draft model more: vLLM decides
-    # the number of blocks.
+    # A block has fewer layers with multiple KV cache groups, and more with a draft model, so vLLM
+    # computes the number of blocks.
     counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
@@ -218,7 +224,9 @@ def _wait(
     left: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return results in the order of ``children``; ``left`` removes an ended child from the
+    """Wait for all children and return their results in the order of ``children``.
+
+    Calls ``left`` for each child that exits, so that the other engines no longer wait for its
     turns.
     """
     status: dict[str, int | str] = {}
@@ -244,13 +252,13 @@ def _wait(
 
 
 def _phase(log: Path) -> str:
-    """The child's last phase."""
+    """Return the phase that the child printed last."""
     said = [
         line[6:]
         for line in log.read_text(errors="replace").splitlines()
         if line.startswith("PHASE ")
     ]
-    return said[-1] if said else "starts"
+    return said[-1] if said else "starting"
 
 
 def _left(folder: Path, phases: Sequence[str], name: str) -> None:
@@ -259,7 +267,7 @@ def _left(folder: Path, phases: Sequence[str], name: str) -> None:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows (name, then one column per connector) of all measurements."""
+    """Return one row per measurement: its label, then one column per connector."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
 
@@ -280,33 +288,36 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         row(f"  {label}, ms", "cold", part)
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
-    row("  the link, GB/s", "ttft", "link_gbps")
-    row("  warm, of the bytes' time on the link and TTFT hbm", "ttft", "warm_of_bound")
+    row("  link rate, GB/s", "ttft", "link_gbps")
+    row("  ratio of warm to link time plus hbm", "ttft", "warm_of_bound")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
-    row("blocks of paged KV", "kv_blocks")
-    for what, whose in (("own", "an own prompt"), ("other", "the other engine's prompt")):
+    row("KV cache blocks", "kv_blocks")
+    for what, whose in (("own", "its own prompt"), ("other", "the other engine's prompt")):
         row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
-        row("  tokens that were cached", "shared", f"{what}_cached")
+        row("  cached tokens", "shared", f"{what}_cached")
     for what, name in COUNT_NAMES.items():
-        row(f"in all: {name}", "totals", what)
-    row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
+        row(f"total {name}", "totals", what)
+    row("8 prompts together: cold makespan, ms", "wave", "cold_makespan_ms")
     for part, label in COLD_PARTS.items():
         row(f"  {label}, ms", "wave", "cold_parts", part)
-    for what, label in (("prompts", "TTFT cold"), ("waves", "8 at once: cold makespan")):
+    for what, label in (
+        ("prompts", "TTFT cold"),
+        ("waves", "8 prompts together: cold makespan"),
+    ):
         for kind in ("detached", "attached"):
             row(f"in one process, connector {kind}: {label}, ms", "attached", what, kind, "ms")
             for part, part_label in COLD_PARTS.items():
                 row(f"  {part_label}, ms", "attached", what, kind, part)
     for what in ("saved_chunks", "failed_chunks", "pinned_gib"):
         row(f"first 10 s: {what.replace('_', ' ')}", "startup", what)
-    row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
+    row("8 prompts together: warm makespan, ms", "wave", "warm_makespan_ms")
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
     for what in ("saving", "loading"):
         for kind, label in (
             ("all", ""),
-            ("alone", ", nothing else in them"),
-            ("mixed", ", with an arrived prompt"),
+            ("alone", ", without prefill or load"),
+            ("mixed", ", with an arriving prompt"),
         ):
             for mark in ("p50", "p99"):
                 row(
@@ -319,12 +330,12 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """This bench's command line."""
+    """Return the argument parser of this bench."""
     engine = argparse.ArgumentParser(
         prog="engine",
         description=(
-            "First tokens and decode steps of vLLM alone, with OffloadingConnector and with "
-            f"kvloft, on one GPU. {STATUS}"
+            "Measure time to first token and decode steps of plain vLLM, vLLM with "
+            f"OffloadingConnector and vLLM with kvloft on one GPU. {STATUS}"
         ),
     )
     connectors = ("none", "native", "kvloft", "raw", "before", "groups", *SERVED, *PEERS)
@@ -333,49 +344,49 @@ def parser() -> argparse.ArgumentParser:
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: raw is kvloft with compression off, before is "
-        "another kvloft from the folder BENCH_BEFORE, groups is kvloft with kv_groups=all, served "
-        "and served2 are engines with one `kvloft serve` as their store (default the first three)",
+        help=f"connectors to run: {','.join(connectors)}; raw is kvloft with compression off, "
+        "before is the kvloft in the directory BENCH_BEFORE, groups is kvloft with kv_groups=all, "
+        "served and served2 are engines that share one `kvloft serve` (default the first three)",
     )
     engine.add_argument(
         "--phases",
         type=some_of(*phases),
         default=list(phases[:4]),
-        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight "
-        "prompts at once), decode (steps alone, during saves and during loads), shared (prompts "
-        "that the other engine of a server computed), attached (new prompts with the connector and "
-        "without it, in one process), startup (saves that fail while host memory is registered; "
-        "first, or alone); default the first four",
+        help="phases to run: cold (time to first token of new prompts), ttft (of cached prompts), "
+        "wave (eight prompts together), decode (steps alone, during saves and during loads), "
+        "shared (prompts computed by the server's other engine), attached (new prompts with and "
+        "without the connector, in one process), startup (failed saves while host memory is being "
+        "registered; must be first); default the first four",
     )
     engine.add_argument(
         "--context",
         type=whole(2048, 40000),
         default=32768,
-        help="tokens of a long prompt, 2048 to 40000 (default 32768)",
+        help="tokens per long prompt, 2048 to 40000 (default 32768)",
     )
     engine.add_argument(
         "--kv-heads",
         type=int,
         choices=(1, 2, 4, 8, 16, 32),
         default=8,
-        help="KV heads of the model (default 8)",
+        help="number of KV heads of the Llama shape (default 8)",
     )
     engine.add_argument(
         "--colds",
         type=whole(1, 1000),
         default=12,
-        help="new prompts of cold and attached (default 12)",
+        help="number of new prompts in cold and attached (default 12)",
     )
     engine.add_argument(
         "--rounds",
         type=whole(1, 1000),
         default=4,
-        help="number of requests for known prompts (default 4)",
+        help="number of requests per cached prompt (default 4)",
     )
     engine.add_argument(
         "--trace",
         action="store_true",
-        help="note when each load's pieces were sent and copied, in --json",
+        help="record in --json when the pieces of each load were submitted and copied",
     )
     engine.add_argument(
         "--gpus",
@@ -387,14 +398,14 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--one-by-one",
         action="store_true",
-        help="run engines one after the other, which takes less GPU memory",
+        help="run the engines one after the other, which needs less GPU memory",
     )
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns 1 if an engine failed, 2 if none can run."""
+    """Run the bench. Return 1 if an engine failed, 2 if the bench cannot run."""
     args, screen = parser().parse_args(argv), console()
     shape = options_of(args.model, args.layers)
     if args.model == "llama":
@@ -408,8 +419,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = room and not args.one_by_one
     if not together:
         screen.print(
-            "One engine after the other: changes on the machine in between count as their "
-            "difference.",
+            "Running one engine after the other: changes in the machine's load distort the "
+            "comparison.",
             style="dim",
         )
     options = {
@@ -425,7 +436,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
         print(
-            f"kvloft: {', '.join(missing)} not available here; select others with --connectors",
+            f"kvloft: not available here: {', '.join(missing)}; choose from the others with "
+            "--connectors",
             file=sys.stderr,
         )
         return 2
@@ -441,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress=status.update,
             )
     except UnsupportedError as error:
-        print(f"kvloft: there is nothing to measure: {error}", file=sys.stderr)
+        print(f"kvloft: nothing to measure: {error}", file=sys.stderr)
         return 2
     screen.print(table_of(table(results)))
     write(args.json, results)

@@ -1,8 +1,7 @@
-"""One engine with one connector (or none), measured in a separate process: `python -m
-benches.gpu.engine_child NAME JSON`.
+"""Measures one engine in a separate process: `python -m benches.gpu.engine_child NAME JSON`.
 
-Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints
-one line `RESULT {...}` after each phase, and `PHASE name` before.
+Each measurement is a turn (`turns`), during which the other engines on the GPU are idle. Prints
+`PHASE name` before and `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -28,35 +27,36 @@ from kvloft.bench.link import Ceiling, HostFrames
 
 KVLOFT = ("kvloft", "raw", "before", "groups", *SERVED)
 LANDED_S = 0.1
-"""Wait after a turn, so that its saves do not run during the next engine's turn."""
+"""Pause after a turn, so that its saves do not run during the next engine's turn."""
 
 LINK_BYTES = 256 << 20
-"""Of the large copy that loads are compared with."""
+"""Size of the large copy that loads are compared with."""
 
 
 @contextmanager
 def turn(turns: Turns) -> Iterator[None]:
-    """This engine's next turn; at its end, no copy of it is left on the link."""
+    """Run the body in this engine's next turn, then pause until the engine's copies are done."""
     with turns.mine():
         yield
         time.sleep(LANDED_S)
 
 
 def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
-    """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector
-    pins its memory before it starts.
+    """Wait until kvloft's host memory is registered, which takes seconds after the first request.
+
+    OffloadingConnector registers its memory before the engine is ready.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
-        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
         getattr(mover, "wait_registered", named_before)(120.0)
 
 
 def load_trace(options: dict[str, Any]) -> Any:
-    """A `LoadTrace` around kvloft's mover if ``options`` request one."""
+    """Return a `LoadTrace` around kvloft's mover if ``options`` request it, else None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if not options.get("trace") or options["name"] not in KVLOFT:
@@ -67,8 +67,9 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """From the connector after the GPU's cache was emptied, then immediately from HBM; also cold
-    (compare `phase_cold`'s).
+    """Measure cached prompts: from the connector after the GPU's cache is emptied, then from HBM.
+
+    Also records the cold times, which `phase_cold` measures more precisely.
     """
     context = options["context"]
     with turn(turns):
@@ -136,15 +137,16 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) -> dict[str, Any]:
-    """Each warm TTFT as a share of the bytes' time on the link plus the TTFT from HBM right after
-    it, and the median.
+    """Return the ratio of each warm TTFT to its lower bound, and the median ratio.
+
+    The bound is the time of the bytes on the link plus the TTFT from HBM measured right afterwards.
     """
     shares = [warm / (link_ms + hit) for warm, hit in zip(warm_ms, hbm_ms, strict=True)]
     return {"shares_of_bound": shares, "warm_of_bound": statistics.median(shares)}
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """First tokens of prompts computed by this engine, and by the server's other engine."""
+    """Measure prompts computed by this engine and prompts computed by the server's other engine."""
     name, context = options["name"], options["context"]
     of = {
         who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)]
@@ -179,7 +181,7 @@ def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """TTFT of prompts not seen before, and its parts."""
+    """Measure the TTFT of new prompts, and its parts."""
     context = options["context"]
     with turn(turns):
         for length in (2048, context):
@@ -203,8 +205,9 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Eight prompts of half the context together: cold (others each time), from HBM, and from the
-    connector.
+    """Measure waves of eight prompts of half the context: cold, from HBM and from the connector.
+
+    Each cold wave has new prompts.
     """
     trace = load_trace(options)
     around = forward_parts(engine)
@@ -236,7 +239,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Time that the connector adds to cold prompts: with and without it, in this process."""
+    """Measure the time that the connector adds to cold prompts, within this process."""
     with turn(turns):
         return compare(
             engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
@@ -244,13 +247,14 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """The first seconds of an engine, while its host memory is being registered: failed saves, and
-    registered bytes.
+    """Count failed saves and registered bytes in the first seconds of an engine.
+
+    Host memory is still being registered at that time.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     rows: list[dict[str, float]] = []
-    worker_totals()  # counts from here on
+    worker_totals()  # starts counting
     begin = time.perf_counter()
     with turn(turns):
         while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
@@ -275,15 +279,19 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
 
 
 def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Steps of 16 running requests: alone, while 16k-token prompts arrive and are saved, while they
-    are loaded again.
+    """Measure decode steps of 16 running requests.
+
+    The requests run alone, while prompts of half the context arrive and are saved, and while the
+    prompts are loaded.
     """
     running = [engine.prompt(1000) for _ in range(16)]
     num_runs, num_arriving = options.get("rounds", 4), 8
 
     def run(arriving: Sequence[list[int]]) -> list[tuple[float, str]]:
-        """Seconds of each step from the twentieth on: "alone", "mixed" if the step had an arrived
-        prompt, or "before" the first one.
+        """Return the seconds and the kind of each step, without the first 20 steps.
+
+        The kind is "before" until the first prompt arrives, then "mixed" while an arrived prompt is
+        unfinished, else "alone".
         """
         for prompt in running:
             engine.add([*prompt[:-8], *engine.prompt(8)], 400)
@@ -324,8 +332,9 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 
 
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Of each figure the median over the runs: a run that the host disturbed does not decide a
-    percentile. And all of them.
+    """Return the median of each figure over the runs, and all runs.
+
+    The median keeps a run that was disturbed by the host from determining a percentile.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
@@ -334,8 +343,9 @@ def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """``all``: every step from the first arrival on, the wait of a running request for its next
-    token.
+    """Return percentiles by kind of step.
+
+    "all" covers every step after the first arrival: the delay between tokens of a running request.
     """
     kinds = {
         kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")
@@ -372,7 +382,7 @@ PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Run the phases in ``options`` on one engine and print the result as JSON."""
+    """Run the phases in ``options`` on one engine and print the results as JSON."""
     import vllm
 
     options["name"] = name
@@ -405,4 +415,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed
+    os._exit(0)  # skip the engine's shutdown, which can hang in some vLLM releases

@@ -1,11 +1,10 @@
-"""`python -m benches.gpu.equality`: are greedy tokens independent of the cache? Compares engines
-side by side on one GPU.
+"""`python -m benches.gpu.equality`: checks that greedy tokens do not depend on the cache.
 
-Exact equality requires exact vLLM: its batch-invariant mode (with a fix of the norm that breaks it,
-see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention
-3 picks its kernel by the longest query of a batch, so the same row may round differently. The
-reference has no connector and no prefix cache. The last engines show how much vLLM differs from
-itself without it. Timings are meaningless here.
+Exact equality requires vLLM's batch-invariant mode (with a fix, see `equality_child`) and Triton
+attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel by the
+longest query of a batch, so that the same row may round differently. The reference has neither a
+connector nor a prefix cache. The last setups show how much vLLM's results vary without the
+batch-invariant mode. Engines share one GPU, so timings are meaningless.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. ``exact``: its tokens must equal the reference's; otherwise the differences from
-    its first run are counted.
+    """The configuration of one engine.
+
+    With ``exact``, its tokens must equal the reference's; otherwise, differences from its first run
+    are counted.
     """
 
     what: str
@@ -44,9 +45,7 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""The next engine uses the fastest kernels that an engine measured, if they start one after the
-other (`--at-once 1`).
-"""
+"""Lets an engine reuse the kernels that the previous engine tuned; requires `--at-once 1`."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -76,20 +75,25 @@ SETUPS = {
 }
 DEFAULT_SETUPS = tuple(SETUPS)
 SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
-"""For the phase `sleep`, with `reference`."""
+"""Used in the phase `sleep`, with `reference`."""
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
-"""For `--model gemma3`, with `reference` and `plain-pc`."""
+"""Used with `--model gemma3`, `reference` and `plain-pc`."""
 SETUPS["flash-groups"] = Setup(
     "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
 )
-"""For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with
-`plain-flash`. In the phase `kept` a prompt runs alone: with as many cached tokens, an answer must
-equal that of vLLM's own cache.
+"""Used with `plain-flash` and `--model qwen35` or `tiny-gdn`, whose kernels are not
+batch-invariant.
+
+The phase `kept` runs prompts one at a time: if kvloft and vLLM's own prefix cache find the same
+number of tokens, the outputs must be equal.
 """
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Shared settings of the engines: a block pool so small that it preempts."""
+    """Return the settings that all engines share.
+
+    The block pool is small enough that requests are preempted.
+    """
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, shape), **shape["llm"]}
     return {**shape, "num_blocks": num_blocks, "host_bytes": host_bytes, "llm": llm}
 
@@ -104,7 +108,10 @@ def run(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """{setup: its child's result, or {"error": ...}}; ``at_once`` engines share the GPU."""
+    """Return {setup: results of its child, or {"error": ...}}.
+
+    At most ``at_once`` engines share the GPU.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     waiting, running, results = list(setups), dict[str, subprocess.Popen[bytes]](), dict[str, Any]()
@@ -133,9 +140,11 @@ def run(
                     results[name] = result_of(
                         log_dir / f"equality_{name}.log", "timeout" if late else process.returncode
                     )
-                    progress(f"{name} ended with {process.returncode}")
+                    progress(f"{name} exited with status {process.returncode}")
             if time.monotonic() > deadline:
-                results |= {name: {"error": "no time was left to start it"} for name in waiting}
+                results |= {
+                    name: {"error": "was not started: no time left (--timeout)"} for name in waiting
+                }
                 waiting.clear()
     return {name: results[name] for name in SETUPS if name in results}
 
@@ -149,27 +158,28 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one run of one setup."""
+    """The result of one run of a setup."""
 
     setup: str
     run: str
     equal: int | None
-    """Requests whose tokens equal the reference's, out of ``total``; for an engine that is not
-    exact, see `_alike`.
+    """Number of requests, out of ``total``, whose tokens equal the reference's.
+
+    `_alike` selects the reference of a setup that is not exact.
     """
     total: int
     preemptions: int
     loaded: int
-    """Chunks loaded and compared with the computed pages; ``differing`` of them were different."""
+    """Number of chunks loaded and compared with the computed pages; ``differing`` are unequal."""
     differing: int
     resaved: str
     problem: str
     loaded_of: tuple[int, ...] = ()
-    """Chunks loaded per KV cache group with loads, if there are several groups."""
+    """Number of loaded chunks per KV cache group with loads; empty with a single group."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:
-    """One row a run; a row with a problem fails the check."""
+    """Return one row per run. A row with a problem fails the check."""
     wanted = results.get(REFERENCE, {}).get("phases", {})
     rows: list[Row] = []
     for name, result in results.items():
@@ -182,7 +192,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Runs with equal batches on an engine without a connector: prompts one at a time."""
+    """Return the runs of plain vLLM if they have the same batches: prompts one at a time."""
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
@@ -199,7 +209,7 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     if run.endswith("skipped_load"):
         most = (
             len(tokens) - 1 if "cached" in found else len(tokens) // 2
-        )  # some prompts of `kept` find nothing
+        )  # some prompts of `kept` are misses, whose tokens stay correct
         if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
@@ -240,26 +250,27 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
 def _kept_problems(
     found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
 ) -> Iterator[str]:
-    """Compare prompts loaded from host memory with hits of vLLM's own cache; ``found`` has the
-    tokens found by each.
-    """
+    """Compare prompts loaded from host memory with hits of vLLM's own prefix cache."""
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
     if any(count for name, count in kept.items() if name.startswith("differing_")):
-        yield "loaded pages differ from those of vLLM's own cache"
+        yield "loaded pages differ from the pages in vLLM's own cache"
     if len(same) < found["kv_groups"]:
         yield f"pages of only {len(same)} KV cache groups were compared with vLLM's own cache"
     if any(mine < theirs - found["block_tokens"] for mine, theirs in zip(ours, vllms, strict=True)):
-        yield f"fewer tokens were found than in vLLM's own cache: {ours} for {vllms}"
+        yield f"fewer cached tokens than with vLLM's own cache: {ours}, expected {vllms}"
     alike = [mine == theirs for mine, theirs in zip(ours, vllms, strict=True)]
     if sum(alike) * 2 <= len(alike):
-        yield f"too few prompts had as much cached as with vLLM's own cache: {ours} for {vllms}"
+        yield (
+            "too few prompts with the same number of cached tokens as with vLLM's own cache: "
+            f"{ours}, expected {vllms}"
+        )
     if any(a != b for a, b, is_alike in zip(tokens, of_hbm, alike, strict=True) if is_alike):
-        yield "tokens differ from those with vLLM's own cache"
+        yield "tokens differ from the tokens with vLLM's own cache"
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
-    """Why the check fails; empty if it does not."""
+    """Return the reasons why the check fails; empty if it passes."""
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
@@ -267,7 +278,7 @@ def problems(results: Mapping[str, Any]) -> list[str]:
         name: result["kv_blocks"] for name, result in results.items() if "kv_blocks" in result
     }
     if len(set(blocks.values())) > 1:
-        found.append(f"engines have unequal numbers of KV blocks: {blocks}")
+        found.append(f"engines have different numbers of KV blocks: {blocks}")
     for row in rows:
         groups = results[row.setup].get("kv_groups", 1)
         if (
@@ -283,12 +294,12 @@ def problems(results: Mapping[str, Any]) -> list[str]:
     if any(row.run.startswith("crowd") for row in rows) and not any(
         row.preemptions for row in rows if row.setup != REFERENCE
     ):
-        found.append("no request was ever preempted")
+        found.append("no request was preempted")
     return found
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results without the tokens themselves."""
+    """Return the results without the tokens."""
     rows = judge(results)
     setups = {
         name: {
@@ -302,7 +313,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Head and rows of everything that was run."""
+    """Return the header and one row per run."""
     head = (
         "engine",
         "run",
@@ -330,28 +341,32 @@ def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """This bench's command line."""
+    """Return the argument parser of this bench."""
     equality = argparse.ArgumentParser(
         prog="equality",
         description=(
-            "Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without "
-            f"any cache. {STATUS}"
+            "Compare greedy tokens with vLLM without any cache, and loaded pages byte for byte "
+            f"with the computed pages. {STATUS}"
         ),
     )
     equality.add_argument(
         "--setups",
         type=some_of(*SETUPS),
         default=list(DEFAULT_SETUPS),
-        help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
+        help=f"engines to run, in this order: {','.join(SETUPS)} (default the first "
+        f"{len(DEFAULT_SETUPS)})",
     )
     equality.add_argument(
         "--phases",
         type=some_of("prompts", "crowd", "load", "sleep", "kept"),
         default=["prompts", "crowd", "load"],
-        help="which of prompts, crowd, load, sleep, kept (default the first three)",
+        help="phases to run: prompts, crowd, load, sleep, kept (default the first three)",
     )
     equality.add_argument(
-        "--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)"
+        "--at-once",
+        type=whole(1, 16),
+        default=3,
+        help="number of engines that share the GPU (default 3)",
     )
     add_model(equality)
     add_sizes(equality, blocks=2000, host_gib=16)
@@ -359,7 +374,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages; returns 1 if any is wrong, 2 if nothing can be compared."""
+    """Compare tokens and pages. Return 1 if any differ, 2 if the check cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2

@@ -1,10 +1,9 @@
-"""One engine's greedy tokens under everything that could change them: `python -m
-benches.gpu.equality_child NAME JSON`.
+"""Computes one engine's greedy tokens: `python -m benches.gpu.equality_child NAME JSON`.
 
-Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at
-once in a block pool that preempts, and 200 random requests. Before each warm run the prefix cache
-is emptied and the paged KV overwritten with noise, so that only bytes which were loaded can give
-the same tokens. Prints `RESULT {...}` after each phase.
+Runs prompts one at a time (cold, from HBM, from the connector, and with loads that copy nothing),
+more prompts than the block pool holds, and 200 random requests. Before each warm run, the prefix
+cache is emptied and paged KV is overwritten with noise, so that only loaded bytes can lead to the
+same tokens. Prints `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
 
 def make_norm_invariant() -> None:
-    """Fix vLLM's batch-invariant mode for the norm that adds a residual.
+    """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
-    It calls a CUDA kernel whose block size, and therefore order of summation, depends on whether a
-    step has 256 tokens: with a prefill, the row of a decoding request rounds differently (vLLM
-    0.26.0).
+    The norm calls a CUDA kernel whose block size, and therefore order of summation, depends on
+    whether a step has 256 tokens. A decoding request's row then rounds differently in a step with a
+    prefill.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -47,7 +46,7 @@ def make_norm_invariant() -> None:
 
 
 class Subject:
-    """The engine, its audit if kvloft is the connector, and how often its scheduler preempted."""
+    """The engine under test, with a page audit (kvloft only) and a preemption counter."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         if options.get("invariant"):
@@ -83,7 +82,7 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
             getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
@@ -91,7 +90,7 @@ class Subject:
         return prompt_of(rng, max(2, int(num_tokens * self.scale)))
 
     def empty_hbm(self) -> None:
-        """No block in HBM can be hit, and all its pages are wrong."""
+        """Empty vLLM's prefix cache and overwrite all pages in HBM with noise."""
         for _ in range(50):
             self.engine.settle()
             if not self.has_prefix_cache or self.engine.llm.reset_prefix_cache():
@@ -102,8 +101,9 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Return each run's tokens (the first's only, for a reference), with counts of moves,
-        audits and preemptions.
+        """Run ``runs``; return the tokens, copied bytes, audit counts and preemptions of each.
+
+        The reference executes only the first run.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
@@ -119,7 +119,7 @@ class Subject:
 
 
 def phase_prompts(subject: Subject) -> dict[str, Any]:
-    """One at a time."""
+    """Run prompts one at a time."""
     prompts = [subject.prompt(random.Random(n), n) for n in LENGTHS]
 
     def one_by_one() -> list[tuple[int, ...]]:
@@ -153,7 +153,7 @@ def phase_prompts(subject: Subject) -> dict[str, Any]:
 
 
 def phase_crowd(subject: Subject) -> dict[str, Any]:
-    """More decoding requests than the block pool holds, so that some are preempted and resumed."""
+    """Run more requests than the block pool holds, so that some are preempted and resumed."""
     rng = random.Random(5)
     prompts = [subject.prompt(rng, rng.randrange(300, 1000)) for _ in range(56)]
 
@@ -164,15 +164,13 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    # Blocks left in HBM change the batches, with every connector.
+    # Blocks that are still in HBM change the batches, with any connector.
     again = {"again": at_once} if subject.has_prefix_cache else {}
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """200 random requests with shared beginnings, then the same in the opposite order after HBM was
-    emptied.
-    """
+    """Run 200 random requests with shared prefixes, empty HBM, and run them in reverse order."""
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)
@@ -192,9 +190,7 @@ def phase_load(subject: Subject) -> dict[str, Any]:
 
 
 def phase_sleep(subject: Subject) -> dict[str, Any]:
-    """Prompts whose saves are in flight when the engine is put to sleep; after wake-up, it must
-    answer as before.
-    """
+    """Put the engine to sleep while saves are in flight; outputs must be the same after wake-up."""
     prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
 
     def tokens() -> list[tuple[int, ...]]:
@@ -204,7 +200,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
                 subject.engine.llm.sleep(level=level)
                 subject.engine.llm.wake_up()
                 if level == 2:
-                    apply_model(subject.engine.llm, sharpen)  # level 2 dropped the weights
+                    apply_model(subject.engine.llm, sharpen)  # level 2 discards the weights
             subject.empty_hbm()
         return subject.engine.tokens(prompts, 24)
 
@@ -212,8 +208,9 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """Prompts one at a time, with lengths around block ends; loaded blocks are compared with those
-    of vLLM's own cache.
+    """Run prompts one at a time, and compare loaded blocks with vLLM's own prefix cache.
+
+    The prompts' lengths are near block boundaries.
     """
     size, longest = subject.block_tokens, subject.longest
     lengths = (
@@ -242,7 +239,7 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
         if subject.audit is not None:
             for name, count in kept.compare(subject.audit.take_loaded()).items():
                 looks[-1][name] = looks[-1].get(name, 0) + count
-        if len(looks) == 1:  # written by a forward pass; later blocks may be loaded ones
+        if len(looks) == 1:  # computed by a forward pass; in later runs, blocks may be loaded
             kept.note()
         return answer
 
@@ -309,4 +306,4 @@ def main(name: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed
+    os._exit(0)  # skip the engine's shutdown, which can hang in some vLLM releases

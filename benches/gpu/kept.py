@@ -1,10 +1,9 @@
-"""The content of vLLM's own prefix cache, block by block: an oracle for loaded pages that uses
-neither kvloft's keys nor its plans.
+"""Compares loaded pages with vLLM's own prefix cache, independently of kvloft's keys and plans.
 
-vLLM names each cached block by a hash of its prefix and the number of its KV cache group. Pages are
-cloned by that name while they have computed bytes, and compared after a load under the same name: a
-window or state of the wrong boundary, group or prompt differs, even if it was copied correctly.
-Clones stay on the device: only for checks.
+vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group.
+Pages are cloned under this name after they are computed, and compared with a loaded block of the
+same name. The check detects KV of the wrong position, group or prompt, even if its bytes were
+copied correctly. Clones stay on the device, so it is for checks only.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ import torch
 
 
 class KeptBlocks:
-    """Of an engine in this process with the paged KV ``groups``, a list of tensors a KV cache
-    group, blocks first.
+    """Clones of the cached blocks of an in-process engine.
+
+    ``groups`` is the engine's paged KV: one list of tensors per KV cache group, with the block as
+    the first dimension.
     """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -27,7 +28,7 @@ class KeptBlocks:
         self._clones: dict[bytes, torch.Tensor] = {}
 
     def note(self) -> int:
-        """Clone cached blocks without a clone; return the number of clones."""
+        """Clone cached blocks that have no clone yet; return the total number of clones."""
         for block in self._pool.blocks:
             name = block.block_hash
             if name is not None and name not in self._clones:
@@ -35,8 +36,10 @@ class KeptBlocks:
         return len(self._clones)
 
     def compare(self, loaded: Sequence[tuple[int, int]]) -> Counter[str]:
-        """Of ``loaded`` (group, block), by group: "same_0", "differing_0", ..., and "unnamed" if
-        vLLM gives no recorded name.
+        """Compare loaded blocks, given as (group, block), with their clones; return the counts.
+
+        The keys are "same_0", "differing_0" and so on by group, and "unnamed" for a block without a
+        clone.
         """
         counts: Counter[str] = Counter()
         for group, block in loaded:
@@ -52,10 +55,10 @@ class KeptBlocks:
         return counts
 
     def _page(self, group: int, block: int) -> torch.Tensor:
-        """All bytes of a block that the group's layers use, padding left out."""
+        """Return all bytes of a block that the group's layers use, without padding."""
         return torch.cat([kv[block].reshape(-1).view(torch.uint8) for kv in self._groups[group]])
 
 
 def _group_of(name: bytes) -> int:
-    """The number after the hash (`BlockHashWithGroupId`)."""
+    """Return the group number at the end of a `BlockHashWithGroupId`."""
     return int.from_bytes(name[-4:], "big")

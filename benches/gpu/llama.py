@@ -1,8 +1,7 @@
-"""A model of one of `shapes` with sharp random weights, run by vLLM in this process: the subject of
-the engine benches.
+"""The in-process vLLM engine that the engine benches measure, with random weights.
 
-Sharp: attention logits have a spread of several units, so that the next token depends on single
-tokens of the prompt, and so on the loaded KV. Must not depend on the measurements.
+The weights are scaled so that attention logits have a standard deviation of about 6. The next token
+then depends on individual tokens of the prompt, and so on the loaded KV.
 """
 
 from __future__ import annotations
@@ -21,21 +20,23 @@ from benches.gpu.peers import CONNECTORS, SERVED
 from benches.gpu.shapes import DRAFT, config_of
 
 SHARPNESS = 2.5
-"""Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
+"""Standard deviation of the entries of queries and keys; that of the logits is its square."""
 FLOOD_PROMPTS = 3
-"""Number of flood prompts. Each fills at most an equal share of paged KV, so that there is room for
-the next while a connector still holds blocks.
+"""Number of prompts that together fill paged KV.
+
+Each fills at most an equal share, so that the next prompt fits while a connector still holds
+blocks.
 """
 SLOW_DECAY = -6.0
-"""Logarithm of a gated delta net's decay: its state covers some hundred tokens."""
+"""Logarithm of a gated delta net's decay, for a state that covers a few hundred tokens."""
 
 
 def sharpen(model: Any) -> int:
-    """Random weights of unit gain in place, the same for the same architecture; return the number
-    of parameters.
+    """Replace the weights in place with random weights of unit gain; return the parameter count.
 
-    The seed of each parameter is its name, so that a pipeline stage without embeddings has another
-    head: otherwise an engine repeats the last token, for any KV.
+    The weights depend only on the architecture: each parameter's name is its seed. With a seed per
+    pipeline stage, the embeddings and the output head would be equal, and the engine would repeat
+    the last token regardless of its KV.
     """
     import torch
 
@@ -50,7 +51,8 @@ def sharpen(model: Any) -> int:
         if parameter.dim() < 2:
             parameter.data.fill_(SLOW_DECAY if name.endswith("A_log") else 1.0)
             continue
-        scales_embeddings = config.model_type.startswith("gemma")  # by the root of their width
+        # Gemma multiplies embeddings by the square root of their width.
+        scales_embeddings = config.model_type.startswith("gemma")
         fan_in = (
             1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
         )
@@ -58,18 +60,18 @@ def sharpen(model: Any) -> int:
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
             parameter.data[:q_and_k] *= SHARPNESS
-        if "q_b_proj" in name:  # of multi-head latent attention, whose keys come from a unit latent
+        if "q_b_proj" in name:  # multi-head latent attention: keys come from a latent of unit gain
             parameter.data *= SHARPNESS**2
         if "lm_head" in name:
             parameter.data *= 4.0
     for module in model.modules():
-        if hasattr(module, "W_UK_T"):  # computed from weights at loading
+        if hasattr(module, "W_UK_T"):  # vLLM derives it from the weights after loading
             module.process_weights_after_loading(parameters[0][1].dtype)
     return count
 
 
 class Engine:
-    """vLLM in this process, with the operations that the phases need."""
+    """An in-process vLLM engine with the operations that the phases need."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
@@ -128,9 +130,8 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        self._random = random.Random(
-            8 if name in SERVED[1:] else 7
-        )  # prompts computed by one engine are not new for the other
+        # Engines that share a server get different prompts: each must compute its own.
+        self._random = random.Random(8 if name in SERVED[1:] else 7)
         self._next = 0
         self._floods = options.get("floods", False)
         self.bytes_a_token = (
@@ -146,7 +147,7 @@ class Engine:
         )
 
     def ttft(self, prompt: list[int]) -> tuple[float, tuple[int, float], int]:
-        """(seconds, (token, its logprob), tokens that were cached)."""
+        """Compute one token; return (seconds, (token, its logprob), number of cached tokens)."""
         begin = time.perf_counter()
         output = self.llm.generate(
             [{"prompt_token_ids": prompt}], self.params(1, logprobs=1), use_tqdm=False
@@ -165,7 +166,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[list[int]], max_tokens: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """For all together: (tokens, cached prompt tokens)."""
+        """Run all prompts together; return (tokens, number of cached prompt tokens) for each."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
         )
@@ -181,14 +182,15 @@ class Engine:
         return name
 
     def settle(self) -> None:
-        """Let saves finish: small requests keep the engine stepping."""
+        """Give pending saves time to finish; small requests keep the engine stepping."""
         for _ in range(4):
             self.ttft(self.prompt(40))
             time.sleep(0.1)
 
     def empty_gpu_cache(self) -> None:
-        """Empty HBM, so that nothing in it can be hit; the connector's chunks stay. Raises
-        RuntimeError if vLLM refuses.
+        """Empty vLLM's own prefix cache, but keep the connector's chunks.
+
+        Raises RuntimeError if vLLM does not reset the cache.
         """
         if self._floods:
             return self._flood()
@@ -199,8 +201,9 @@ class Engine:
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
 
     def _flood(self) -> None:
-        """Fill every block with new prompts: some connectors keep a few blocks until the next
-        request, and then vLLM resets nothing.
+        """Overwrite every block with new prompts.
+
+        Some connectors keep a few blocks until the next request, which prevents vLLM's reset.
         """
         config = self.engine.vllm_config
         blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
@@ -221,8 +224,10 @@ def _kvloft(connector: str = "KVLoftConnector", **settings: Any) -> dict[str, An
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write it only if it differs: engines that share a folder are distinguished by modification
-    times.
+    """Write config.json only if it changes.
+
+    kvloft's namespace contains the file's modification time, so engines that share a cache must not
+    rewrite the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, text = folder / "config.json", json.dumps(config)
@@ -231,10 +236,10 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def apply_model(llm: Any, function: Any) -> list[Any]:
-    """As ``llm.apply_model``, for an engine in this process and unnoticed by kvloft, which would
-    stop caching.
+    """Like ``llm.apply_model``, but without kvloft's hook, which would stop caching.
 
-    All engines that share a cache get the same change before their first request.
+    This is safe because all engines that share a cache make the same change before their first
+    request. The engine must run in this process.
     """
     found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(
         "apply_model", args=(function,)
@@ -243,12 +248,15 @@ def apply_model(llm: Any, function: Any) -> list[Any]:
 
 
 def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
-    """A separate cache, so that every connector starts alike."""
+    """Return a random prompt; the same ``rng`` state gives every engine the same prompt."""
     return [rng.randrange(10, 128000) for _ in range(num_tokens)]
 
 
 def count_asked(engine: Engine) -> list[int]:
-    """[tokens that vLLM has requested from the connector], for the scheduler in this process."""
+    """Return a one-item list with the number of tokens that vLLM loads from the connector.
+
+    The in-process scheduler updates it.
+    """
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
         update = connector.update_state_after_alloc
@@ -262,13 +270,14 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """Moves of kvloft's worker since the first call, if that is the connector: bytes, chunks,
-    loads.
+    """Return bytes, chunks and loads that kvloft's worker has copied since the first call.
+
+    Empty if kvloft is not the connector.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    core = getattr(worker, "core", None)  # PegaFlow also has a `_worker`, of another kind
+    core = getattr(worker, "core", None)  # PegaFlow's `_worker` has no core
     if core is None:
         return {}
     if core not in _TOTALS:
@@ -280,7 +289,7 @@ _TOTALS: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def _counted(core: Any) -> Counter[str]:
-    """Wraps the reports of the mover to ``core``."""
+    """Count the mover's reports to ``core``; return the counter."""
     totals, note = Counter[str](), core._note
 
     def counting(done: Any) -> None:

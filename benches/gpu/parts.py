@@ -1,8 +1,7 @@
-"""Parts of first-token times: the host's until the first forward pass starts, the GPU's until the
-last ends, and the rest.
+"""Splits the time to first token: before, during and after the request's forward passes.
 
-Whole times vary by a percent with the GPU's clock and the host's cores; the parts show a
-connector's share. Must not depend on connectors.
+The whole time varies by about a percent with the GPU's clock and the host's load. The parts show
+where a connector adds time.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """The parts of one request, or several together, in seconds."""
+    """The parts of one request, or of requests sent together, in seconds."""
 
     before_s: float
     """From `ForwardParts.start` until the launch of the first forward pass on an idle GPU."""
     gpu_s: float
-    """From there to the end of the last forward."""
+    """From the start of the first to the end of the last forward pass."""
     between_s: float
-    """Part of it between forward passes."""
+    """Part of ``gpu_s`` between forward passes."""
     after_s: float
-    """Until the caller had the last token."""
+    """From the end of the last forward pass until the caller receives the last token."""
     collected_s: float
-    """Python's garbage collections during all of it."""
+    """Time of Python's garbage collections in the other parts."""
 
 
 MAX_FORWARDS = 256
 
 
 class ForwardParts:
-    """Wraps the forward passes of ``model`` from its construction until `close`."""
+    """Hooks the forward passes of ``model`` until `close`."""
 
     def __init__(self, model: Any, stream: Any) -> None:
-        """``stream()`` is the `driver.Stream` that forwards are launched on."""
+        """``stream()`` returns the `driver.Stream` of the forward passes."""
         self._stream = stream
         self._begins, self._ends = (
             [driver.Event(timing=True) for _ in range(MAX_FORWARDS)] for _ in range(2)
@@ -49,15 +48,16 @@ class ForwardParts:
         self.start()
 
     def start(self) -> None:
-        """It is sent now."""
+        """Start measuring a request that is sent now."""
         self._begin_s = time.perf_counter()
         self._first_s: float | None = None
         self._collected_s = 0.0
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
-        """Return the parts of a request that was sent at `start` and took ``seconds``; None without
-        a forward pass (as in a replay) or with too many.
+        """Return the parts of the request since `start`, which took ``seconds``.
+
+        Returns None if the hooks saw no forward pass, as in a CUDA graph replay, or too many.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

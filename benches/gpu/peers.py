@@ -1,7 +1,7 @@
-"""Other external caches to compare kvloft with: their connector settings, environment, and servers:
-theirs and kvloft's.
+"""Connector settings, environments and servers of the external caches that benches compare.
 
-Must not import vLLM or a peer, so that one that cannot start loses only its own row.
+This module imports neither vLLM nor a peer, so that a cache that fails to start loses only its own
+row.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
-"""Folder of another kvloft, such as the previous commit, as PYTHONPATH would name it."""
+"""Name of the environment variable with the PYTHONPATH of a different kvloft."""
 SERVED = ("served", "served2")
-"""Engines with one `kvloft serve` as their cache."""
+"""Engines that share one `kvloft serve`."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
-    """Environment variables for the engine of ``name``."""
+    """Return additional environment variables for the engine with connector ``name``."""
     if name == "lmcache-server":
         return {"LMCACHE_TRACK_USAGE": "false"}
     if name == "lmcache":
@@ -70,10 +70,10 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 def daemons(
     names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]
 ) -> Iterator[dict[str, str]]:
-    """Runs PegaFlow's and LMCache's servers; yields {name: reason} for each that did not become
-    ready.
+    """Run the servers of PegaFlow and LMCache that ``names`` require.
 
-    ``log_of``: where the output of a server goes.
+    Yields {name: reason} for each server that does not become ready. ``log_of(name)`` is the log
+    file of a server.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     errors: dict[str, str] = {}
@@ -102,8 +102,10 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its command and environment; it links against a Python and a CUDA runtime of the pack or the
-    machine.
+    """Return the command and environment of PegaFlow's server.
+
+    The server links against a Python and a CUDA runtime, which come with the package or from the
+    environment.
     """
     package = find_spec("pegaflow")
     torch = find_spec("torch")
@@ -144,7 +146,10 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Its multi-process server, which allocates all its memory at start, like kvloft's."""
+    """Return the command and environment of LMCache's multi-process server.
+
+    It allocates all its memory at startup, like kvloft's server.
+    """
     command = [
         sys.executable,
         "-m",
@@ -176,8 +181,9 @@ SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {
 
 @contextmanager
 def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
-    """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it
-    does not become ready.
+    """Run `kvloft serve` and yield its socket; yield None if no engine of ``names`` uses it.
+
+    Raises RuntimeError if the server does not become ready.
     """
     if not set(SERVED) & set(names):
         yield None
@@ -202,7 +208,8 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
             while not socket.exists():
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"kvloft serve did not get ready: {log.read_text(errors='replace')[-1000:]}"
+                        "kvloft serve did not become ready: "
+                        f"{log.read_text(errors='replace')[-1000:]}"
                     )
                 time.sleep(0.05)
             yield str(socket)
@@ -211,7 +218,7 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
 
 
 def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) -> None:
-    """Wait until its health page answers or, without one, its log shows that it runs."""
+    """Wait until the server's health endpoint responds or, without ``http``, its log says ready."""
     deadline = time.monotonic() + READY_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None and time.monotonic() < deadline:
@@ -222,7 +229,9 @@ def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) ->
             if LMCACHE_READY in log.read_text(errors="replace"):
                 return
         time.sleep(0.25)
-    raise RuntimeError(f"its server did not get ready: {log.read_text(errors='replace')[-1000:]}")
+    raise RuntimeError(
+        f"the server did not become ready: {log.read_text(errors='replace')[-1000:]}"
+    )
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -235,8 +244,9 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Return True if the peer's package can be imported or the other kvloft exists; other
-    connectors need nothing.
+    """Return True if the connector ``name`` is available.
+
+    A peer requires its package, "before" requires the environment variable BENCH_BEFORE.
     """
     if name == "before":
         return BEFORE in os.environ

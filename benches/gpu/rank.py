@@ -1,6 +1,4 @@
-"""Calls on one rank of an engine, in its process: the audit of its pages. A module that ranks can
-import.
-"""
+"""Functions that `ranks_child` runs in the process of each rank to audit its pages."""
 
 from __future__ import annotations
 
@@ -10,11 +8,14 @@ from benches.gpu.audit import PageAudit, poison, whole_blocks
 from benches.gpu.llama import worker_totals
 
 _audits: list[PageAudit] = []
-"""Of this process."""
+"""The audit of this process, once `begin_audit` has run."""
 
 
 def _paged_kv(worker: Any) -> list[list[Any]]:
-    """Of the layers that this rank has, by KV cache group; each has its blocks first."""
+    """Return the paged KV of this rank's layers, one list per KV cache group.
+
+    The first dimension of each tensor is the block.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     half, layers = (
@@ -34,28 +35,28 @@ def _paged_kv(worker: Any) -> list[list[Any]]:
 
 
 def begin_audit(worker: Any) -> int:
-    """In a rank: observe its mover; return the number of layers."""
+    """Start auditing this rank's mover; return the number of tensors of paged KV."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group()._worker.core._mover
-    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # at earlier commits
+    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
     getattr(mover, "wait_registered", named_before)(60.0)
-    worker_totals()  # counts from here on
+    worker_totals()  # starts counting
     groups = _paged_kv(worker)
     _audits.append(PageAudit(mover, *groups))
     return sum(map(len, groups))
 
 
 def overwrite(worker: Any, seed: int) -> None:
-    """In a rank: every page is wrong."""
+    """Overwrite every page of this rank with noise."""
     poison([kv for group in _paged_kv(worker) for kv in group], seed)
 
 
 def skip_loads(worker: Any, skip: bool) -> None:
-    """In a rank: loads report success and move nothing."""
+    """Set whether this rank's loads report success without copying any bytes."""
     _audits[0].skip_loads = skip
 
 
 def counts(worker: Any) -> dict[str, int]:
-    """In a rank: counts of moves and comparisons since the last call, and bytes since the first."""
+    """Return the audit's counts since the last call, and the worker's totals."""
     return {**_audits[0].take_counts(), **worker_totals()}

@@ -1,8 +1,8 @@
-"""`python -m benches.gpu.ranks`: checks that an engine of several ranks, tensor or pipeline
-parallel, gives the same answers from host memory.
+"""`python -m benches.gpu.ranks`: checks the outputs of a tensor or pipeline parallel engine.
 
-vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares its loads with the
-bytes that its forward passes wrote. Must not import vLLM.
+Outputs must be the same with and without loads from host memory. Each rank compares its loads with
+the bytes that its forward passes wrote. Uses vLLM's batch-invariant mode, as in `equality`, without
+CUDA graphs. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ ENV = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Ranks are forked, so that they inherit the child's changes of kvloft. They reduce with plain
-NCCL: multicast of NVLink can disturb other programs on the host's GPUs.
+"""Environment of the engine.
+
+Ranks are forked, so that they inherit the child's patches of kvloft. They reduce with plain NCCL,
+because NVLink multicast can disturb other programs on the host's GPUs.
 """
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
-    """The child's result, or with an "error"."""
+    """Run the child and return its result, with "error" if it failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         asked = json.dumps({**options, "model_dir": f"{folder}/model"})
@@ -51,22 +53,22 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     cold, warm, crowd, skipped = (runs[name] for name in ("cold", "warm", "crowd", "skipped_load"))
     for name in ("hbm", "warm", "crowd"):
         if runs[name]["tokens"][: len(cold["tokens"])] != cold["tokens"]:
-            yield f"tokens {name} differ from those of a cold cache"
+            yield f"tokens of {name} differ from the tokens of cold"
     if runs["crowd_warm"]["tokens"] != crowd["tokens"]:
-        yield "tokens crowd_warm differ from those of the crowd before"
+        yield "tokens of crowd_warm differ from the tokens of crowd"
     if missing := [
         n
         for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :])
         if not found
     ]:
-        yield f"no token of the crowd's new prompts was found when they were repeated: {missing}"
+        yield f"crowd_warm: no cached tokens for some of the prompts that crowd computed: {missing}"
     for name in ("crowd", "crowd_warm"):
         if any(
             ours < before
             for ours, before in zip(runs[name]["cached"], warm["cached"], strict=False)
         ):
             yield (
-                f"fewer tokens were found {name} than warm: {runs[name]['cached']} for "
+                f"fewer cached tokens in {name} than in warm: {runs[name]['cached']}, expected "
                 f"{warm['cached']}"
             )
     if skipped["tokens"] == cold["tokens"]:
@@ -76,12 +78,12 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)
     ):
         yield (
-            f"fewer tokens were found than in vLLM's own cache: {warm['cached']} for "
+            f"fewer cached tokens than with vLLM's own cache: {warm['cached']}, expected "
             f"{runs['hbm']['cached']}"
         )
     for name, found in runs.items():
         if len(found["ranks"]) != num_ranks:
-            yield f"{len(found['ranks'])} ranks answered, not {num_ranks} ({name})"
+            yield f"{name}: {len(found['ranks'])} ranks responded, expected {num_ranks}"
     for name in ("warm", "crowd", "crowd_warm"):
         for rank, found in enumerate(runs[name]["ranks"]):
             if (
@@ -91,20 +93,20 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
                 or found.get("bad_chunks")
             ):
                 yield (
-                    f"rank {rank} loaded other pages than its forwards wrote, or none ({name}): "
-                    f"{found}"
+                    f"{name}: rank {rank} loaded nothing, or loaded pages that differ from the "
+                    f"computed pages: {found}"
                 )
     for rank, blind in enumerate(skipped["ranks"]):
         if not blind["loaded"] or blind["loaded_differing"] != blind["loaded"]:
-            yield f"rank {rank}: the audit did not see pages that were not loaded: {blind}"
+            yield f"rank {rank}: the audit did not detect skipped loads: {blind}"
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Head, and a row for each run."""
+    """Return the header and one row per run."""
     runs = result.get("runs", {})
     known = runs.get("crowd", runs.get("cold", {})).get("tokens", [])
     rows: list[tuple[str, ...]] = [
-        ("run", "answers equal", "tokens cached", "chunks loaded by rank", "differing")
+        ("run", "outputs equal", "cached tokens", "chunks loaded by rank", "differing")
     ]
     for name, found in runs.items():
         equal = sum(a == b for a, b in zip(found["tokens"], known, strict=False))
@@ -119,9 +121,9 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """This bench's command line."""
+    """Return the argument parser of this bench."""
     ranks = argparse.ArgumentParser(
-        prog="ranks", description=f"Greedy tokens of an engine over several GPUs. {STATUS}"
+        prog="ranks", description=f"Check the outputs of an engine on multiple GPUs. {STATUS}"
     )
     ranks.add_argument(
         "--tp", type=whole(1, 8), default=1, help="tensor parallel ranks (default 1)"
@@ -133,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; returns 1 if anything is wrong, 2 if it cannot run."""
+    """Run the check. Return 1 if it fails, 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("ranks"):
         return 2

@@ -1,9 +1,11 @@
-"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares its
-loads.
+"""Runs one engine on multiple GPUs: `python -m benches.gpu.ranks_child JSON`.
 
-Prompts one at a time: cold, from HBM, and, after paged KV was overwritten in each rank, from host
-memory. Then these and new prompts together, so that several steps are in flight in the stages;
-twice, the second time from host memory. Last with loads that copy nothing. Prints `RESULT {...}`.
+The runs, each followed by a line `RESULT {...}`:
+- prompts one at a time: cold, from HBM, and from host memory after each rank's paged KV is
+  overwritten
+- the same and new prompts together, so that multiple steps are in flight in the pipeline; then
+  again from host memory
+- prompts one at a time, with loads that copy nothing
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 NUM_NEW = 4
-"""New prompts for the crowd, as many, with the first lengths."""
+"""Number of new prompts in the crowd, with the first lengths of LENGTHS."""
 NUM_TOKENS = 24
 Answer = tuple[tuple[int, ...], int]
-"""Return its tokens and the number of cached prompt tokens."""
+"""Output tokens, and the number of cached prompt tokens."""
 
 
 def main(options: dict[str, Any]) -> None:
-    """Run everything and print the results as JSON."""
+    """Run all runs and print the results as JSON."""
     from kvloft.vllm.ranks import watch
 
-    watch()  # kvloft's plugin does, which is not loaded here; pipeline stages need it
+    watch()  # pipeline stages need it; kvloft's plugin, which calls it, is not loaded here
     engine = Engine("groups" if "layer_types" in options["model"] else "kvloft", options)
     executor = engine.engine.engine_core.engine_core.model_executor
     engine.settle()
@@ -77,4 +79,4 @@ def main(options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # the engine's shutdown can hang in some releases, and everything is printed
+    os._exit(0)  # skip the engine's shutdown, which can hang in some vLLM releases

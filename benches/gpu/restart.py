@@ -1,8 +1,7 @@
-"""`python -m benches.gpu.restart`: kills an engine and starts it again, while its cache stays in
-`kvloft serve` or in a disk directory.
+"""`python -m benches.gpu.restart`: kills an engine and starts it again with the same cache.
 
-Prints how long the next engine takes to the first token of a prompt that the first one computed.
-Must not import vLLM.
+The cache is in `kvloft serve` or in a disk directory. Prints the second engine's time to first
+token of a prompt that the first engine computed. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ POLL_S = 0.1
 
 
 def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """The output of each life of the engine, or {"error": ...}; each is killed by SIGKILL
-    afterwards.
+    """Run the engine LIVES times; return the results of each run, or {"error": ...}.
+
+    The engine is killed with SIGKILL after each run.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -73,7 +73,7 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
-    """Why the check fails; empty if it does not."""
+    """Return the reasons why the check fails; empty if it passes."""
     failed = [
         f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
     ]
@@ -82,23 +82,23 @@ def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 
     before, after = lives[0], lives[-1]
     found = []
     if after["cached"] < context - block_tokens:
-        found.append(f"the next engine found {after['cached']} of {context} tokens")
+        found.append(f"only {after['cached']} of {context} tokens were cached after the restart")
     answers = [before["first_loaded"], after["first"], after["first_loaded"]]
     if any(answer != answers[0] for answer in answers):
-        found.append(f"first tokens, or their logprobs, differ: {answers}")
+        found.append(f"first tokens or their logprobs differ: {answers}")
     return found
 
 
 def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Head, and a row for each figure."""
+    """Return the header and one row per figure."""
     rows = [("", *(f"engine {nth + 1}" for nth in range(len(lives))))]
     for key, label in {
-        "started_s": "ready after, s",
-        "answered_s": "first token of the prompt after, s",
-        "cached": "its tokens found",
-        "ttft_ms": "its TTFT, ms",
-        "hbm_ms": "again, from HBM, ms",
-        "loaded_ms": "again, from host memory, ms",
+        "started_s": "start until ready, s",
+        "answered_s": "start until first token, s",
+        "cached": "cached tokens",
+        "ttft_ms": "TTFT, ms",
+        "hbm_ms": "TTFT from HBM, ms",
+        "loaded_ms": "TTFT from host memory, ms",
     }.items():
         shown = (
             f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-"))
@@ -109,28 +109,30 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """This bench's command line."""
+    """Return the argument parser of this bench."""
     restart = argparse.ArgumentParser(
         prog="restart",
         description=(
-            "Kills an engine and starts it again, with its cache in `kvloft serve` or on disk. "
+            "Kill an engine and start it again, with its cache in `kvloft serve` or on disk. "
             f"{STATUS}"
         ),
     )
     restart.add_argument(
-        "--disk", metavar="DIR", help="use the engine's own memory and a disk directory in DIR"
+        "--disk",
+        metavar="DIR",
+        help="use a disk tier in a temporary directory under DIR instead of a server",
     )
     restart.add_argument(
-        "--disk-threads", type=whole(1, 64), default=8, help="threads of the disk (default 8)"
+        "--disk-threads", type=whole(1, 64), default=8, help="disk I/O threads (default 8)"
     )
     restart.add_argument(
-        "--raw", action="store_true", help="with --disk: without compression, to compare"
+        "--raw", action="store_true", help="turn compression off (only with --disk)"
     )
     restart.add_argument(
         "--context",
         type=whole(2048, 40000),
         default=32768,
-        help="tokens of the prompt (default 32768)",
+        help="tokens in the prompt (default 32768)",
     )
     add_model(restart)
     add_sizes(restart, blocks=4700, host_gib=24)
@@ -138,8 +140,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns 1 if the next engine does not find the prompt or gives another answer,
-    2 if none can run.
+    """Run the bench. Return 1 if it fails, 2 if it cannot run.
+
+    It fails if the restarted engine misses the prompt or returns a different token.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

@@ -1,7 +1,7 @@
-"""One life of an engine with a server's cache: `python -m benches.gpu.restart_child JSON`.
+"""Runs the engine that `restart` kills: `python -m benches.gpu.restart_child JSON`.
 
-Runs the same prompt in every process, again from HBM, and, once its saves are complete, from the
-cache; prints `RESULT {...}` and waits to be killed.
+Runs the same prompt in every process: first, again from HBM and, once its saves are complete, from
+the cache. Then prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ WRITE_S = 120.0
 
 
 def main(options: dict[str, Any]) -> None:
-    """Times are seconds since the parent started this process, by the clock that both share."""
+    """Run the prompt and print the results.
+
+    Times are in seconds since the parent started this process, on the machine's monotonic clock.
+    """
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
-        wait_registered(engine, options)  # saves take no frames that are not; loads do
-        # Both lives then have the same compiled and captured code.
+        wait_registered(engine, options)  # saves only use registered frames; loads use any
+        # Warms up compilation, so that both processes run the same code.
         engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)
@@ -53,10 +56,10 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _wait_written(engine: Engine) -> None:
-    """Wait until every chunk that goes to disk is there. The engine core runs in this process."""
+    """Wait until all pending chunks are written to disk."""
     connector = engine.engine.engine_core.engine_core.scheduler.connector
     if not connector._scheduler._store.flush(WRITE_S):
-        raise RuntimeError(f"the disk did not take the prompt's chunks within {WRITE_S} s")
+        raise RuntimeError(f"the prompt's chunks were not written to disk within {WRITE_S} s")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Architectures of the engine benches, with the widths of published models and random weights.
+"""Architectures that the engine benches run, with the dimensions of published models.
 
-Must not import torch or vLLM.
+This module does not import torch or vLLM.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LLAMA = {
 }
 """Llama 3.1 8B, the base of all shapes."""
 DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
-"""An EAGLE drafter of it."""
+"""An EAGLE draft model for `LLAMA`."""
 
 
 def gemma3(num_layers: int) -> dict[str, Any]:
-    """Gemma 3 4B: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
+    """Gemma 3 4B: five of six layers have a sliding window of 1,024 tokens."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -60,7 +60,7 @@ def gemma3(num_layers: int) -> dict[str, Any]:
 
 
 def qwen35(num_layers: int) -> dict[str, Any]:
-    """Qwen 3.5 9B: gated delta nets, so states, in three of four layers."""
+    """Qwen 3.5 9B: three of four layers are gated delta nets."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -89,8 +89,10 @@ def qwen35(num_layers: int) -> dict[str, Any]:
 
 
 def gemma4(num_layers: int) -> dict[str, Any]:
-    """Gemma 4, the text model without experts: as Gemma 3, but heads of full attention are twice as
-    wide: blocks differ in size.
+    """Gemma 4, the text model without experts.
+
+    Like Gemma 3, but full attention has heads of twice the width, so that block sizes differ by
+    group.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     return gemma3(num_layers) | {
@@ -107,7 +109,7 @@ def gemma4(num_layers: int) -> dict[str, Any]:
 
 
 def tiny_gdn(num_layers: int) -> dict[str, Any]:
-    """A small Qwen 3.5: blocks of about a hundred tokens, and an engine that starts in seconds."""
+    """A small Qwen 3.5 that starts in seconds and has blocks of about a hundred tokens."""
     small = {
         "hidden_size": 512,
         "intermediate_size": 1024,
@@ -118,12 +120,12 @@ def tiny_gdn(num_layers: int) -> dict[str, Any]:
 
 
 def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
-    """The same with a layer that predicts tokens, with KV in a draft group."""
+    """Like `tiny_gdn`, but with an MTP layer, whose KV is in a draft group."""
     return tiny_gdn(num_layers) | {"mtp_num_hidden_layers": 1}
 
 
 def tiny_mla(num_layers: int) -> dict[str, Any]:
-    """A small DeepSeek V3: one latent of 576 numbers per token and layer, and few experts."""
+    """A small DeepSeek V3 with few experts and a latent of 576 values per token and layer."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -157,8 +159,10 @@ def tiny_mla(num_layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``changes``: config values that replace `LLAMA`'s. ``llm``: vLLM's settings for it.
-    ``drafts``: the drafting method and the number of draft tokens.
+    """A model architecture.
+
+    ``changes`` returns the config values that differ from `LLAMA`. ``llm`` has vLLM's settings for
+    the model, ``drafts`` its speculative decoding method and number of draft tokens.
     """
 
     num_layers: int
@@ -168,9 +172,9 @@ class Shape:
 
 
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
-"""The other prefill of gated delta nets, flashinfer's, is not on every machine."""
+"""The alternative prefill backend, flashinfer, is not installed everywhere."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-"""Graphs would keep the weights that `sharpen` replaces."""
+"""CUDA graphs would keep using weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(
@@ -190,16 +194,16 @@ SHAPES = {
         8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}
     ),
 }
-"""Shapes by `--model`. Without FlashAttention 4, heads of 512 need Triton's attention."""
+"""Shapes by the name for `--model`. Heads of 512 require Triton attention or FlashAttention 4."""
 
 
 def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
-    """An engine's options for a shape: its model, vLLM's settings for it, and its drafter's."""
+    """Return the engine options of a shape: model, vLLM settings and speculative decoding."""
     shape = SHAPES[name]
     model = dict(shape.changes(num_layers or shape.num_layers))
     return {"model": model, "llm": dict(shape.llm), "drafts": dict(shape.drafts)}
 
 
 def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json: `LLAMA` with these changes; None removes a field."""
+    """Return the content of config.json: `LLAMA` with these changes. None removes a field."""
     return {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}

@@ -1,8 +1,7 @@
-"""The timeline of a load: when pieces were submitted, when the link carried them, when the engine
-stepped.
+"""Records when the pieces of a load are submitted and copied.
 
-Wraps a mover's load lane and records a timing event after each piece's copies. The events cost the
-lane a microsecond per piece; nothing waits for the device until `summary`.
+`LoadTrace` wraps a mover's load lane and records a timing event after the copies of each piece. The
+events cost the lane about a microsecond per piece. Nothing waits for the device until `summary`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kvloft.transfer.cuda import driver
 
 
 class LoadTrace:
-    """Wraps ``mover`` from its construction on. Times are seconds since `start`."""
+    """Wraps ``mover`` once constructed. Times are in seconds since `start`."""
 
     def __init__(self, mover: Any) -> None:
         self._lane, self._mover = mover.loads, mover
@@ -25,7 +24,7 @@ class LoadTrace:
         self.start()
 
     def start(self) -> None:
-        """Drop everything; both clocks start at zero now. The device must be idle."""
+        """Discard all records and set both clocks to zero. The device must be idle."""
         driver.synchronize()
         self._zero.record(self._lane.copy_streams[0])
         driver.synchronize()
@@ -50,8 +49,10 @@ class LoadTrace:
         return sent
 
     def summary(self) -> dict[str, Any]:
-        """Milliseconds: first and last submit, first and last copy done, longest gaps between
-        copies beyond the time of their bytes.
+        """Return the times of submissions and copies in milliseconds.
+
+        ``worst_gaps_ms`` has the longest gaps between copies, without the time to transfer their
+        bytes.
         """
         driver.synchronize()
         done = [event.seconds_since(self._zero) for event in self._pool[: len(self._pieces)]]

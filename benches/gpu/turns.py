@@ -1,6 +1,7 @@
-"""Turns of engines that share a GPU: each measures once while the others are idle, so that changes
-during a run (a warming GPU, other load on the host) affect all equally. Must not depend on the
-measurements.
+"""Lets engines that share a GPU take turns: one measures while the others are idle.
+
+Changes during a run, such as a warming GPU or other load on the host, then affect all engines
+equally.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ POLL_S = 0.002
 
 
 class Turns:
-    """Processes that take turns in the order of ``names``, through files in ``folder``; turns do
-    not wait for a process that left.
+    """The turns of this process.
+
+    Processes take turns in the order of ``names`` and communicate through files in ``folder``. A
+    process that left is skipped.
     """
 
     def __init__(
         self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0
     ) -> None:
-        """Signal that ``name`` is ready, and wait until all are. Raises TimeoutError if one never
-        is.
+        """Signal that this process, ``name``, is ready, and wait until all processes are ready.
+
+        Raises TimeoutError if a process does not become ready.
         """
         self._folder, self._timeout_s = folder, timeout_s
         self._names, self._mine = list(names), list(names).index(name)
@@ -30,15 +34,13 @@ class Turns:
         (folder / f"ready-{name}").touch()
         self._wait(
             lambda: all((folder / f"ready-{other}").exists() for other in self._present()),
-            "another engine never became ready",
+            "another engine did not become ready",
         )
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Waits for this process's next turn and passes it on at the end, even if the turn
-        failed.
-        """
-        self._wait(self._is_mine, "another engine kept its turn")
+        """Run the body in this process's next turn, then end the turn, even after an exception."""
+        self._wait(self._is_mine, "another engine did not finish its turn")
         try:
             yield
         finally:
@@ -50,8 +52,9 @@ class Turns:
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
-        """Return True if no other process had fewer turns, or as many and an earlier name: true for
-        one process at a time.
+        """Return True if it is this process's turn.
+
+        The process with the fewest finished turns is next; the order of the names breaks ties.
         """
         order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
         mine = self._names[self._mine]
@@ -61,7 +64,7 @@ class Turns:
         return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
 
     def _num_done(self, name: str) -> int:
-        """Number of turns so far: one byte each."""
+        """Return the number of finished turns, which is the size of the process's file."""
         path = self._folder / f"done-{name}"
         return path.stat().st_size if path.exists() else 0
 
@@ -74,6 +77,6 @@ class Turns:
 
 
 def leave(folder: Path, name: str) -> None:
-    """Record that ``name``, whose process may be dead, takes no further turns."""
+    """Record that ``name`` takes no further turns; its process may already have exited."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"left-{name}").touch()

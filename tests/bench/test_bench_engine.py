@@ -214,7 +214,7 @@ def test_engines_share_a_gpu_only_if_all_fit() -> None:
     ("argv", "words"),
     [
         ("engine --connectors foo", "'foo' is not one of none, native, kvloft"),
-        ("engine --connectors kvloft,kvloft", "a name twice"),
+        ("engine --connectors kvloft,kvloft", "has a duplicate name"),
         ("engine --phases cold,foo", "'foo' is not one of"),
         ("engine --context 0", "not an integer"),
         ("engine --blocks x", "not an integer"),

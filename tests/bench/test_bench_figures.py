@@ -266,7 +266,7 @@ def test_the_report_names_and_counts_a_failed_engine(
     out = report(tmp_path, capsys, engine=same, engine_again_1=same, engine_again_2=died)
     assert "**kvloft failed** (`engine_again_2.json`): ended with -11; the end of x:" in out
     assert (
-        "| kvloft failed in 1 | **missed** | **missed** | **missed** |" in out
+        "| failed runs of kvloft: 1 | **missed** | **missed** | **missed** |" in out
         and "| median" not in out
     )
     (tmp_path / "engine_again_2.json").unlink()
@@ -287,13 +287,13 @@ def test_the_report_shows_the_parts_of_a_cold_prompt(
     ).splitlines()
     for whole, gpu in (
         ("TTFT of 32,768 tokens, cold", "1,222.00"),
-        ("8 x 16k at once, cold: makespan", "3,900.00"),
+        ("8 x 16k together, cold: makespan", "3,900.00"),
     ):
         at = next(i for i, line in enumerate(out) if line.startswith(f"| {whole}"))
         assert out[at + 1 : at + 5] == [
-            "| - until the first forward starts | 11.00 | - |  |  |",
-            f"| - from there to the end of the last forward | {gpu} | - |  |  |",
-            "| - of that, between forwards | 2.00 | - |  |  |",
+            "| - until the first forward pass | 11.00 | - |  |  |",
+            f"| - first to last forward pass | {gpu} | - |  |  |",
+            "| - gaps between the forward passes | 2.00 | - |  |  |",
             "| - until the token is available | 3.00 | - |  |  |",
         ]
 
@@ -315,7 +315,9 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     }
     out = report(tmp_path, capsys, copy=copy, engine={"kvloft": {"ttft": ttft}})
     (line,) = (
-        text for text in out.splitlines() if text.startswith("Each warm TTFT against 100.0 ms")
+        text
+        for text in out.splitlines()
+        if text.startswith("Ratio of each warm TTFT to its lower bound (100.0 ms")
     )
     assert f"target 1.05; {verdict})" in line
 
@@ -368,13 +370,13 @@ def test_the_report_compares_one_process_with_its_connector_and_without(
     measured["attached"]["waves"]["detached"]["between_ms"] = 6.0
     out = report(tmp_path, capsys, engine_attached={"kvloft": measured})
     assert "in one process of kvloft" in out
-    assert "| TTFT of 32,768 tokens (of 2) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
+    assert "| TTFT of 32,768 tokens (2 runs) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
     assert (
-        "| 8 x 16k at once: makespan (of 2) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |"
+        "| 8 x 16k together: makespan (2 runs) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |"
         in out
     )
-    assert "| - from there to the end of the last forward | 980.00 | 982.00 | | |" in out
-    assert "of that, between forwards" not in out, "not measured for both"
+    assert "| - first to last forward pass | 980.00 | 982.00 | | |" in out
+    assert "gaps between the forward passes" not in out, "not measured for both"
     del measured["attached"]["waves"]["attached"]["ms"]
     assert "one process" not in report(
         tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}}
@@ -432,7 +434,7 @@ def test_the_report_compares_chats_with_the_fastest_of_the_others(
             "kvloft": runs(33.4),
         },
     )
-    assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most the fastest other's 33.5: met |" in found
+    assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most 33.5, the fastest other: met |" in found
     assert "| native | - | - | - | - | 5 turns" in found, "an interrupted run has no makespan"
     assert "**missed**" in report(
         tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)}
@@ -509,15 +511,15 @@ def test_the_report_compares_our_server_with_the_fastest_other(
         engine_peers={name: {"ttft": {"warm_ms": ms}} for name, ms in peers.items()} | died,
     )
     assert (
-        f"served {ours:.1f}, pegaflow 70.0, lmcache-server 90.0 (target: ours not above another's; "
+        f"served {ours:.1f}, pegaflow 70.0, lmcache-server 90.0 (target: kvloft's is the lowest; "
         f"{verdict})" in out
     )
     assert (
-        f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most the fastest other's 70.0: "
+        f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most 70.0, the fastest other: "
         f"{verdict} |" in out
     )
     alone = report(tmp_path, capsys, engine_peers={"served": {"ttft": {"warm_ms": ours}}} | died)
-    assert "with other servers" not in alone
+    assert "other servers" not in alone
 
 
 def test_the_report_shows_errors_of_a_rank(
@@ -551,4 +553,4 @@ def test_the_report_names_engines_with_tokens_left_in_hbm(
     assert "left in HBM" not in report(tmp_path, capsys, engine_peers=peers)
     both["pegaflow"]["from_connector"] = [96, 32]
     out = report(tmp_path, capsys, engine_peers=peers)
-    assert "pegaflow: **not from its server**" in out and "served: **not" not in out
+    assert "pegaflow: **not only from its server**" in out and "served: **not" not in out

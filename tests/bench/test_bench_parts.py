@@ -189,7 +189,7 @@ def test_a_wave_that_hangs_is_no_fast_wave(model: Model, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cold, "WAVE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(cold, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    with pytest.raises(RuntimeError, match="3 of 8 prompts had their token after 0 s"):
+    with pytest.raises(RuntimeError, match="only 3 of 8 prompts finished within 0 s"):
         cold.wave(Hanging(model, is_graph=True), [[1]] * 8)  # type: ignore[arg-type]
     assert aborted == [f"r{n}" for n in range(1, 9)]
 

@@ -169,7 +169,9 @@ def test_other_engines_are_measured_after_a_failure(
     assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], (
         "killed after its figures were printed"
     )
-    assert "cannot start" in found["native"]["error"] and "not answered" in found["kvloft"]["error"]
+    assert (
+        "cannot start" in found["native"]["error"] and "did not finish" in found["kvloft"]["error"]
+    )
     assert (
         "no such pool" in found["pegaflow"]["error"]
         and "not installed" in found["lmcache"]["error"]
@@ -187,7 +189,7 @@ def test_a_result_that_was_cut_off_by_a_kill_is_none(tmp_path: Path) -> None:
     log.write_text('RESULT {"runs": [1]}\nRESULT {"ru')
     assert child.result_of(log, 0) == {"runs": [1]}
     log.write_text("RESULT ")
-    assert "ended with -9" in child.result_of(log, -9)["error"]
+    assert "exited with status -9" in child.result_of(log, -9)["error"]
 
 
 @pytest.mark.usefixtures("fake_children")
@@ -201,7 +203,7 @@ def test_without_time_no_engine_starts(tmp_path: Path) -> None:
         keep=lambda _: None,
         progress=lambda _: None,
     )
-    assert found == {"none": {"runs": [], "error": "no time was left to start it"}}
+    assert found == {"none": {"runs": [], "error": "was not started: no time left (--timeout)"}}
 
 
 def test_no_chat_starts_without_a_gpu(

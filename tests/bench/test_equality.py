@@ -156,7 +156,7 @@ def test_groups_that_were_not_loaded_and_unequal_numbers_of_blocks_are_problems(
     assert any("not every KV cache group" in text for text in problems(found))
     row["audit"]["loaded_1"] = 1
     found[REFERENCE]["kv_blocks"] = 40
-    assert any("unequal numbers" in text for text in problems(found))
+    assert any("different numbers" in text for text in problems(found))
 
 
 def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
@@ -206,11 +206,11 @@ def kept() -> dict[str, Any]:
 
 
 WRONG_KEPT: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "differ from those of vLLM's own cache": lambda warm: warm["kept"].update(differing_1=1),
+    "differ from the pages in vLLM's own cache": lambda warm: warm["kept"].update(differing_1=1),
     "only 1 KV cache groups were compared": lambda warm: warm["kept"].pop("same_1"),
-    "fewer tokens were found": lambda warm: warm.update(cached=[0, 32, 31]),
+    "fewer cached tokens": lambda warm: warm.update(cached=[0, 32, 31]),
     "too few prompts": lambda warm: warm.update(cached=[0, 0, 32]),
-    "tokens differ from those with": lambda warm: warm.update(tokens=[[1], [7], [4]]),
+    "tokens differ from the tokens with": lambda warm: warm.update(tokens=[[1], [7], [4]]),
 }
 
 

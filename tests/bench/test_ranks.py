@@ -40,29 +40,34 @@ def test_ranks_that_load_their_saves_are_no_problem() -> None:
 @pytest.mark.parametrize(
     ("run", "key", "value", "word"),
     [
-        ("warm", "tokens", [[1, 2], [3, 5]], "tokens warm differ"),
-        ("hbm", "tokens", [[1, 2], [3, 5]], "tokens hbm differ"),
-        ("crowd", "tokens", [[1, 2], [3, 5], [7, 8]], "tokens crowd differ"),
-        ("crowd_warm", "tokens", [[1, 2], [3, 4], [7, 9]], "tokens crowd_warm differ"),
-        ("crowd_warm", "cached", [0, 96, 0], "no token of the crowd's new prompts was found"),
-        ("crowd_warm", "cached", [0, 80, 96], "fewer tokens were found crowd_warm than warm"),
-        ("crowd", "cached", [0, 0, 0], "fewer tokens were found crowd than warm"),
-        ("skipped_load", "ranks", [rank(6, 6)], "1 ranks answered, not 2 (skipped_load)"),
-        ("skipped_load", "ranks", [rank(6, 6), rank(0)], "rank 1: the audit did not see"),
-        ("crowd", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded other pages"),
-        ("crowd_warm", "ranks", [rank(9), rank(0)], "rank 1 loaded other pages"),
+        ("warm", "tokens", [[1, 2], [3, 5]], "tokens of warm differ"),
+        ("hbm", "tokens", [[1, 2], [3, 5]], "tokens of hbm differ"),
+        ("crowd", "tokens", [[1, 2], [3, 5], [7, 8]], "tokens of crowd differ"),
+        ("crowd_warm", "tokens", [[1, 2], [3, 4], [7, 9]], "tokens of crowd_warm differ"),
+        ("crowd_warm", "cached", [0, 96, 0], "no cached tokens for some of the prompts"),
+        ("crowd_warm", "cached", [0, 80, 96], "fewer cached tokens in crowd_warm than in warm"),
+        ("crowd", "cached", [0, 0, 0], "fewer cached tokens in crowd than in warm"),
+        ("skipped_load", "ranks", [rank(6, 6)], "skipped_load: 1 ranks responded, expected 2"),
+        ("skipped_load", "ranks", [rank(6, 6), rank(0)], "rank 1: the audit did not detect"),
+        ("crowd", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded nothing, or loaded pages"),
+        ("crowd_warm", "ranks", [rank(9), rank(0)], "rank 1 loaded nothing, or loaded pages"),
         ("skipped_load", "tokens", [[1, 2], [3, 4]], "do not depend"),
-        ("warm", "cached", [0, 64], "fewer tokens were found"),
+        ("warm", "cached", [0, 64], "fewer cached tokens than with"),
         (
             "warm",
             "ranks",
             [rank(6), rank(0)],
-            "rank 1 loaded other pages than its forwards wrote, or none",
+            "rank 1 loaded nothing, or loaded pages that differ",
         ),
-        ("warm", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded other pages"),
-        ("warm", "ranks", [rank(6), rank(6, unknown=1)], "rank 1 loaded other pages"),
-        ("warm", "ranks", [rank(6), rank(6, bad_chunks=1)], "rank 1 loaded other pages"),
-        ("skipped_load", "ranks", [rank(6, 6), rank(6, 5)], "rank 1: the audit did not see"),
+        ("warm", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded nothing, or loaded pages"),
+        ("warm", "ranks", [rank(6), rank(6, unknown=1)], "rank 1 loaded nothing, or loaded pages"),
+        (
+            "warm",
+            "ranks",
+            [rank(6), rank(6, bad_chunks=1)],
+            "rank 1 loaded nothing, or loaded pages",
+        ),
+        ("skipped_load", "ranks", [rank(6, 6), rank(6, 5)], "rank 1: the audit did not detect"),
     ],
 )
 def test_errors_of_one_rank_are_named(run: str, key: str, value: Any, word: str) -> None:
@@ -76,5 +81,7 @@ def test_errors_of_one_rank_are_named(run: str, key: str, value: Any, word: str)
 
 
 def test_a_rank_that_is_missing_and_an_engine_that_died_are_problems() -> None:
-    assert any("2 ranks answered, not 4" in problem for problem in ranks.problems(result(), 4))
+    assert any(
+        "2 ranks responded, expected 4" in problem for problem in ranks.problems(result(), 4)
+    )
     assert list(ranks.problems({"error": "ended with 1"}, 2)) == ["ended with 1"]

@@ -30,19 +30,22 @@ def life(**changes: Any) -> dict[str, Any]:
 def test_problems_of_a_restart_are_named() -> None:
     first = life(cached=0, first=[8, -0.6])  # computed in other pieces, with other rounding
     assert restart.problems([first, life()], 4096) == []
-    assert "found 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]
+    assert "only 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]
     for other in (life(first=[7, -0.4]), life(first_loaded=[9, -0.5])):
         assert "differ" in restart.problems([first, other], 4096)[0]
     assert (
         "engine 2 was not done"
         in restart.problems([first, {"error": "was not done in time"}], 4096)[0]
     )
-    assert [row[0] for row in restart.table([first, life()])][1] == "ready after, s"
+    assert [row[0] for row in restart.table([first, life()])][1] == "start until ready, s"
 
 
 @pytest.mark.parametrize(
     ("code", "word"),
-    [("raise SystemExit(3)", "ended with 3"), ("print(); print('RESULT {}', flush=True)", "")],
+    [
+        ("raise SystemExit(3)", "exited with status 3"),
+        ("print(); print('RESULT {}', flush=True)", ""),
+    ],
 )
 def test_an_engine_that_dies_is_an_error_and_one_that_answered_is_killed(
     code: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,17 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import tiny
-from .client import (
-    BLOCK,
-    Engine,
-    Req,
-    Result,
-    Zygote,
-    engine_kwargs,
-    full_blocks,
-    kvloft,
-    random_ids,
-)
+from .client import Engine, Req, Result, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .ext4 import mounted, throttled
 from .report import finish
 
@@ -95,20 +85,16 @@ class Scene:
         return time.monotonic() - begin, [results[request.id] for request in generating]
 
     def found(self, disk: Path, results: list[Result]) -> float:
-        """Share of the generating requests' saves that a new engine finds. It may compute chunks
-        instead of waiting for the disk, but writes only those that are not there.
-        """
-        # The last token that was generated is never computed.
-        prompts = [
-            (*request.ids, *result.tokens)[:-1]
-            for request, result in zip(self.generating, results, strict=True)
-        ]  # type: ignore[misc]
+        """Share of the generating requests' saves that a new engine finds."""
         with self.engine(disk) as engine:
-            engine.wait_for_disk()
-            engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
-            engine.flush()
-            num_missing = engine.store()["disk_writes"]
-        return 1 - num_missing * BLOCK / sum(full_blocks(len(prompt)) for prompt in prompts)
+            prompts = [
+                (*request.ids, *result.tokens)
+                for request, result in zip(self.generating, results, strict=True)
+            ]  # type: ignore[misc]
+            asked = engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
+        # The last token that was generated is never computed, and one of a prompt always is.
+        most = sum(full_blocks(len(prompt) - 1) for prompt in prompts)
+        return sum(result.num_external for result in asked) / most
 
 
 def plain(scene: Scene) -> tuple[float, float]:

@@ -1,1 +1,1 @@
-"""`kvloft bench`: measures a user's machine, and verifies the moved bytes first."""
+"""`kvloft bench`: measures copies on the user's machine, after verifying the copied bytes."""

@@ -1,6 +1,7 @@
-"""`kvloft bench copy`: measures copies on this machine's GPU. Imports torch only when it runs.
+"""The command `kvloft bench copy`: measures copies on this machine's GPU.
 
-Reports wrong arguments and missing hardware before it starts.
+Rejects invalid arguments and missing hardware before the measurements. Imports torch only when the
+command runs.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 success; 1 a copy failed or was wrong; 2 the bench cannot run here."
+STATUS = "Exit status: 0 success; 1 failed or wrong copy; 2 the bench cannot run here."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure copies on this machine's GPU",
         description=(
-            "Measure copies on this machine's GPU. Prints medians, each with its ceiling from the "
-            "same run."
+            "Measure copies on this machine's GPU. Prints medians, and the ceilings measured in "
+            "the same run."
         ),
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """An argparse type: an integer within limits."""
+    """Return an argparse type for an integer from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -46,7 +47,10 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """An argparse type: a writable file, checked first so that no results are lost."""
+    """Return ``text`` if it is a writable file path; an argparse type.
+
+    The check happens before the measurements, so that no results are lost.
+    """
     path = Path(text).absolute()
     if (
         path.is_dir()
@@ -61,25 +65,25 @@ def _add_copy(kinds: Any) -> None:
     copy = kinds.add_parser(
         "copy",
         help=(
-            "GB/s of saves and loads by page size, compared with the ceiling, and their cost to "
+            "measure GB/s of saves and loads by page size, and the slowdown of concurrent "
             "computation"
         ),
         description=(
-            "GB/s of saves and loads by page size, alternating with one large copy, and their cost "
-            f"to computation. {STATUS}"
+            "Measure GB/s of saves and loads by page size, compared with one large copy, and the "
+            f"slowdown of concurrent computation. {STATUS}"
         ),
     )
     copy.add_argument(
         "--mib",
         type=whole(64, 1024),
         default=1024,
-        help="payload of one measurement, MiB, 64 to 1024 (default 1024)",
+        help="payload per measurement, in MiB, 64 to 1024 (default 1024)",
     )
     copy.add_argument(
         "--plot",
         metavar="PNG",
         type=writable,
-        help="also draw GB/s against page size (needs matplotlib)",
+        help="also plot GB/s against page size to PNG (requires matplotlib)",
     )
     add_json(copy)
     copy.set_defaults(run=run_copy)
@@ -93,27 +97,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def console() -> Console:
-    """Return a console that does not cut tables without a terminal."""
+    """Return a console that does not truncate tables if the output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Return the GPU's memory. Raises UnsupportedError without a GPU or a ``needed`` module."""
+    """Return the size of the GPU's memory.
+
+    Raises UnsupportedError if there is no GPU, or if a ``needed`` module is not installed.
+    """
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"{' and '.join(missing)} cannot be imported; run the bench in the environment of vLLM "
-            "for CUDA"
+            f"{' and '.join(missing)} cannot be imported; run the bench in an environment with "
+            "vLLM for CUDA"
         )
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError("torch finds no usable NVIDIA GPU")
+        raise UnsupportedError("torch does not find a usable NVIDIA GPU")
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Measure copies. Returns 0, 1 if a copy was wrong or failed, 2 if the bench cannot run."""
+    """Measure copies. Return 1 if a copy failed or was wrong, 2 if the bench cannot run, else 0."""
     screen = console()
     try:
         gpu_bytes(("torch",))
@@ -148,16 +155,16 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
     ceiling, machine = result["ceiling"], result["machine"]
     columns = [
         text
-        for what in ("save GB/s", "load GB/s", "both, each", "save, idle GPU")
+        for what in ("save GB/s", "load GB/s", "both, per direction", "save, idle GPU")
         for text in (what, "of ceiling", "compressed")
     ]
     pages = Table(
         "page",
         *columns,
         title=(
-            f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy "
-            f"{ceiling['save']:.1f} out, {ceiling['load']:.1f} in, {ceiling['both']:.1f} each both "
-            "ways"
+            f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}; one large copy, "
+            f"GB/s: save {ceiling['save']:.1f}, load {ceiling['load']:.1f}, both "
+            f"{ceiling['both']:.1f} per direction"
         ),
     )
     for row in result["pages"]:
@@ -170,14 +177,18 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
         "computation",
         "slowdown",
         "copy GB/s",
-        title="Cost of a running copy to computation",
+        title="Slowdown of computation during a copy",
     )
     for row in result["interference"]:
         work.add_row(
             row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}"
         )
     waits = Table(
-        "copies by", "direction", "median ms", "longest ms", title="Delay of other 128 KiB copies"
+        "copies by",
+        "direction",
+        "median ms",
+        "max ms",
+        title="Delay of the engine's own copies (128 KiB)",
     )
     for row in result.get("waits", ()):
         waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
@@ -200,6 +211,6 @@ def _rates(row: dict[str, Any]) -> list[str]:
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:
-    """Write ``result`` as JSON if there is a path."""
+    """Write ``result`` as JSON to ``path``, if given."""
     if path:
         Path(path).write_text(json.dumps(result, indent=1) + "\n")

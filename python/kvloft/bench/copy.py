@@ -1,11 +1,13 @@
-"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each alternating with
-one large copy, the ceiling.
+"""The measurements of `kvloft bench copy`.
 
-Every row has raw and compressed frames. Compressed runs use bf16 pages with a normal distribution
-and count bytes of pages.
+- GB/s of saves, loads and both directions together, by page size. Each run alternates with one
+  large copy, the ceiling. Every row has raw and compressed frames; compressed runs use normally
+  distributed bf16 pages, and their rates count uncompressed bytes.
+- Slowdown of a matmul and an HBM-bound add during a copy.
+- Delay of small copies during a large copy.
+- Cost of the tag.
 
-Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is
-verified bit for bit first.
+Each case is verified bit for bit before it is measured.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ KIB = 1024
 PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
 DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
-"""Consecutive copies that run during computation."""
+"""Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Runs per row with computation, because a matmul's own time varies."""
+"""Number of runs per row with computation; more than one, because a matmul's time varies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """Values that all measurements share."""
+    """The values that all measurements share."""
 
     host: HostFrames
     payload_bytes: int
@@ -45,12 +47,12 @@ class Bench:
     ceiling: Ceiling
 
     def rig(self, case: Case, **options: Any) -> Rig:
-        """Return a rig for ``case``; ``options`` as in `Rig`."""
+        """Return a rig for ``case``; ``options`` are passed to `Rig`."""
         return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine's hardware and software versions."""
+    """Return a description of the GPU, and the versions of the driver and torch."""
     properties = torch.cuda.get_device_properties(0)
     version = driver.driver_version()
     return {
@@ -80,7 +82,10 @@ def run(
     cache_dir: Path,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All results; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
+    """Run all measurements and return the results.
+
+    Sizes are in bytes and rates in GB/s (1e9 bytes per second, each byte counted once).
+    """
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling)
@@ -94,7 +99,7 @@ def run(
     result["frames"] = list(_by_frame_order(bench))
     progress("copies during computation")
     result["interference"] = list(_interference(bench))
-    progress("copies of others")
+    progress("delay of small copies")
     result["waits"] = list(_waits(bench))
     progress("cost of the tag")
     result["tag"] = _tag_price(bench)
@@ -112,19 +117,22 @@ def _by_page(
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """Return `_row_of` raw frames, and of compressed ones as "compressed". Verifies each first."""
+    """Verify and measure raw frames and compressed frames; the latter are in "compressed"."""
     rows: list[dict[str, Any]] = []
     for encodes in (False, True):
         rig = bench.rig(case, encodes=encodes, **options)
         rig.verify()
         rows.append(_row_of(rig, bench.ceiling))
         rig.close()
-        del rig  # before the pages of the next size are allocated
+        del rig  # free the pages before the next rig allocates its own
     return {**rows[0], "compressed": rows[1]}
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """Return GB/s of each direction, alternating with one large copy because rates drift."""
+    """Return GB/s of each direction.
+
+    Runs alternate with one large copy, because rates drift over time.
+    """
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
         rate = rig.median(what, ceiling)
@@ -134,13 +142,13 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
 
 
 def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Consecutive chunks in frames that are not neighbors, as in a store after evictions."""
+    """Measure consecutive chunks in non-contiguous frames, as in a store after evictions."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return a compute-bound and an HBM-bound computation of about a millisecond each."""
+    """Return a compute-bound and an HBM-bound computation; each takes about a millisecond."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -174,7 +182,10 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """`interference` with `NUM_ROUNDS` copies. Raises RuntimeError if a chunk was dropped."""
+    """Measure `interference` with `NUM_ROUNDS` copies of the rig.
+
+    Raises RuntimeError if a chunk was not copied.
+    """
     start = rig.start_save if what == "save" else rig.start_load
     mover = rig.mover
     streams = mover.saves.copy_streams if what == "save" else mover.loads.kernel_streams
@@ -190,7 +201,7 @@ def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[f
 
 
 def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure the delay of a 128 KiB copy behind one large queue, and with kvloft."""
+    """Measure the delay of 128 KiB copies, during one large copy and during copies of kvloft."""
     ceiling = bench.ceiling
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
@@ -221,7 +232,7 @@ def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
 def _row(
     by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]
 ) -> dict[str, Any]:
-    """Medians over the runs of `interference`."""
+    """Return the medians over runs of `interference`."""
     slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
         "by": by,

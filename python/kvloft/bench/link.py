@@ -1,6 +1,7 @@
-"""The link under test: host memory, one large copy as the ceiling, and computation during copies.
+"""Measures the link between host and GPU memory, independently of kvloft's mover.
 
-Times are GPU events. Must not depend on movers or pages.
+Contains the host memory of all cases, the large copy that is the ceiling, and the measurement of
+computation during copies.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import FrameMemory
 
 FORWARD_CYCLES = 4_000_000
-"""About 2 ms, a short forward: saves are submitted while the forward that writes them runs."""
+"""Duration of a simulated forward pass: about 2 ms. Saves are submitted while it runs."""
 
 
 class HostFrames:
-    """Anonymous shared memory cut into frames, once for all cases."""
+    """Anonymous shared memory that all cases use for their frames."""
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes)
@@ -50,22 +51,22 @@ def current_stream() -> driver.Stream:
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Keep the compute stream busy for ``cycles``, then record ``then``."""
+    """Queue a kernel of ``cycles`` on the current stream and record ``then`` after it."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
 
 class Ceiling:
-    """One large copy-engine transfer in each direction, with separate host memory, pinned in one
-    piece as a program would.
+    """One large copy-engine transfer in each direction.
 
-    Timed like the rig's copies: after a kernel, except for 'load' and 'save_idle'.
+    Its host memory is registered in one call. It is timed like the rig's copies: after a kernel,
+    except for 'load' and 'save_idle'.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        # kept: the address of memory freed while registered is reused, and then cannot be
-        # registered
+        # Keeps the memory alive: if it were freed while registered, new memory at the same address
+        # could not be registered.
         self._frames = host
         self._host = host.bytes.ctypes.data
         self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
@@ -75,7 +76,7 @@ class Ceiling:
         self.streams = [self._down, self._up]
 
     def start(self, what: str) -> None:
-        """'save', 'load' or 'both' ('save_idle' is a 'save')."""
+        """Start the copies of 'save', 'load', 'both' or 'save_idle' without waiting for them."""
         at = self._device.data_ptr()
         if what != "load":
             self._down.copy_to_host(self._host, at, self._num_bytes)
@@ -101,7 +102,7 @@ class Ceiling:
         return max(end.seconds_since(begin) for end in ends)
 
     def gbps(self, what: str) -> float:
-        """Of one run, in each direction that moves."""
+        """Return GB/s of one run, per direction."""
         return self._num_bytes / self.seconds(what) / 1e9
 
     def close(self) -> None:
@@ -116,10 +117,10 @@ def interference(
     streams: list[driver.Stream],
     num_reps: int,
 ) -> tuple[float, float, float]:
-    """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
+    """Return the seconds of ``work`` alone, of ``work`` during the copy, and of the copy.
 
-    ``streams`` contain the copy's end once ``wait_sent`` returns; only repetitions entirely during
-    the copy count.
+    ``wait_sent`` must return once all of the copy is queued on ``streams``. Repetitions of ``work``
+    that do not run entirely during the copy are ignored.
     """
     compute = current_stream()
 
@@ -155,10 +156,10 @@ def interference(
 def waits(
     start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10
 ) -> list[float]:
-    """Return the seconds that copies of ``num_bytes``, one after the other on the compute stream,
-    take during the work of ``start``.
+    """Return the seconds of each small copy while the copy of ``start`` runs.
 
-    They have the same direction ('save': to the host). An engine makes such copies in its steps.
+    The small copies of ``num_bytes`` run one after the other on the compute stream, in the
+    direction of ``what`` ('save' is to the host). An engine makes such copies in each step.
     """
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")

@@ -1,10 +1,10 @@
-"""The plot of a copy bench: GB/s by page size, and the ceiling. It measures nothing."""
+"""Plots the results of `kvloft bench copy`: GB/s by page size, and the ceiling."""
 
 from typing import Any
 
 
 def plot_copy(result: dict[str, Any], path: str) -> None:
-    """Write a PNG to ``path``. Raises ImportError without matplotlib."""
+    """Write a PNG to ``path``. Raises ImportError if matplotlib is not installed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -15,7 +15,7 @@ def plot_copy(result: dict[str, Any], path: str) -> None:
     for what, label, colour in (
         ("save", "save", "C0"),
         ("load", "load", "C1"),
-        ("both", "both at once, each", "C2"),
+        ("both", "both, per direction", "C2"),
     ):
         axes.plot(pages, [row[what] for row in result["pages"]], "o-", color=colour, label=label)
         compressed = [row["compressed"][what] for row in result["pages"] if "compressed" in row]
@@ -27,7 +27,7 @@ def plot_copy(result: dict[str, Any], path: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(pages, [f"{page:g}" for page in pages])
     axes.set_ylim(0, 85 if any("compressed" in row for row in result["pages"]) else 60)
-    axes.set_xlabel("page, KiB")
+    axes.set_xlabel("page size, KiB")
     axes.set_ylabel("GB/s")
     axes.set_title(
         f"{result['machine']['gpu']}, driver {result['machine']['driver']}, "

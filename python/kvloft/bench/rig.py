@@ -1,7 +1,6 @@
-"""A GPU with paged KV of one page size, pinned frames and a mover: the subject of the copy bench,
-with a check of the copied bytes.
+"""The setup that the copy bench measures: paged KV of one page size, registered frames and a mover.
 
-Times are from GPU events on the mover's streams. Must not depend on the output of results.
+Times are measured with GPU events on the mover's streams. The rig also verifies the copied bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvloft.transfer.mover import Finished
 
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
-"""Some 30 ms: longer than it takes to queue both directions."""
+"""Duration of a kernel that runs until both directions are queued: about 30 ms."""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -42,11 +41,11 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""Sort keys of frames, for each order that the bench measures."""
+"""Sort key of frames for each frame order that the bench measures."""
 
 
 class Rate(NamedTuple):
-    """Medians of some runs. Rates are per direction; ``share`` is that of the ceiling."""
+    """Medians over multiple runs. Rates are per direction; ``share`` is a share of the ceiling."""
 
     gbps: float
     host_us_per_mib: float
@@ -56,14 +55,14 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Paged KV of ``num_planes`` planes of ``page_bytes`` a block."""
+    """Paged KV whose blocks have ``num_planes`` pages of ``page_bytes``."""
 
     page_bytes: int
     num_planes: int
 
     @classmethod
     def of(cls, page_bytes: int) -> Case:
-        """As many planes as fill a block of 2 MiB, from 1 to 64, as in real models."""
+        """Return a case with blocks of 2 MiB, but 1 to 64 planes, as in real models."""
         return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
 
     @property
@@ -72,7 +71,10 @@ class Case:
 
 
 class Rig:
-    """Half of the blocks are saved from and half loaded into; ``payload_bytes`` each."""
+    """Paged KV on the GPU and a mover; half of the blocks are saved, half are load targets.
+
+    Each half has ``payload_bytes``.
+    """
 
     def __init__(
         self,
@@ -86,8 +88,10 @@ class Rig:
         frame_order: str = "ascending",
         encodes: bool = False,
     ) -> None:
-        """``frame_order`` is one of FRAME_ORDERS, the order of the chunks' frames. ``encodes``:
-        pages are bf16, normally distributed as KV nearly is, and frames are compressed.
+        """``frame_order`` is a key of FRAME_ORDERS: the order of the chunks' frames.
+
+        With ``encodes``, frames are compressed, and pages are bf16 with a normal distribution,
+        similar to real KV.
         """
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
@@ -122,17 +126,17 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # as vLLM does at start, so that the collector examines only the objects of a step
+        # As vLLM does at startup, so that the collector only examines objects of the current step.
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a save of new chunks; ``elsewhere``: to frames that loads do not read."""
+        """Return a save of all chunks, with ``elsewhere`` to frames that loads do not read."""
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
 
     def load_plan(self) -> LoadPlan:
-        """The same for a load."""
+        """Return a load of all chunks."""
         return LoadPlan(ReqId("bench"), 0, _batch(self._frames, self._to))
 
     def start_save(self, plan: SavePlan | None = None) -> None:
@@ -142,12 +146,15 @@ class Rig:
         self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
-        """Wait until everything is on the GPU: the mover sends a few pieces at a time."""
+        """Wait until all copies are submitted; the mover only submits a few pieces at a time."""
         while self.mover.is_behind:
             time.sleep(1e-4)
 
     def verify(self) -> None:
-        """Save all, poison the targets, load all: raises RuntimeError unless every byte arrived."""
+        """Save all chunks, overwrite the target blocks and load the chunks into them.
+
+        Raises RuntimeError if a byte differs.
+        """
         self.pages[:, torch.tensor(self._to, device="cuda")] = 0xA5
         torch.cuda.synchronize()
         self.mover.begin_step(())
@@ -166,12 +173,11 @@ class Rig:
                 raise RuntimeError("loaded pages differ from the saved pages")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last
-        command; host seconds to submit it.
+        """Return the GPU seconds of one copy, and the host seconds to submit it.
 
-        'save' starts at the end of a kernel that was running at its submission, like a forward
-        pass; 'save_idle' and 'load' start at their submission on an idle GPU. 'both' starts once
-        both are submitted, because one thread submits them one after the other.
+        'save' is submitted while a kernel runs, like a forward pass, and timed from the end of the
+        kernel. 'save_idle' and 'load' are timed from their submission on an idle GPU. 'both' is
+        timed after both directions are submitted, because one thread submits them in sequence.
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
@@ -202,19 +208,19 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raise RuntimeError unless ``done`` reports every chunk of ``num_rounds`` as copied."""
+        """Raise RuntimeError if ``done`` does not report all chunks of ``num_rounds`` as copied."""
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
-                f"{len(done.saved)} chunks of {expected[0]} were saved and {len(done.failed)} "
-                f"dropped, {len(done.loads)} loads of "
-                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks, so the figures for "
-                f"{self.num_bytes} bytes are invalid"
+                f"invalid measurement: {len(done.saved)} of {expected[0]} chunks were saved, "
+                f"{len(done.failed)} saves failed; {len(done.loads)} of {expected[1]} loads "
+                f"completed, with {len(done.bad_blocks)} bad blocks"
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
-        """Medians of `NUM_RUNS` runs, each right after a run of ``ceiling``, so that other load on
-        host memory affects both.
+        """Return the medians of `NUM_RUNS` runs.
+
+        Each run follows a run of ``ceiling``, so that other load on host memory affects both.
         """
         self.seconds(what)
         runs: list[Rate] = []
@@ -233,7 +239,7 @@ class Rig:
 def _batch(
     frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()
 ) -> _core.ChunkBatch:
-    """Chunks of one block each."""
+    """Return a batch of chunks with one block each."""
     keys = b"".join(frame.to_bytes(32, "little") for frame in frames)
     part = (0, np.array(frames, "<u4").tobytes(), keys, np.array(blocks, "<i4").tobytes())
     return _core.ChunkBatch([part], np.array(tickets, "<u8").tobytes())

@@ -22,8 +22,6 @@ pub struct MemoryTier {
     pub fail_writes: AtomicBool,
     /// Reads fail.
     pub fail_reads: AtomicBool,
-    /// The next read fails.
-    pub fail_next_read: AtomicBool,
     /// Reads find damage.
     pub corrupt_reads: AtomicBool,
     /// Slots that hold a chunk cannot be freed.
@@ -186,9 +184,6 @@ impl LocalTier for MemoryTier {
         wait(&self.read_gate);
         into.fill(0xee);
         self.io(&self.fail_reads)?;
-        if self.fail_next_read.swap(false, Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Io, "this read fails once"));
-        }
         let corrupt = || Error::new(ErrorKind::Corrupt, "the slot does not hold this chunk");
         if self.corrupt_reads.load(Ordering::SeqCst) {
             return Err(corrupt());

@@ -1,6 +1,8 @@
-//! Measures the cost of the socket: `cargo bench -p kvloft-wire`. Compares a lookup and a lease of
-//! a stored prompt of 131,072 tokens over the socket with the same calls in this process. Prompts
-//! alternate, so that the prefix cache never has their keys.
+//! Measures the cost of the socket: `cargo bench -p kvloft-wire`.
+//!
+//! Compares a lookup and a lease of a stored prompt of 131,072 tokens over the socket with the same
+//! calls to a store in this process. Calls alternate between prompts, so that no key is in the
+//! connection's prefix cache.
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 
 use std::hint::black_box;
@@ -20,22 +22,24 @@ const FRAME_BYTES: u64 = 4096;
 /// Targets for a lookup and a lease over the socket, in microseconds.
 const TARGETS_US: (u128, u128) = (150, 400);
 
-/// One token for each block: a key has 32 bytes for any number of tokens.
+/// Returns a prompt with one token per block; a key has 32 bytes for any number of tokens.
 fn prompt(seed: u32, num_blocks: u32) -> KeyChain {
     branch(seed, num_blocks, num_blocks)
 }
 
-/// A prompt with the first `num_same` blocks of another one.
+/// Returns a prompt that shares its first `num_same` blocks with prompt `seed`.
 fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let token = |at: u32| at << 4 | seed | u32::from(at >= num_same) << 30;
-    chain.append_tokens(&(0..num_blocks).map(token).collect::<Vec<_>>()).expect("room for all ids");
+    chain
+        .append_tokens(&(0..num_blocks).map(token).collect::<Vec<_>>())
+        .expect("fewer than 2^32 tokens");
     chain
 }
 
 fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     for chain in prompts {
-        let stop = u32::try_from(chain.keys().len()).expect("few");
+        let stop = u32::try_from(chain.keys().len()).expect("few blocks");
         let range = 0..stop;
         let (rows, _) =
             session.reserve(Prefix::from(chain), range).expect("the chain has the range");
@@ -43,7 +47,7 @@ fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     }
 }
 
-/// Returns median and 99th percentile in microseconds.
+/// Returns the median and the 99th percentile, in microseconds.
 fn measure(prompts: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> (u128, u128) {
     let mut times: Vec<_> = (0..NUM_ROUNDS)
         .flat_map(|_| prompts)
@@ -98,7 +102,7 @@ fn main() {
     }
 }
 
-/// Measures one store and prints its rows.
+/// Measures one session and prints its rows.
 fn report(name: &str, session: &dyn Session, prompts: &[KeyChain], num_blocks: u32) {
     fill(session, prompts);
     let lease = |chain: &KeyChain| {
@@ -126,7 +130,7 @@ fn report(name: &str, session: &dyn Session, prompts: &[KeyChain], num_blocks: u
     });
     for (call, (median, p99), has_target) in [
         ("lookup, lease, release", both, true),
-        ("the same, half stored", half, true),
+        ("same, half stored", half, true),
         ("lease, frames, release", frames, false),
     ] {
         let met = if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };

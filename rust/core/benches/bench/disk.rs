@@ -1,8 +1,9 @@
-//! Compares the disk tier with `fio` on the same file system, with the same block size, threads and
-//! `O_DIRECT`, and measures the time until a directory of a million chunks is ready.
+//! Compares the disk tier with `fio`, and measures the time to open a directory with a million
+//! chunks.
 //!
-//! Uses the target directory unless `--dir` is given, and removes its files. Target: at least 0.90
-//! of fio, under 1 s until ready.
+//! fio runs on the same file system with the same block size, threads and `O_DIRECT`. Files are
+//! created in the target directory or in `--dir`, and removed afterwards. Targets: at least 0.90 of
+//! fio's rate, and at most 1 s to open the directory.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
 use kvloft_core::io::SizeClass;
@@ -25,7 +26,7 @@ use crate::table::title;
 
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
-/// Both alternate, so that other load affects both; medians count.
+/// Number of runs per median. The tier and fio alternate, so that other load affects both.
 const ROUNDS: usize = 5;
 const CHUNKS: u32 = 1_000_000;
 const NAMESPACE: [u8; 32] = [0x42; 32];
@@ -43,7 +44,7 @@ pub(crate) fn run(chosen: Option<PathBuf>) {
         Command::new("fio").arg("--version").output().is_ok_and(|out| out.status.success());
     title(&format!("Disk tier in {}", parent.display()));
     if !has_fio {
-        println!("fio is not installed (apt-get install fio): skipping the comparison");
+        println!("skipping the comparison with fio: it is not installed (apt-get install fio)");
     }
     println!(
         "{:>8} {:>7} {:>6} {:>11} {:>9} {:>6}",
@@ -55,7 +56,7 @@ pub(crate) fn run(chosen: Option<PathBuf>) {
     }
     if let Some(mean) = geometric_mean(&ratios) {
         let least = ratios.iter().copied().fold(f64::INFINITY, f64::min);
-        println!("ratio to fio: mean {mean:.2}, least {least:.2} (target 0.90)");
+        println!("ratio to fio: mean {mean:.2}, minimum {least:.2} (target 0.90)");
     }
     measure_open(dir.path());
 }
@@ -98,8 +99,9 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Bytes per second of whole frames at random slots: the sum over threads, each with its own time
-/// and share.
+/// Returns the bytes per second of reading or writing frames at random slots, summed over threads.
+///
+/// Each thread has a share of the slots.
 fn run_tier(
     tier: &DiskTier,
     slots: &mut [SlotId],
@@ -126,8 +128,9 @@ fn run_tier(
     })
 }
 
-/// More than a cache holds, as in an arena, and written to: memory that was never written is one
-/// page of zeros.
+/// Allocates more frames than the processor's caches hold, as in an arena.
+///
+/// The frames are filled, because memory that was never written is backed by a single zero page.
 fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     let mut frames: Vec<_> =
         (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
@@ -137,7 +140,7 @@ fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     frames
 }
 
-/// Number of frames of its share that a thread moves in a time slice.
+/// Reads or writes random slots of `share` for a time slice; returns the number of frames.
 fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], verb: Verb) -> u64 {
     let mut random = 0x9e37_79b9 + u64::from(share[0].0);
     let (began, mut done) = (Instant::now(), 0);
@@ -149,8 +152,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
         match verb {
             Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
             Verb::Write => {
-                // Another thread can receive this slot; then the share includes the slot received
-                // here.
+                // Another thread may reserve the freed slot; the share then has a different slot.
                 tier.free(*slot).unwrap();
                 *slot = tier.reserve(SizeClass(0)).unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
@@ -161,7 +163,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
     done
 }
 
-/// Bytes per second that fio reports for the same pattern.
+/// Returns the bytes per second that fio reports for the same access pattern.
 fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bool) -> f64 {
     let name = if verb == Verb::Write { "write" } else { "read" };
     let out = Command::new("fio")
@@ -189,8 +191,9 @@ fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bo
     json["jobs"][0][name]["bw_bytes"].as_f64().unwrap()
 }
 
-/// Opens a directory with a million records, written here according to the format; its frames are a
-/// hole.
+/// Opens a directory with a million records.
+///
+/// The records are written here according to the format; the file of frames is sparse.
 fn measure_open(dir: &Path) {
     let dir = dir.join("million");
     let config = config(&dir, 4096, 16 << 30);
@@ -217,7 +220,7 @@ fn measure_open(dir: &Path) {
         assert_eq!((found.len(), tier.stats().dropped_records), (CHUNKS as usize, 0));
         let (took, cpu) = (took.as_secs_f64(), cpu.as_secs_f64());
         println!(
-            "tier ready with {CHUNKS} chunks ({cache} page cache): {took:.2} s, {cpu:.2} s of it on the CPU (target 1 s)"
+            "opening the tier with {CHUNKS} chunks ({cache} page cache): {took:.2} s, CPU time {cpu:.2} s (target 1 s)"
         );
     }
     let store = StoreConfig {
@@ -240,18 +243,18 @@ fn measure_open(dir: &Path) {
     let (took, cpu) =
         (began.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu_began).as_secs_f64());
     println!(
-        "whole store ready with as many (warm page cache): {took:.2} s, {cpu:.2} s of it on the CPU"
+        "opening a store with {CHUNKS} chunks (warm page cache): {took:.2} s, CPU time {cpu:.2} s"
     );
     store.close(Duration::ZERO);
 }
 
-/// Time this thread has run, which a busy machine does not stretch.
+/// Returns this thread's CPU time, which other load does not increase.
 fn cpu_time() -> Duration {
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
 
-/// The record of a slot: chains of 1000 chunks, their slots and times of writing scattered.
+/// Returns the record of a slot: chunks are in chains of 1000, with random slots and save times.
 fn record(slot: u32) -> [u8; 128] {
     let n = u32::try_from(u64::from(slot) * 7_368_787 % u64::from(CHUNKS)).unwrap();
     let key = |n: u32| *blake3::hash(&n.to_le_bytes()).as_bytes();
@@ -278,7 +281,7 @@ fn config(dir: &Path, frame_bytes: u64, cap_bytes: u64) -> DiskConfig {
     }
 }
 
-/// A chunk named after its slot, so that any thread can check any slot.
+/// Returns the metadata of the chunk in a slot; its key depends only on the slot.
 fn meta(slot: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&slot.to_le_bytes()).as_bytes());
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }

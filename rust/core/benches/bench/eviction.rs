@@ -1,6 +1,7 @@
-//! Hit ratio of each policy on a trace, compared with LRU's and the optimum. Each request is looked
-//! up, leased and saved in a real store. The optimum uses the future: it keeps the chunks that are
-//! used soonest, which no policy can beat.
+//! Compares the hit ratios of the eviction policies and the optimum on a trace.
+//!
+//! Each request is looked up, leased and saved in a real store. The optimum is an upper bound: it
+//! uses future requests to keep the chunks that are needed soonest.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -14,11 +15,11 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Sizes in percent of the unique blocks, and the minimum hits of the default policy as a multiple
-/// of LRU's.
+/// Store sizes in percent of the unique blocks, each with a target for the ratio of the default
+/// policy's hits to LRU's.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
-/// Successive working sets: the size in percent of one, and the target.
+/// For two successive working sets: the store's size in percent of one set, and the target.
 const TWO_SETS: (u32, f64) = (120, 0.97);
 const FRAME_BYTES: u64 = 4096;
 
@@ -37,14 +38,14 @@ pub(crate) fn run(asked: Option<&Path>) {
     let [first, second] = two_sets();
     let (percent, target) = TWO_SETS;
     table(
-        "the second of two sets of chats",
+        "the second of two successive sets of chats",
         &[&first[..], &second].concat(),
         first.len(),
         &[(percent / 2, target)],
     );
 }
 
-/// Compares policies by the hits of the requests from `counted` on.
+/// Prints the hit ratios of the policies. Requests before index `counted` are not included.
 fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
     let total: usize = trace[counted..].iter().map(Vec::len).sum();
@@ -70,7 +71,7 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     }
 }
 
-/// Hits of each request in a store of `capacity` frames.
+/// Returns the number of hits of each request in a store of `capacity` frames.
 fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),
@@ -86,7 +87,7 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let mut hits = Vec::new();
     for ids in trace {
         let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
-        chain.append_tokens(ids).expect("room for all ids");
+        chain.append_tokens(ids).expect("fewer than 2^32 tokens");
         let lease = store.acquire(&chain);
         let start = lease.poll().ready_units;
         hits.push(start as usize);
@@ -98,8 +99,10 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Hits of each request of a policy that knows the future. A use of a block also uses its parent,
-/// so the deeper one is never needed sooner, and presence stays monotone.
+/// Returns the number of hits of each request if evictions use knowledge of future requests.
+///
+/// A use of a block is also a use of its parent. A block is therefore never needed sooner than its
+/// parent, and the cached blocks of a prompt always form a prefix.
 fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
     for (turn, ids) in trace.iter().enumerate().rev() {
@@ -122,7 +125,7 @@ fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
             order.insert((rank, *id));
         }
         while cached.len() > capacity {
-            let (_, id) = order.pop_last().expect("as many as the cache holds");
+            let (_, id) = order.pop_last().expect("as many entries as `cached`");
             cached.remove(&id);
         }
     }

@@ -1,5 +1,5 @@
-//! Keys of token ids and of embedding rows compared with plain BLAKE3 of the same bytes, and the
-//! tag of a chunk compared with a copy.
+//! Compares the keys of token ids and embedding rows with plain BLAKE3 of as many bytes, and the
+//! tag of a chunk with a copy.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use crate::table::{Times, in_turns, title, verdict};
 
 const NUM_IDS: u32 = 131_072;
 const ROOT: ChunkKey = ChunkKey([7; 32]);
-/// Rows of 4096 bfloat16 values, and their number.
+/// Width of an embedding row, in bfloat16 values.
 const WIDTH: u32 = 4096;
 const NUM_ROWS: usize = 512;
 
@@ -26,7 +26,7 @@ fn noise(len: usize) -> Vec<u8> {
 
 fn tokens(ids: &[u32], block_tokens: u32) -> KeyChain {
     let mut chain = KeyChain::new(ROOT, block_tokens).expect("a valid chain");
-    chain.append_tokens(ids).expect("room for all ids");
+    chain.append_tokens(ids).expect("fewer than 2^32 tokens");
     chain
 }
 
@@ -36,7 +36,7 @@ fn embeds(rows: &[u8], block_tokens: u32) -> KeyChain {
     chain
 }
 
-/// Prints milliseconds, bytes per second, and the ratio to the alternating measurement.
+/// Prints milliseconds, gigabytes per second, and the ratio to the reference.
 fn row(
     what: &str,
     num_bytes: usize,
@@ -103,16 +103,16 @@ fn decode_row() {
     let mut chain = tokens(&prompt, 16);
     let start = Instant::now();
     for &id in &prompt {
-        chain.append_tokens(&[id]).expect("room");
+        chain.append_tokens(&[id]).expect("fewer than 2^32 tokens");
     }
     let nanos = start.elapsed().as_secs_f64() * 1e9 / f64::from(NUM_IDS);
-    println!("{:<50} {nanos:>5.0} ns on average", "one token more, blocks of 16");
+    println!("{:<50} {nanos:>5.0} ns on average", "one more token, blocks of 16");
 }
 
 pub(crate) fn run() {
     title("Hashing");
     println!(
-        "{:<50} {:>8} {:>8} {:>8} {:>6} {:>10} {:>7}   in turns with",
+        "{:<50} {:>8} {:>8} {:>8} {:>6} {:>10} {:>7}   reference",
         "", "min ms", "median", "max", "GB/s", "target", ""
     );
     token_rows();

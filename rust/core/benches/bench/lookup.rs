@@ -1,7 +1,6 @@
-//! Lookups in a store of a million chunks.
+//! Measures lookups and leases of prompts with 131,072 tokens in a store of a million chunks.
 //!
-//! Each prompt has 131,072 tokens. Lookups alternate between many prompts, so that the processor's
-//! caches do not hold the answer.
+//! Lookups alternate between many prompts, so that the processor's caches do not hold the result.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,23 +15,25 @@ use crate::table::{Times, title, verdict};
 pub(crate) const NUM_CHUNKS: u32 = 1_000_000;
 const PROMPT_TOKENS: u32 = 131_072;
 const FRAME_BYTES: u64 = 4096;
-/// Prompts that are looked up in turn.
+/// Number of prompts that lookups alternate between.
 const NUM_PROBES: u32 = 61;
 
-/// A prompt of `num_blocks` one-token blocks; the first `num_shared` are those of prompt `seed`.
+/// Returns a prompt of `num_blocks` blocks that shares its first `num_shared` blocks with prompt
+/// `seed`.
 ///
-/// The size of a block does not change a lookup, because a key always has 32 bytes.
+/// A block has one token. Its size does not affect a lookup, because a key always has 32 bytes.
 pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let other = |at: u32| if at < num_shared { seed } else { u32::MAX };
     let ids: Vec<u32> =
         (0..num_blocks).map(|at| if at == 0 { other(at) } else { at ^ other(at) << 16 }).collect();
-    chain.append_tokens(&ids).expect("room for all ids");
+    chain.append_tokens(&ids).expect("fewer than 2^32 tokens");
     chain
 }
 
-/// A store full of prompts of `num_blocks` chunks. Frames are never written, so the store takes
-/// memory for its index only.
+/// Returns a store that is full of prompts of `num_blocks` chunks.
+///
+/// Frames are never written, so the store only uses memory for its index.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),
@@ -74,7 +75,7 @@ fn cases(num_blocks: u32) -> Vec<Case> {
     vec![case("all", num_blocks), case("two thirds", num_blocks * 2 / 3), case("none", 0)]
 }
 
-/// Time per call, over some rounds of all probes.
+/// Returns the mean time per call in each of 200 rounds over all probes.
 fn times(probes: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> Times {
     let round = |_| {
         let start = Instant::now();

@@ -1,12 +1,12 @@
-//! Costs of the core compared with their targets. `cargo bench` runs all sections in this order:
-//! hashing, lookup, eviction, saves, disk.
+//! Benchmarks of the core: `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`.
 //!
-//! `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`: runs only these sections; replays this
-//! trace; measures this disk. Compared variants alternate within a run. `met` is true if the target
-//! is met: by the minimum if a table has one, because it is the cost without other load on the
-//! machine.
+//! The sections are hashing, lookup, eviction, saves and disk; without arguments, all run in this
+//! order. `--trace` is the trace that the eviction section replays, and `--dir` the directory that
+//! the disk section measures. Variants that are compared alternate within a run. Rows show whether
+//! the target is met; the hashing section compares the minimum, which is the cost without other
+//! load on the machine.
 #![expect(clippy::print_stdout, reason = "a bench prints")]
-#![expect(clippy::cast_precision_loss, reason = "figures of three digits")]
+#![expect(clippy::cast_precision_loss, reason = "figures are printed with three digits")]
 
 mod disk;
 mod eviction;
@@ -19,7 +19,7 @@ mod trace;
 
 use std::path::{Path, PathBuf};
 
-/// The value behind `--name`.
+/// Returns the command-line argument after `name`.
 fn option(name: &str) -> Option<String> {
     std::env::args().skip_while(|arg| arg != name).nth(1)
 }

@@ -1,10 +1,10 @@
-//! Saves of one chunk into a full store of a million chunks. Each evicts one chunk: one reserve
-//! and one commit per save.
+//! Measures saves of one chunk in a full store of a million chunks.
 //!
-//! Every fourth prompt was saved before and returns, and as many are looked up again, so victims
-//! include chunks used once and reused chunks, and ghosts return. Frames are never written, because
-//! that would cost memory and time that are not the store's. Every round does the same work, so the
-//! shortest round is the store's cost; other processes cause the difference.
+//! A save is a reserve and a commit, and evicts one chunk. Every fourth prompt was saved before,
+//! and old prompts are looked up again. Victims therefore include reused chunks, and evicted chunks
+//! are saved again. Frames are never written, because the cost would not be the store's. All rounds
+//! do the same work, so the minimum over rounds is the store's cost; the rest is due to other
+//! processes.
 
 use std::time::{Duration, Instant};
 
@@ -14,20 +14,21 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::lookup::{NUM_CHUNKS, full_store, prompt};
 use crate::table::{Times, title, verdict};
 
-/// A divisor of the store's chunks, so that it begins full.
+/// Number of chunks per prompt. It divides the store's number of chunks, so that the store is full.
 const PROMPT_CHUNKS: u32 = 16;
 const NUM_PROMPTS: u32 = 40_000;
 const ROUNDS: u32 = 3;
 const MEDIAN_TARGET_US: f64 = 5.0;
 const WORST_TARGET_US: f64 = 1000.0;
 
-/// Times of each save, in order.
+/// Returns the time of each save, in order.
 fn round(eviction: Eviction) -> Vec<Duration> {
     let store = full_store(PROMPT_CHUNKS, eviction);
-    let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize); // growing would be measured too
+    // Preallocated, because growing would be measured.
+    let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize);
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {
-        // Old prompts, some of them evicted, and new ones.
+        // One in four prompts is old and may have been evicted; the rest are new.
         let seed =
             if nth % 4 == 0 { nth.wrapping_mul(7919) % num_stored } else { num_stored + nth };
         let chain = prompt(seed, PROMPT_CHUNKS, PROMPT_CHUNKS);
@@ -58,7 +59,7 @@ pub(crate) fn run() {
     title(&format!("Saves of one chunk, each with an eviction, in a store of {NUM_CHUNKS} chunks"));
     println!(
         "{:>6} {:>9} {:>8} {:>7} {:>7} {:>9} {:>7} {:>7} {:>12}",
-        "", "median us", "99.9 %", "target", "", "worst us", "target", "", "any round us"
+        "", "median us", "99.9 %", "target", "", "max us", "target", "", "any round us"
     );
     for (name, eviction) in [("lru", Eviction::Lru), ("adaptive", Eviction::Adaptive)] {
         let rounds: Vec<_> = (0..ROUNDS).map(|_| round(eviction)).collect();

@@ -1,6 +1,8 @@
-//! Hit ratio with states after each prompt's last whole block: a hit needs all states and all
-//! blocks before them. Compared with LRU, and with adaptive eviction without the prefixes that
-//! states belong to.
+//! Compares eviction policies for Mamba and gated delta net models.
+//!
+//! Each prompt saves states at the end of its last whole block. A hit requires all states and all
+//! blocks before them. Adaptive eviction is compared with LRU, and with adaptive eviction that is
+//! not given the prefix of a state.
 
 use kvloft_core::io::SizeClass;
 use std::collections::BTreeSet;
@@ -13,16 +15,17 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::table::{title, verdict};
 use crate::trace::Trace;
 
-/// Groups of states, as in Qwen3-Next; a state takes a frame as a block does.
+/// Number of KV cache groups with states, as in Qwen3-Next. A state takes one frame, like a block.
 const NUM_GROUPS: u32 = 3;
-/// Sizes in percent of the unique blocks; the target is LRU's hits.
+/// Store sizes in percent of the unique blocks.
 const SIZES: [u32; 4] = [3, 10, 20, 30];
+/// Target for the ratio of adaptive eviction's hits to LRU's.
 const TARGET: f64 = 0.98;
 
 pub(crate) fn table(name: &str, trace: &Trace) {
     let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
     let total: usize = trace.iter().map(|ids| ids.len().saturating_sub(1)).sum();
-    title(&format!("Eviction with {NUM_GROUPS} states a prompt: hit ratio on {name}"));
+    title(&format!("Eviction with {NUM_GROUPS} states per prompt: hit ratio on {name}"));
     println!(
         "{:>5} {:>8} {:>9} {:>9} {:>9} {:>12} {:>8}",
         "size", "frames", "lru", "no prefix", "adaptive", "adaptive/lru", "target"
@@ -40,7 +43,7 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     }
 }
 
-/// Replays the trace in a store of `frames` frames; returns the blocks of all hits.
+/// Replays the trace in a store of `frames` frames. Returns the number of blocks in all hits.
 fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) -> usize {
     let config = StoreConfig {
         frame_sizes: 4096_u64.into(),
@@ -56,7 +59,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
     let mut num_found = 0;
     for ids in trace.iter().filter(|ids| ids.len() > 1) {
         let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
-        chain.append_tokens(&ids[..ids.len() - 1]).expect("room for all ids");
+        chain.append_tokens(&ids[..ids.len() - 1]).expect("fewer than 2^32 tokens");
         let groups: Vec<_> = (2..2 + NUM_GROUPS)
             .map(|group| chain.attached(group, 0..chain.num_blocks()).expect("its blocks"))
             .collect();

@@ -1,9 +1,9 @@
-//! Times and tables.
+//! Timing and table output that the sections share.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Times of one measurement, shortest first.
+/// The times of one measurement, in ascending order.
 pub(crate) struct Times(Vec<Duration>);
 
 impl Times {
@@ -12,8 +12,7 @@ impl Times {
         Self(times)
     }
 
-    /// Seconds that a share of the times does not exceed: 0 is the minimum, 0.5 the median, 1 the
-    /// maximum.
+    /// Returns a quantile in seconds: 0 is the minimum, 0.5 the median, 1 the maximum.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let last = self.0.len() - 1;
         let at = (0..last).find(|&at| at as f64 >= share * last as f64).unwrap_or(last);
@@ -25,7 +24,7 @@ impl Times {
     }
 }
 
-/// Times of two alternating measurements.
+/// Measures two functions alternately.
 pub(crate) fn in_turns<A, B>(
     turns: usize,
     mut one: impl FnMut() -> A,

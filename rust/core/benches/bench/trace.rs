@@ -1,17 +1,19 @@
-//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids
-//! mean equal prefixes), and synthetic ones: chats of several turns over few system prompts,
-//! popular ones more often; and two sets of chats, one after the other.
+//! Traces of requests to replay.
+//!
+//! - A file of JSON lines with `hash_ids`, one id per block. Equal ids mean equal prefixes.
+//! - Synthetic chats with multiple turns that share a few system prompts, some of them popular.
+//! - Two sets of synthetic chats, one after the other.
 
 use std::path::Path;
 
 const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 
-/// Block ids of each request, in order of arrival.
+/// The block ids of each request, in order of arrival.
 pub(crate) type Trace = Vec<Vec<u32>>;
 
-/// Returns the given trace, or the default one if it exists, and its name.
+/// Returns the name and the requests of the given trace, or of the default trace if it exists.
 pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
-    // Benches run in the package's folder, traces are named from the repository's.
+    // Benches run in the package's directory, but trace paths are relative to the repository.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let path = root.join(asked.unwrap_or(Path::new(DEFAULT_TRACE)));
     if asked.is_none() && !path.exists() {
@@ -30,17 +32,18 @@ pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
     ))
 }
 
-/// Pseudo-random numbers below a limit, the same in every run.
+/// Returns a generator of pseudo-random numbers below a limit, with a fixed seed.
 fn numbers() -> impl FnMut(u32) -> u32 {
     let mut seed = 1u64;
     move |limit| {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        u32::try_from((seed >> 33) % u64::from(limit)).expect("below a u32")
+        u32::try_from((seed >> 33) % u64::from(limit)).expect("less than the limit")
     }
 }
 
-/// Chats of up to 8 turns, a few hundred open at a time; each turn repeats the chat so far and adds
-/// some blocks.
+/// Returns requests of synthetic chats, a few hundred of them open at a time.
+///
+/// A request repeats the chat so far and adds up to 8 blocks. A chat has 8 turns on average.
 pub(crate) fn synthetic() -> Trace {
     let mut below = numbers();
     let mut next_id = 1000;
@@ -48,11 +51,11 @@ pub(crate) fn synthetic() -> Trace {
     let mut trace = Trace::new();
     for _ in 0..6000 {
         if chats.len() < 300 || below(4) == 0 {
-            // A product of two uniform numbers, so small numbers are much more likely.
+            // The product of two uniform numbers makes small numbers much more likely.
             let system = below(40) * below(40) / 40;
             chats.push((0..4).map(|at| system * 4 + at).collect());
         }
-        // Young chats continue more often than old ones.
+        // Chats that started recently are more likely to continue.
         let age = below(30) * below(30) % u32::try_from(chats.len()).expect("few chats");
         let at = chats.len() - 1 - age as usize;
         for _ in 0..=below(8) {
@@ -67,9 +70,10 @@ pub(crate) fn synthetic() -> Trace {
     trace
 }
 
-/// Two sets of 64 chats of 5 turns in random order: a prompt of 4,000 tokens, then 400 more per
-/// turn, and answers of 150, in blocks of 64 tokens. No chat of the first set comes back in the
-/// second.
+/// Returns two sets of 64 chats with 5 turns each, in random order.
+///
+/// The first prompt has 4,000 tokens, each later turn adds 400, and outputs have 150. A block has
+/// 64 tokens. The sets have no chat in common.
 pub(crate) fn two_sets() -> [Trace; 2] {
     const CHATS: u32 = 64;
     const TURNS: u32 = 5;
