@@ -1,8 +1,8 @@
 """Writes docs/models.md from the reports of `kvloft check` on the tiny models of tests/e2e/zoo.
 
-Run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which leaves one report per model in
-build/models, then `python scripts/models_table.py`. A model without a report is not in the table.
-`make test` compares new reports with the page.
+Run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which writes one report per model to
+build/models, then `python scripts/models_table.py`. Models without a report are missing from the
+table. `make test` compares new reports with the page.
 """
 
 import json
@@ -19,29 +19,29 @@ REASONS = {
     "AMX": "vLLM computes MLA prompts in one piece on this CPU (no AMX)",
     "Mamba2": "speculative decoding with Mamba2",
 }
-"""Part of a reason, and the reason in the table."""
+"""Substring of a reported reason, and the text that replaces the reason in the table."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
-"""vLLM's error if the layers of a model do not fit into one group."""
+"""vLLM's error if a model's layers cannot be in a single KV cache group."""
 ABOUT = """\
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM
 {vllm} on {machine} CPUs, float32, [tiny models with random weights](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
-For models with states, the tests replace incomplete CPU kernels of vLLM. {memory}To test your
-model, run `kvloft check MODEL -- FLAGS`.
+For Mamba and gated delta net models, the tests replace incomplete CPU kernels of vLLM. {memory}To
+test your model, run `kvloft check MODEL -- FLAGS`.
 """
 COLUMNS_HELP = """
 | column | meaning |
 | --- | --- |
 | groups | KV cache groups: full attention, sliding window or local chunk of n tokens, state |
-| tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
+| tokens | cached tokens of {prompts} prompts: host memory, disk, vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
 
-A model is supported if every answer equals plain vLLM's (cold, from host memory, from disk after a
-restart, with other endings, after a reset) and as many draft tokens are accepted. With `kv_groups:
-one`, vLLM does not start models with states; the others of several groups are supported, too.
+A model is supported if all outputs equal plain vLLM's (cold, from host memory, from disk after a
+restart, with different endings, after a reset) and as many draft tokens are accepted. With
+`kv_groups: one`, vLLM does not start models with states; other models are supported.
 
 """
-MEMORY = "A request takes as much KV memory as in plain vLLM, except with `kv_groups: one`. "
+MEMORY = "A request uses as much KV memory as in plain vLLM, except with `kv_groups: one`. "
 FOOT = """
 ## Unsupported settings
 
@@ -52,7 +52,7 @@ REFUSED = (
     ("setting or model", "reason", "use"),
     ("---", "---", "---"),
     (
-        "several MTP layers",
+        "more than one MTP layer",
         "vLLM rewrites the last positions of later layers in the next step",
         "`num_speculative_tokens` 1",
     ),
@@ -67,18 +67,18 @@ REFUSED = (
         "`--pipeline-parallel-size` 1, or no `--speculative-config`",
     ),
     (
-        "pipeline parallelism before vLLM 0.32; of models with states on GPUs",
+        "pipeline parallelism before vLLM 0.32, or with states on GPUs",
         "not tested",
         "`--pipeline-parallel-size` 1",
     ),
     (
         "`--prefix-match-unit` with states",
-        "vLLM then keeps states inside blocks, kvloft at block ends",
+        "vLLM then saves states inside blocks; kvloft requires block ends",
         "the default",
     ),
     (
         "speculative decoding with Mamba2 or convolutions",
-        "vLLM 0.32 answers some hits of its own cache wrongly",
+        "wrong outputs for some hits in vLLM 0.32's own cache",
         "no `--speculative-config`",
     ),
     (
@@ -88,19 +88,19 @@ REFUSED = (
     ),
     (
         "states and a draft model whose KV heads differ from the model's",
-        "blocks have several sizes",
-        "another draft model, or none",
+        "block sizes differ between groups",
+        "a different draft model, or none",
     ),
 )
-"""Settings that `vllm/support.py` refuses; no report contains them."""
+"""Settings that `vllm/support.py` rejects; reports do not contain them."""
 COLUMNS = ("model", "groups", "tokens", "blocks")
 
 
 def main() -> int:
-    """Write the page; returns 1 if there is no report."""
+    """Write the page. Return 1 if there are no reports."""
     reports = [json.loads(path.read_text()) for path in sorted(REPORTS.glob("*.json"))]
     if not reports:
-        print(f"No report in {REPORTS}. Run KV_ZOO=all pytest tests/e2e/zoo/test_checks.py")
+        print(f"no reports in {REPORTS}; run KV_ZOO=all pytest tests/e2e/zoo/test_checks.py first")
         return 1
     first, dates = reports[0], sorted({report["date"] for report in reports})
     versions = {
@@ -128,15 +128,16 @@ def _table(lines: Iterable[Sequence[str]]) -> str:
 
 
 def is_shown(report: dict[str, Any]) -> bool:
-    """Return True if the report has a row. The page states once that models with states need
-    several groups, and that other models are supported in one group, too.
+    """Return True if the report gets a row in the table.
+
+    Reports with `kv_groups: one` get no row if the page's introduction covers the result.
     """
     needs_groups = any(NEEDS_GROUPS in reason for reason in report["missing"])
     return not needs_groups and not (_is_one_group(report) and report["served"])
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """The table cells of one report."""
+    """Return the table cells of a report."""
     passes = {one["name"]: one for one in report["passes"]}
     name = f"{report['model']} (one)" if _is_one_group(report) else report["model"]
     groups = _groups(report["engines"]["alone"]["groups"])
@@ -151,8 +152,9 @@ def _is_one_group(report: dict[str, Any]) -> bool:
 
 
 def _is_memory_equal(report: dict[str, Any]) -> bool:
-    """Return True if a request takes as much KV memory with kvloft as without it, or if all layers
-    are in one group.
+    """Return True if a request uses the same KV memory with and without kvloft.
+
+    Also returns True with `kv_groups: one`, which the page mentions as an exception.
     """
     engines = report["engines"]
     return _is_one_group(report) or len({facts["request_bytes"] for facts in engines.values()}) == 1
@@ -164,7 +166,7 @@ def _groups(groups: list[dict[str, Any]]) -> str:
 
 
 def _short(reason: str) -> str:
-    """The reason from REASONS, or the beginning of the reported one without the path of a model."""
+    """Return the reason from REASONS, or the start of the reported reason without model paths."""
     if known := next((text for part, text in REASONS.items() if part in reason), None):
         return known
     reason = re.sub(
