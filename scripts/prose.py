@@ -1,18 +1,18 @@
-"""Prose lint: phrases that the house style replaces, in Markdown, docstrings, comments and string
-literals.
+"""Finds phrases that the house style replaces in Markdown, docstrings, comments and strings.
 
     scripts/prose.py            check all files, as `make lint` does
-    scripts/prose.py PATH...    check these files and folders
+    scripts/prose.py PATH...    check the given files and directories
+    scripts/prose.py --strict [PATH...]    apply the rules in STRICT to all files
 
-The exit status is 1 if there is a hit. Code blocks, code spans and quotations in Markdown are
-skipped. Uses the standard library only.
+The exit status is 1 if a phrase is found. Code blocks, code spans and quotations in Markdown are
+skipped.
 """
 
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
 ITSELF = "scripts/prose.py"
 IGNORED = "prose: ignore"
-"""A line with this text is not checked."""
+"""Lines with this text are not checked."""
 
 PHRASES = {
     r"beside": "with, alongside, compared with",
@@ -50,15 +50,54 @@ PHRASES = {
     r"(?:one|bytes|tokens|blocks|case|tensor) an? "
     r"(?:block|chunk|layer|line|rank|request|second|step|token|unit)": "per",
 }
-"""Pattern and its replacement in house style."""
-_REGEX = "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(
-    r"\b(?:(?:, |; )", "(?:(?:, |; )"
+"""Patterns and their replacements, for all files."""
+
+_DETERMINER = "the|a|that|this|each|every|any|no|last|first|new|next|other|second"
+_FUNCTION_WORD = "after|and|at|before|for|from|has|in|is|it|on|or|that|to|which|with"
+_NOUN = (
+    "attempts|blocks|bytes|chunks|connections|entries|files|frames|keys|lines|messages|pieces|"
+    "records|requests|retries|seconds|threads|times|tokens|tries|units|words"
 )
-PATTERN = re.compile(_REGEX.replace(" ", r"\s+"), re.IGNORECASE)
-ADVICE = tuple(PHRASES.values())
+STRICT = {
+    rf"(?:{_DETERMINER}) one(?=[.,;:)]| (?:{_FUNCTION_WORD})\b)": "the noun",
+    r"those": "the noun",
+    r"(?<!all.)ones": "the noun, or nothing",
+    r"(?-i:Must) (?:not |only )?(?:depend|import|know)": "a subject: This module must not import",
+    r"at once": "immediately, together, concurrently, in one call",
+    r"from (?:\S+ ){1,4}on(?=[.,;:)])": "starting at, or newer, or more",
+    r"(?-i:meanwhile)(?=[.,;:)])": "in the meantime, or the interval",
+    r"(?-i:Longest|Shortest|Fewest)|(?-i:Least) (?!recently)\w+"
+    rf"|(?-i:Most) (?:{_NOUN}) (?:of|in|per|that)": "Timeout for, Maximum number of",
+    r"the system(?! (?:prompt|calls?|clock|allocator)\b)": "the kernel, the operating system",
+    r"(?<=\"\"\")(?-i:Whether)": "True if, Return True if",
+}
+"""Patterns and their replacements, for the files in STRICT_PATHS."""
+STRICT_PATHS = (
+    "benches/bench_",
+    "benches/gpu/",
+    "csrc/",
+    "examples/",
+    "pyproject.toml",
+    "python/kvloft/bench/",
+    "rust/core/benches/",
+    "rust/wire/benches/",
+    "scripts/",
+)
+"""Beginnings of the paths to which the rules in STRICT apply."""
+
+
+def pattern_of(phrases: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern with one group per phrase; spaces match all whitespace."""
+    regex = "|".join(rf"(\b(?:{phrase})\b)" for phrase in phrases)
+    regex = regex.replace(r"\b(?:(?:, |; )", "(?:(?:, |; )")
+    return re.compile(regex.replace(" ", r"\s+"), re.IGNORECASE)
+
+
+RULES = ((pattern_of(PHRASES), tuple(PHRASES.values())),)
+STRICT_RULES = (*RULES, (pattern_of(STRICT), tuple(STRICT.values())))
 
 CODE = "\0"
-"""Stands for a character that is not prose."""
+"""Replacement for characters that are not prose."""
 C_LIKE = re.compile(
     r"//[/!]?(?P<line>[^\n]*)"
     r"|/\*(?P<block>.*?)\*/"
@@ -73,28 +112,25 @@ MARKDOWN_CODE = re.compile(
 
 
 class Hit(NamedTuple):
-    """A phrase at a line of a file, and its replacement."""
+    """A phrase, its line number, and the suggested replacement."""
 
-    path: str
     line: int
     phrase: str
     advice: str
 
 
 def blank(text: str) -> str:
-    """Replace everything but whitespace, so that prose on both sides of line breaks stays
-    together.
-    """
+    """Replace everything except whitespace, which keeps line numbers unchanged."""
     return re.sub(r"\S", CODE, text)
 
 
 def prose_of_markdown(text: str) -> str:
-    """The text without code and quotations."""
+    """Blank out code and quotations."""
     return MARKDOWN_CODE.sub(lambda match: blank(match[0]), text)
 
 
 def prose_of_c_like(text: str) -> str:
-    """Comments and strings of Rust, CUDA and C++."""
+    """Blank out everything except comments and strings of Rust, CUDA and C++."""
     out, end = [], 0
     for match in C_LIKE.finditer(text):
         out.append(blank(text[end : match.start()]))
@@ -118,7 +154,7 @@ def prose_of_c_like(text: str) -> str:
 
 
 def prose_of_python(text: str) -> str:
-    """Comments and strings of Python."""
+    """Blank out everything except comments and strings of Python."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -139,13 +175,19 @@ def prose_of_python(text: str) -> str:
             piece = re.sub(r"\{[^{}]*\}", lambda match: blank(match[0]), piece)
         piece = re.sub(r"``?[^`]*``?", lambda match: blank(match[0]), piece)
         out[begin : begin + len(piece)] = re.sub(
-            r"^#:?|^[a-zA-Z]*['\"]+|['\"]+$", lambda match: " " * len(match[0]), piece
+            r"^#:?|^[a-zA-Z]*['\"]+|['\"]+$", _blank_quotes, piece
         )
     return "".join(out)
 
 
+def _blank_quotes(match: re.Match[str]) -> str:
+    """Replace quotes with spaces, except the quotes that open a docstring."""
+    opens = '"""' if match.start() == 0 and match[0].endswith('"""') else ""
+    return opens.rjust(len(match[0]))
+
+
 def prose_of_hashes(text: str) -> str:
-    """Comments of shell scripts, YAML, TOML and Makefiles."""
+    """Blank out everything except comments of shell scripts, YAML and TOML."""
     return re.sub(
         r"^(?P<code>[^#\n]*(?:[^\s#][^\n#]*)?)(?P<comment>(?:(?<=\s)|^)#[^\n]*)?$",
         lambda match: blank(match["code"]) + (match["comment"] or "").replace("#", " "),
@@ -168,21 +210,20 @@ PROSE = {
 }
 
 
-def hits(path: Path) -> Iterator[Hit]:
-    """The phrases in one file."""
-    text = path.read_text(encoding="utf-8")
+def hits(text: str, suffix: str, *, strict: bool) -> Iterator[Hit]:
+    """Yield the phrases in the text of a file with the given suffix."""
     lines = text.splitlines()
-    for match in PATTERN.finditer(PROSE[path.suffix](text).replace("\\n", "  ")):
-        line = text.count("\n", 0, match.start()) + 1
-        if IGNORED not in lines[line - 1]:
-            phrase = " ".join(match[0].split())
-            yield Hit(
-                path.relative_to(ROOT).as_posix(), line, phrase, ADVICE[(match.lastindex or 1) - 1]
-            )
+    prose = PROSE[suffix](text).replace("\\n", "  ")
+    for pattern, advice in STRICT_RULES if strict else RULES:
+        for match in pattern.finditer(prose):
+            line = text.count("\n", 0, match.start()) + 1
+            if IGNORED not in lines[line - 1]:
+                phrase = re.sub(f"{CODE}+", "...", " ".join(match[0].split()))
+                yield Hit(line, phrase, advice[(match.lastindex or 1) - 1])
 
 
 def files(path: Path) -> Iterator[Path]:
-    """``path``, or the files under it that have prose."""
+    """Yield ``path``, or the files with prose under it."""
     for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
         *folders, _ = each.relative_to(ROOT).parts
         if (
@@ -195,12 +236,17 @@ def files(path: Path) -> Iterator[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the given paths, or the repository."""
-    roots = [ROOT / name for name in arguments] or [ROOT]
-    found = [hit for root in roots for path in files(root) for hit in hits(path)]
-    for hit in found:
-        print(f'{hit.path}:{hit.line}: "{hit.phrase}"; use: {hit.advice}')
-    return 1 if found else 0
+    """Check the given paths, or the whole repository."""
+    is_strict = "--strict" in arguments
+    roots = [ROOT / name for name in arguments if name != "--strict"] or [ROOT]
+    num_hits = 0
+    for path in (path for root in roots for path in files(root)):
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
+        for hit in hits(text, path.suffix, strict=is_strict or name.startswith(STRICT_PATHS)):
+            print(f'{name}:{hit.line}: "{hit.phrase}"; use: {hit.advice}')
+            num_hits += 1
+    return 1 if num_hits else 0
 
 
 if __name__ == "__main__":
