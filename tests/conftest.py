@@ -1,15 +1,15 @@
-"""Shared by all tests: hypothesis profiles, a guard that the installed wheel is tested, vLLM's
-release, and time.
+"""Shared setup of all tests: hypothesis profiles, a check that the installed wheel is tested,
+vLLM's release, and time limits.
 
-Time: no test asserts on it, but each waits for events, and a busy machine needs longer for
-everything. Waits are therefore scaled by this machine's pace (TEST_PACE, measured here), and
-properties get fewer examples on a slow machine. With TEST_DEADLINE (seconds since 1970;
+Time limits: tests wait for events and never assert on time, but a busy machine is slower at
+everything. Timeouts are therefore scaled by the machine's pace (TEST_PACE, measured here), and
+property tests run fewer examples on a slow machine. With TEST_DEADLINE (seconds since 1970;
 TEST_LAST_DEADLINE for tests marked short), tests that have not started by then are skipped and
-counted, in the summary and in the file TEST_LEFT_OUT.
+counted in the summary and in the file TEST_LEFT_OUT.
 
 Leftovers: a test that leaves a thread or a process behind fails. Otherwise a later test would fail
-now and then, when the thread logs a warning or the process still runs. SIGTERM ends the tests as
-Ctrl-C does, so that fixtures end their processes.
+occasionally, when the thread logs a warning or the process is still running. SIGTERM ends the test
+run like Ctrl-C, so that fixtures terminate their processes.
 """
 
 import gc
@@ -30,19 +30,19 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
-"""A Python process that imports a few dozen modules, on two idle cores."""
+"""Time to start a Python process that imports a few dozen modules, on two idle cores."""
 LEFT_OUT = pytest.StashKey[int]()
 TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
-"""Longest wait, at the usual pace, for threads, processes and files of a test to disappear."""
+"""Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
 COLLECT_S = 0.1
-"""After this time, objects kept only by a cycle are collected; and again after twice the time, and
-so on.
+"""Delay until objects kept alive only by a cycle are collected; doubled for each further
+collection.
 """
 
 
 def measured_pace() -> float:
-    """How many times slower than usual a process starts here: 1 to 20."""
+    """Return how many times slower than usual a process starts on this machine: 1 to 20."""
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(tests: int, number: int, _frame: object) -> None:
-    """End the tests, once; a forked process ends at once."""
+    """End the test run, once; a forked process exits immediately."""
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() != tests:
         os.kill(os.getpid(), number)
@@ -84,8 +84,9 @@ def _interrupt(tests: int, number: int, _frame: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests without an engine come first, then one scenario of each defect: the order with the
-    least loss at a deadline.
+    """Run tests without an engine first, then one scenario per defect.
+
+    This order loses the least at a deadline.
     """
     e2e = REPOSITORY / "tests" / "e2e"
     items.sort(
@@ -100,12 +101,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     deadline = "TEST_DEADLINE" if item.get_closest_marker("short") is None else "TEST_LAST_DEADLINE"
     if time.time() > float(os.environ.get(deadline, "inf")):
         item.config.stash[LEFT_OUT] += 1
-        pytest.skip("skipped: the time limit of the tests is over (make test MINUTES=...)")
+        pytest.skip("skipped: the time limit of the test run has expired (make test MINUTES=...)")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.stash[LEFT_OUT] == session.testscollected > 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was tested
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # no test ran
 
 
 def pytest_terminal_summary(
@@ -121,7 +122,7 @@ def pytest_terminal_summary(
 
 
 def pytest_report_header() -> str:
-    """Reports which kvloft is under test."""
+    """Report which kvloft is under test."""
     import kvloft
 
     return (
@@ -131,8 +132,10 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_release() -> tuple[int, int]:
-    """(0, 32) for vLLM 0.32.x. Skips depend on it and never on a feature: a rename in a newer
-    release must fail its test.
+    """Return vLLM's release, for example (0, 32) for 0.32.x.
+
+    Skips depend on the release and never on a feature: a test must fail if a newer release renames
+    what it uses.
     """
     version = next(
         found.version
@@ -144,8 +147,9 @@ def vllm_release() -> tuple[int, int]:
 
 
 def running(since_s: float = 0.0) -> dict[object, str]:
-    """Leftovers that a test could leave, by name: Python threads, kvloft's threads in Rust, and
-    processes started since.
+    """Return everything that a test could leave behind, by name:
+
+    Python threads, kvloft's Rust threads, and processes started since.
     """
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
@@ -156,13 +160,14 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 
 
 def children(since_s: float) -> dict[object, str]:
-    """Child processes that have not ended and started later than ``since_s`` after boot. Linux may
-    omit some while others end.
+    """Return the running child processes that started later than ``since_s`` after boot.
+
+    Linux may omit some of them while others exit.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return {}  # mostly, and cheaper than looking
+        return {}  # the common case, and cheaper than checking
     pids = {
         pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()
     }
@@ -177,7 +182,7 @@ def children(since_s: float) -> dict[object, str]:
 
 
 def began(pid: str) -> int:
-    """Ticks from boot until it did."""
+    """Return the start time of a process, in ticks since boot."""
     fields = read(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
     return int(fields[19]) if fields else 0
 
@@ -186,18 +191,20 @@ def read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
-        return ""  # it has ended meanwhile
+        return ""  # the process has already exited
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Names of leftovers that did not exist before, after time to end."""
+    """Wait for leftovers to disappear, and return the names of the leftovers that did not exist
+    before the test.
+    """
     begin, collect_s = time.monotonic(), COLLECT_S
     while left := [name for key, name in running(since_s).items() if key not in before]:
         waited_s = time.monotonic() - begin
         if waited_s > END_S * PACE:
             break
         if waited_s > collect_s:
-            # repeatedly: a thread may have kept a cycle alive until it ended a moment ago
+            # Collect repeatedly: a thread that has just finished may have kept a cycle alive.
             gc.collect()
             collect_s = 2 * waited_s
         time.sleep(0.002)
@@ -206,8 +213,10 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Set up before all other fixtures of a test, including `monkeypatch`, so it checks after they
-    are torn down.
+    """Check for leftovers.
+
+    Set up before all other fixtures, including `monkeypatch`, so that the check runs after their
+    teardown.
     """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),
@@ -216,7 +225,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     )
     yield
     if request.session.testsfailed > num_failed:
-        return  # pytest's report of a failure holds the test's objects
+        return  # pytest's failure report keeps the test's objects alive
     assert not (left := left_behind(before, since_s)), (
         f"left behind by this test: {', '.join(sorted(left))}"
     )
@@ -224,7 +233,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
-    """kvloft's log records in this test; other libraries may log at any time."""
+    """Return the log records of kvloft in this test; other libraries may log at any time."""
     return lambda: [record for record in caplog.records if record.getMessage().startswith("kvloft")]
 
 
@@ -232,7 +241,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRec
 def _no_settings_from_outside(
     _nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A developer's KVLOFT_* variables must not affect tests."""
+    """Remove a developer's KVLOFT_* variables so that they do not affect tests."""
     for name in list(os.environ):
         if name.startswith("KVLOFT_"):
             monkeypatch.delenv(name)

@@ -1,6 +1,4 @@
-"""Lets these tests import the emulated GPU of `tests/gpu`, the models of `tests/model`, and
-`benches`.
-"""
+"""Makes the emulated GPU of `tests/gpu`, the models of `tests/model`, and `benches` importable."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are reported in one
-sentence, and an engine that dies costs only its own row. The measurements run on a GPU.
+"""Tests `benches.gpu.engine` without a GPU.
+
+Invalid arguments and missing hardware are reported in one sentence, and an engine that crashes
+loses only its own row. The measurements themselves run on a GPU.
 """
 
 import json
@@ -46,7 +48,9 @@ print("RESULT", json.dumps(result), flush=True)
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that take turns without measuring; "native" dies before its first turn."""
+    """Replace the engines with child processes that take turns but measure nothing; "native" exits
+    before its first turn.
+    """
 
     def start(
         name: str, options: dict[str, Any], log: Path, gpu: int | None
@@ -62,7 +66,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked_of(log: Path) -> dict[str, Any]:
-    """The options passed to the child of `CHILD`."""
+    """Return the options passed to the child process."""
     asked: dict[str, Any] = json.loads(log.read_text().split("ASKED ")[1].splitlines()[0])
     return asked
 
@@ -119,7 +123,7 @@ def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(
         found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
     )
     assert asked_of(tmp_path / "logs/engine_lmcache-server.log")["floods"], (
-        "a peer keeps blocks, so prompts empty the cache"
+        "a peer keeps blocks, so the bench must flood the cache"
     )
 
 
@@ -129,7 +133,7 @@ def test_engines_that_take_too_long_are_killed_and_say_so(
 ) -> None:
     monkeypatch.setitem(
         globals(), "CHILD", "import time; time.sleep(6000)"
-    )  # pytest's own timeout would fail this
+    )  # pytest's own timeout would fail the test
     found = run(
         connectors=("none", "kvloft"),
         phases=("cold",),
@@ -160,7 +164,7 @@ def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
     assert (shared["names"], shared["phases"]) == (["none", "kvloft"], ["cold"])
     assert (alone["names"], alone["phases"]) == (["kvloft"], ["decode"])
     assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, (
-        "5 in each of its two processes"
+        "5 turns in each of its two processes"
     )
     assert not any("error" in result for result in found.values())
 

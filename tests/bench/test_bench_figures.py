@@ -1,5 +1,5 @@
-"""Evaluation of GPU benches: percentiles, medians of runs, and the report's verdicts, on invented
-figures.
+"""Tests the evaluation of GPU benches on invented figures: percentiles, medians of runs, and the
+report's verdicts.
 """
 
 import importlib.util
@@ -52,8 +52,9 @@ def test_a_warm_first_token_is_compared_with_the_link_and_a_hit() -> None:
 
 
 def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
-    """Shares 0.9, 0.5 and 0.7 of ceilings 10, 20 and 30: medians one by one would make it 10 of
-    20.
+    """The ceilings are 10, 20 and 30, the shares 0.9, 0.5 and 0.7.
+
+    Separate medians would give 10 of 20.
     """
     rig, ceiling = (
         object.__new__(Rig),
@@ -193,8 +194,8 @@ def test_the_report_compares_compressed_copies_with_raw_ones(
 def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1,000 tokens alone twice in 1 s each, 4,000 in a wave of 2 s: 6,000 in 4 s, and 0.25 or 0.5 %
-    more with kvloft.
+    """Plain vLLM takes 1 s for each of two prompts of 1,000 tokens and 2 s for a wave of 4,000
+    tokens: 4 s for 6,000 tokens. With kvloft it takes 0.25 % or 0.5 % longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:
@@ -273,7 +274,7 @@ def test_the_report_names_and_counts_a_failed_engine(
     out = report(
         tmp_path, capsys, engine=same, engine_again_1={"none": engine(4096), "kvloft": engine(4096)}
     )
-    assert "runs, each with new processes" not in out, "one run of each length"
+    assert "runs, each with new processes" not in out, "there is one run per length"
 
 
 def test_the_report_shows_the_parts_of_a_cold_prompt(
@@ -304,7 +305,10 @@ def test_the_report_shows_the_parts_of_a_cold_prompt(
 def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     warm: list[float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The link's time is 100 ms, the hits 10, 100 and 200: pair by pair, the median decides."""
+    """The link takes 100 ms; the hits take 10, 100 and 200 ms.
+
+    The report takes the median over the pairs.
+    """
     ttft = {"kv_bytes": 5e9, "all_ms": {"warm": warm, "hbm": [10.0, 100.0, 200.0]}}
     copy = {
         "machine": {},
@@ -329,8 +333,9 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
 def test_the_report_takes_the_median_of_runs_with_new_processes(
     last: float, verdicts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kvloft takes 0.9, 1.02 and ``last`` times as long; the second run has no plain engine and is
-    ignored.
+    """kvloft takes 0.9, 1.02 and ``last`` times as long as plain vLLM.
+
+    The second run has no plain engine and is ignored.
     """
 
     def engine(times: float) -> dict[str, Any]:
@@ -376,7 +381,7 @@ def test_the_report_compares_one_process_with_its_connector_and_without(
         in out
     )
     assert "| - first to last forward pass | 980.00 | 982.00 | | |" in out
-    assert "gaps between the forward passes" not in out, "not measured for both"
+    assert "gaps between the forward passes" not in out, "not measured for both engines"
     del measured["attached"]["waves"]["attached"]["ms"]
     assert "one process" not in report(
         tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}}
@@ -544,7 +549,9 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Then its time is not from a server: prompts between rounds should have emptied the cache."""
+    """A token left in HBM would mean that the time is not a load from the server: prompts between
+    rounds should have emptied the cache.
+    """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}
         for name in ("served", "pegaflow")

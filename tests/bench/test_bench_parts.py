@@ -1,4 +1,7 @@
-"""The parts of a first token's time, around a torch model on the emulated GPU. Needs no GPU."""
+"""Tests how the time to first token is split into parts, with a torch model on the emulated GPU.
+
+Needs no GPU.
+"""
 
 import gc
 import sys
@@ -22,7 +25,7 @@ from kvloft.transfer.cuda import lanes
 
 
 class Model(torch.nn.Module):
-    """A forward of 7 commands."""
+    """A model whose forward pass enqueues 7 commands."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
@@ -35,7 +38,9 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Except those that a test adds; no watcher of them remains."""
+    """Disable garbage collection except where a test triggers it, and check that no GC callback
+    remains.
+    """
     gc.disable()
     before = list(gc.callbacks)
     yield
@@ -57,7 +62,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
         )
         model = Model(gpu)
         around = ForwardParts(model, lambda: gpu.compute)
-        assert around.take(1.0) is None, "there was no forward"
+        assert around.take(1.0) is None, "there was no forward pass"
         for _ in range(2):  # two requests
             around.start()
             for _ in range(3):
@@ -65,10 +70,10 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
             assert found is not None
-            # An event counts the work before it: before the first event 3 forward passes, 2 of
-            # sampling, 3 events at ends, 2 at starts.
+            # An event counts the work before it. Between the first and the last event: 3 forward
+            # passes, 2 sampling commands, 3 end events and 2 start events.
             assert found.gpu_s == 3 * 7 + 2 + 3 + 2
-            assert found.between_s == 2 * 2, "a command of sampling, and the event"
+            assert found.between_s == 2 * 2, "one sampling command and one event"
             assert found.before_s in (0.5, 0.25)
             assert found.before_s + found.gpu_s + found.after_s == 100.0
         around.start()
@@ -83,7 +88,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
         around.start()
         for _ in range(parts.MAX_FORWARDS + 1):
             model()
-        assert around.take(100.0) is None, "more forwards than there are events"
+        assert around.take(100.0) is None, "more forward passes than events"
         around.start()
         for _ in range(parts.MAX_FORWARDS):
             model()
@@ -91,12 +96,13 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
         around.start()
         around.close()
         model()
-        assert around.take(100.0) is None, "a hook was not removed"
+        assert around.take(100.0) is None, "close() did not remove a hook"
 
 
 class Wave:
-    """An engine that finishes one request per step, with a forward pass in each step, or without
-    one that a model's hooks see.
+    """An engine that finishes one request per step.
+
+    Each step runs a forward pass, which the model's hooks may or may not see.
     """
 
     llm = None
@@ -133,7 +139,7 @@ class Wave:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The hooks that every engine has."""
+    """Return a model with the hooks that every engine installs."""
     with emulated(1) as gpu:
         found = Model(gpu)
         monkeypatch.setattr(parts, "driver", lanes.driver)
@@ -218,7 +224,7 @@ def test_a_trace_starts_with_its_wave(model: Model) -> None:
 def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its connector, a forward pass of the engine has one more command; each time must be in
+    """With the connector attached, a forward pass has one more command, so each time must appear in
     its own column.
     """
     away: list[str] = []
@@ -226,7 +232,7 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
 
     @contextmanager
     def without(engine: Any) -> Iterator[None]:
-        assert engine is wave, "vLLM's engine, not the bench's"
+        assert engine is wave, "expected vLLM's engine, not the bench's wrapper"
         away.append("yes")
         yield
         away.clear()
@@ -234,12 +240,12 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     collected = gc.collect
 
     def collect() -> int:
-        assert settled == [True], "earlier saves are complete"
+        assert settled == [True], "saves must complete before the collection"
         settled.clear()
         return collected()
 
     def forward() -> None:
-        assert settled == [] or len(order) < 2, "garbage was collected before this one"
+        assert settled == [] or len(order) < 2, "garbage must be collected before this pass"
         order.append("detached" if away else "attached")
         for _ in range(7 + (not away)):
             model.gpu.compute.enqueue(lambda: None)
@@ -256,7 +262,7 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     assert order[10:] == ["attached"] * 8 + ["detached"] * 16 + ["attached"] * 8
     prompts, waves = found["prompts"], found["waves"]
     for kind, length in (("attached", 8), ("detached", 7)):
-        assert prompts[kind]["gpu_ms"] == 1e3 * (length + 1), "with the event before it"
+        assert prompts[kind]["gpu_ms"] == 1e3 * (length + 1), "includes the event before it"
         assert waves[kind]["gpu_ms"] == 1e3 * (8 * length + 8 + 7)
         assert (
             len(prompts[kind]["all_ms"]) == len(prompts[kind]["parts_ms"]) == 4

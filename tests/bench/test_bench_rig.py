@@ -1,5 +1,5 @@
-"""The copy bench's rig on the emulated GPU: a run lasts until its last byte arrived, and reports
-dropped copies.
+"""Tests the copy bench's rig on the emulated GPU: a run lasts until its last byte has arrived, and
+dropped copies are reported.
 
 Time is the number of commands run. Needs no GPU.
 """
@@ -31,15 +31,15 @@ GATE_COMMANDS = 40
 
 
 class Link:
-    """Executes copies and records those between host frames and the device."""
+    """Executes copies and records the copies between host frames and the device."""
 
     def __init__(self, gpu: Gpu, host: HostFrames) -> None:
         self.gpu, self.begin = gpu, host.bytes.ctypes.data
         self.end = self.begin + host.size_bytes
         self.copies: list[tuple[int, int]] = []
-        """(when, bytes)."""
+        """Time and size of each copy, in bytes."""
         self.touched: dict[str, set[int]] = {"read": set(), "written": set()}
-        """Addresses of host frames."""
+        """Addresses of the host frames read or written."""
 
     def move(self, to: int, source: int, num_bytes: int) -> None:
         ctypes.memmove(to, source, num_bytes)
@@ -105,7 +105,7 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(
             2 if what == "both" else 1
         )
         assert not link.touched["read"] & link.touched["written"], (
-            "a block is loaded and saved at once"
+            "a block is loaded and saved at the same time"
         )
         assert begin <= min(when for when, _ in link.copies), (
             "a copy began before the measured time"
@@ -134,7 +134,9 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops copies without space: the rate would count bytes that were not moved."""
+    """A mover drops copies when it has no space: the rate would include bytes that were never
+    moved.
+    """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()
     monkeypatch.setattr(saves, "MAX_PIECES", 3)

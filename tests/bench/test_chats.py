@@ -1,5 +1,5 @@
-"""The closed loop of chats without a GPU: the content of a turn, the counts, and that a failing
-engine does not lose another's results.
+"""Tests the closed-loop chat bench without a GPU: the content of each turn, the counters, and that
+a failing engine does not lose another engine's results.
 """
 
 import json
@@ -45,8 +45,9 @@ if name == "kvloft":
 
 
 class FakeEngine:
-    """Answers everything in two steps: a first token, then the second; ids get a suffix, as vLLM's
-    do.
+    """Completes every request in two steps, one token each.
+
+    Like vLLM, it appends a suffix to request ids.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,9 @@ def test_a_loop_that_times_out_reports_missing_turns() -> None:
 
 
 class Child(subprocess.Popen[bytes]):
-    """Never times out, except the child that keeps running after it printed its results."""
+    """Never times out, except the child process that keeps running after it has printed its
+    results.
+    """
 
     def __init__(self, argv: list[str], **more: Any) -> None:
         self._goes_on, self._log = "none" in argv, Path(more["stdout"].name)
@@ -125,7 +128,7 @@ class Child(subprocess.Popen[bytes]):
         while timeout is not None and self._goes_on and self.poll() is None:
             if re.search(
                 r"^RESULT .*\n", self._log.read_text(), re.MULTILINE
-            ):  # print writes a line in pieces
+            ):  # print writes a line in multiple pieces
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
         return super().wait(timeout)

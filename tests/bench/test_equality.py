@@ -1,4 +1,4 @@
-"""The equality check itself: it must report any wrong token or page. Needs no GPU."""
+"""Tests the equality check itself: it must report every wrong token and page. Needs no GPU."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -95,8 +95,9 @@ def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
 
 
 class CopyingMover:
-    """Keeps clones of saved blocks and copies them back immediately; ``spoil`` damages the
-    copies.
+    """Keeps clones of saved blocks and copies them back immediately.
+
+    ``spoil`` corrupts the copies.
     """
 
     def __init__(self, kv: list[torch.Tensor]) -> None:
@@ -183,7 +184,7 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
 
 
 def kept() -> dict[str, Any]:
-    """Results of the phase `kept` for an engine with two groups whose kernels are not
+    """Return the results of phase `kept` for an engine with two groups whose kernels are not
     batch-invariant.
     """
     told = {
@@ -259,4 +260,4 @@ def test_pages_are_compared_with_vllms_by_block_hash() -> None:
     }
     groups[1][1][4, 2] += 1
     assert kept.compare([(0, 3), (1, 4)]) == {"same_0": 1, "differing_1": 1}
-    assert kept.compare([(1, 3)]) == {"unnamed": 1}, "under the name of another group"
+    assert kept.compare([(1, 3)]) == {"unnamed": 1}, "stored under a different group's name"

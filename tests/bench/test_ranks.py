@@ -1,4 +1,4 @@
-"""The check of several ranks itself: it must report errors in any rank. Needs no GPU."""
+"""Tests the multi-rank check itself: it must report an error in any rank. Needs no GPU."""
 
 from copy import deepcopy
 from typing import Any

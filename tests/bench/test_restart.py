@@ -1,4 +1,7 @@
-"""The restart check itself: it must report tokens that the next engine lacks. Needs no GPU."""
+"""Tests the restart check itself: it must report every token missing in the next engine.
+
+Needs no GPU.
+"""
 
 import sys
 from pathlib import Path
@@ -28,7 +31,7 @@ def life(**changes: Any) -> dict[str, Any]:
 
 
 def test_problems_of_a_restart_are_named() -> None:
-    first = life(cached=0, first=[8, -0.6])  # computed in other pieces, with other rounding
+    first = life(cached=0, first=[8, -0.6])  # computed in different pieces, so rounded differently
     assert restart.problems([first, life()], 4096) == []
     assert "only 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]
     for other in (life(first=[7, -0.4]), life(first_loaded=[9, -0.5])):

@@ -1,5 +1,5 @@
-"""Turns of benches that share a GPU: strictly alternating, passed on after a failure, with a
-timeout.
+"""Tests how benches take turns on a shared GPU: turns alternate strictly, pass to the next bench
+after a failure, and time out.
 """
 
 import threading
@@ -23,7 +23,7 @@ def test_every_round_is_in_the_order_of_names(tmp_path: Path) -> None:
                 with turns.mine():
                     inside.append(name)
                     log.append(name)
-                    assert inside == [name], "two at once"
+                    assert inside == [name], "two benches had the turn at the same time"
                     inside.pop()
                     if name == "native" and number == 2:
                         raise RuntimeError("a prompt that failed")
@@ -48,7 +48,7 @@ def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
                 log.append(name)
         turns.leave()
 
-    leave(tmp_path, "native")  # it never started
+    leave(tmp_path, "native")  # it was never started
     threads = [
         threading.Thread(target=take_turns, args=(name, count))
         for name, count in (("kvloft", 4), ("none", 2))

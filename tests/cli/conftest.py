@@ -1,5 +1,5 @@
-"""Makes the models of `tests/model` and the helpers of this folder importable, and starts a server
-to watch.
+"""Makes the models of `tests/model` and the helpers in this directory importable, and starts a
+server for the tests.
 """
 
 import sys
@@ -19,8 +19,8 @@ sys.path[:0] = [str(HERE.parent / "model"), str(HERE)]
 
 @pytest.fixture
 def socket() -> Iterator[str]:
-    """Of a server with an engine that has saved three chunks."""
-    from watched import save  # only now can it be found
+    """Start a server with one engine that has saved three chunks; return its socket."""
+    from watched import save  # importable only after the path was changed
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"

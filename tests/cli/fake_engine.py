@@ -1,5 +1,6 @@
-"""Replaces `kvloft.vllm.check` in tests of its parent process: reports the result that the model's
-name selects, without vLLM.
+"""Replaces `kvloft.vllm.check` in tests of its parent process.
+
+Reports the result selected by the model's name, without vLLM.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""`kvloft check`: arguments, the end of engines, the comparison of answers, and the output. Without
-vLLM.
+"""Tests `kvloft check` without vLLM: its arguments, how engines exit, how outputs are compared, and
+what it prints.
 """
 
 import json
@@ -24,7 +24,9 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Engines are fake; temporary directories go to one that must be empty at the end."""
+    """Use fake engines, and create temporary directories in a directory that must be empty after
+    the test.
+    """
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(check_engine, "MODULE", "fake_engine")
@@ -129,8 +131,8 @@ def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
 
 
 class Hours:
-    """Replaces `time`: the limits pass in the first sleep after an engine hangs, however slowly it
-    started.
+    """Replaces `time`: all timeouts expire in the first sleep after an engine hangs, no matter how
+    slowly it started.
     """
 
     def __init__(self, pids: Path) -> None:
@@ -169,7 +171,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
     program = (
-        # A shell's background job, as this may be one of, ignores SIGINT.
+        # This process may be a shell's background job, which ignores SIGINT.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
         "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; "
@@ -191,7 +193,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
 def assert_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        time.sleep(0.05)  # pytest's own timeout fails this
+        time.sleep(0.05)  # pytest's own timeout fails a hanging test
 
 
 TRUE = {
@@ -213,9 +215,9 @@ TRUE = {
     ("tokens", "kind"),
     [
         ([1, 2, 3], "equal"),
-        ([1, 8, 5], "near"),  # the second best, and as good as the best
-        ([1, 7, 5], "wrong"),  # neither
-        ([9, 2, 3], "wrong"),  # the second best, and clearly worse
+        ([1, 8, 5], "near"),  # second-best token, as good as the best
+        ([1, 7, 5], "wrong"),  # neither of the two best tokens
+        ([9, 2, 3], "wrong"),  # second-best token, clearly worse
         ([1, 2], "wrong"),  # too short
     ],
 )
@@ -232,8 +234,9 @@ def test_answers_differ_by_rounding_only_between_equally_good_tokens(
 
 
 def report(extra: dict[str, str] | None = None, /, **changes: dict[str, Any]) -> dict[str, Any]:
-    """The report of a successful run, with ``changes`` of a pass's answer or of an engine's
-    facts.
+    """Return the report of a successful run.
+
+    ``changes`` replaces a pass's output or an engine's properties.
     """
     good = {"host": {"host": 16}, "disk": {"disk": 16}}
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")

@@ -1,4 +1,4 @@
-"""`kvloft config`: its output for users and scripts, and its errors."""
+"""Tests `kvloft config`: its output for users and for scripts, and its errors."""
 
 import json
 import re
@@ -150,7 +150,9 @@ def test_help_fits_80_columns(
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > 80] == []
     if not command:
-        assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, "the list above is all"
+        assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, (
+            "the list above must be complete"
+        )
 
 
 def test_server_memory_is_not_shown_as_the_engines(
@@ -185,7 +187,9 @@ def test_server_memory_is_not_shown_as_the_engines(
 def test_unknown_options_are_reported_with_the_known_ones(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An abbreviation may mean something else than the user expects."""
+    """Abbreviations are rejected: an abbreviated option could mean something other than the user
+    expects.
+    """
     with pytest.raises(SystemExit) as ended:
         main(argv)
     err = capsys.readouterr().err

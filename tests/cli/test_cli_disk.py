@@ -1,5 +1,5 @@
-"""`kvloft inspect` and `kvloft verify`: their output for users and scripts, and the exit status on
-damage.
+"""Tests `kvloft inspect` and `kvloft verify`: their output for users and for scripts, and their
+exit status if chunks are damaged.
 """
 
 import json
@@ -33,7 +33,7 @@ OLDER_SUPERBLOCK = json.dumps(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A disk directory with five chunks."""
+    """Return a disk directory with five chunks."""
     fields = {"model": "'some/model'", "dtype": "torch.float32", "user": "''"}
     store = _core.Session(
         frame_bytes=FRAME,
@@ -166,7 +166,7 @@ def test_verify_finds_one_flipped_bit_and_is_status_1(
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["damage"]) == 1
     assert shown["damage"][0]["namespace"] == NAMESPACE.hex()[:16]
-    assert 0 <= shown["damage"][0]["slot"] < NUM_CHUNKS, "a number"
+    assert 0 <= shown["damage"][0]["slot"] < NUM_CHUNKS, "the slot is a number"
     assert main(["verify", str(folder)]) == 1
     assert "1 damaged" in capsys.readouterr().out
 
@@ -212,7 +212,7 @@ def test_damage_is_status_1_if_the_reader_closes_early(folder: Path, is_json: bo
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as if it were a lot
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as if there were a lot of output
         done = subprocess.run(
             argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environ
         )
@@ -232,7 +232,7 @@ def test_an_output_error_is_not_the_status_of_damage(folder: Path) -> None:
 
 
 def make_older(folder: Path) -> None:
-    """Give the directory the superblock that the first format had, checksum and all."""
+    """Replace the superblock of the directory with a valid superblock of the first format."""
     path = frames_file(folder).with_name("superblock.json")
     path.write_text(OLDER_SUPERBLOCK)
 

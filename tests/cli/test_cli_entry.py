@@ -1,4 +1,4 @@
-"""Shared behavior of all commands: closed standard streams, and Ctrl-C at any time."""
+"""Tests the behavior that all commands share: closed standard streams, and Ctrl-C at any time."""
 
 import importlib.metadata
 import os
@@ -39,12 +39,12 @@ runpy.run_module("kvloft.cli", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield Path(folder)
 
 
 def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]":
-    """Return the result of a command that starts with these files closed."""
+    """Run a command that starts with the given file descriptors closed, and return its result."""
 
     def close() -> None:
         for number in numbers:
@@ -100,7 +100,10 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
     [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")],
 )
 def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reason: str) -> None:
-    """Python flushes its buffers at exit: an error there would be a traceback with status 120."""
+    """Python flushes its buffers at exit.
+
+    An unhandled error there would print a traceback and exit with status 120.
+    """
     with open(place, "r" if place == "/dev/null" else "w") as out:
         done = subprocess.run(
             [*COMMAND, *argv],
@@ -118,7 +121,7 @@ def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reas
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"], ["config"]])
 def test_an_immediate_write_error_is_one_sentence(argv: list[str]) -> None:
-    """Without a buffer, the error comes while argparse prints, which would ignore it."""
+    """With unbuffered output, the error occurs inside argparse, which would ignore it."""
     with open("/dev/full", "w") as out:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         done = subprocess.run(
@@ -175,7 +178,7 @@ def buffered() -> dict[str, str]:
 def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(
     module: str, is_lost: bool, folder: Path
 ) -> None:
-    """Also where an exception would be lost, as in a callback of the import system."""
+    """Also during code that swallows exceptions, such as a callback of the import system."""
     interrupted(
         [module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")]
     )

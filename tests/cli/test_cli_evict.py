@@ -1,4 +1,6 @@
-"""`kvloft evict` on a real server: a tenant is removed permanently, and its salt is never shown."""
+"""Tests `kvloft evict` on a real server: a tenant's chunks are removed permanently, and its salt is
+never shown.
+"""
 
 import json
 import subprocess
@@ -21,13 +23,13 @@ ROOTS = [(None, None), (None, SALT), (ADAPTER, SALT), (None, "another")]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield Path(folder)
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server with a disk, in a separate process."""
+    """Start a server with a disk tier in a separate process."""
     socket = str(folder / "run" / "kv.sock")
     sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes]
@@ -82,7 +84,7 @@ def test_a_tenant_is_gone_after_a_kill_too(
         process.wait()
     with serving(folder) as (socket, _):
         assert found(connect(socket)) == [3, 0, 0, 3], (
-            "evicted chunks are not found after a restart"
+            "evicted chunks must not be found after a restart"
         )
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
         assert capsys.readouterr().out == "there are no chunks with that salt\n"

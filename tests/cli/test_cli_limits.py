@@ -1,5 +1,5 @@
-"""`kvloft serve` with tenant limits: settings reach the store, the output has tags, and no salt is
-shown.
+"""Tests `kvloft serve` with tenant limits: the settings reach the store, the output shows tags, and
+no salt is shown.
 """
 
 import json
@@ -23,13 +23,16 @@ SALT, OTHER = "acme's secret", "another"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield Path(folder)
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """1 MiB is 256 frames: 10 % are 25, and the one tenant has 5, in memory and on disk."""
+    """Start a server with 1 MiB (256 frames).
+
+    A limit of 10 % is 25 frames; the named tenant may have 5, in memory and on disk.
+    """
     socket = str(folder / "run" / "kv.sock")
     (folder / "run").mkdir(mode=0o700)
     (folder / "acme.salt").write_text(SALT + "\n")
@@ -94,7 +97,7 @@ def test_status_shows_usage_of_tenants_without_salts(
         (25 * FRAME, None, 86400): (25 * FRAME, 25 * FRAME),
         (None, None, 30 * 86400): (30 * FRAME, 30 * FRAME),
     }
-    assert space["stats"]["quota_dropped"] == 30, "25 frames of one and 5 of the other"
+    assert space["stats"]["quota_dropped"] == 30, "25 frames of one tenant and 5 of the other"
     shown = []
     for command in (
         ["status"],
@@ -117,7 +120,7 @@ def test_status_shows_usage_of_tenants_without_salts(
     assert shown[0].splitlines()[6] == whole
     first = shown[2].splitlines()[0]
     assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, (
-        "short: `status` has it all"
+        "the summary is short; `status` shows everything"
     )
     for salt, its_tag, said in (
         (SALT, tag, "marked * below"),

@@ -1,4 +1,6 @@
-"""`kvloft serve` and `kvloft status`: their output for users and scripts, and their errors."""
+"""Tests `kvloft serve` and `kvloft status`: their output for users and for scripts, and their
+errors.
+"""
 
 import contextlib
 import fcntl
@@ -29,7 +31,7 @@ from kvloft.errors import StoreError
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield Path(folder)
 
 
@@ -89,14 +91,14 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
         process.send_signal(signal.SIGTERM)
         process.send_signal(
             signal.SIGINT
-        )  # as timeout(1) does: one to the process, one to its group
+        )  # as timeout(1) does: one signal to the process, one to its group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("stopped")
     finally:
         process.kill()
         process.wait()
-    assert list(socket.parent.iterdir()) == [], "neither socket nor lock is left"
+    assert list(socket.parent.iterdir()) == [], "the socket or its lock file was left behind"
     assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
     assert main(["status", "--socket", str(socket)]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
@@ -119,7 +121,7 @@ def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(
 
 
 def test_a_closing_terminal_ends_the_server_after_its_last_writes(folder: Path) -> None:
-    """The kernel then sends SIGHUP, and output fails."""
+    """The kernel then sends SIGHUP, and writing output fails."""
     ours, its = pty.openpty()
     try:
         with served(
@@ -205,7 +207,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
         )
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is logged once if both streams go to the same log"
+        assert "chmod" not in rest, "must be logged once if both streams go to the same file"
 
 
 @pytest.mark.parametrize("is_stderr_full", [False, True])
@@ -321,11 +323,11 @@ def until_it_listens(socket: str) -> None:
             _core.server_status(socket)
             return
         time.sleep(0.05)
-    pytest.fail("it never listened")
+    pytest.fail("the server never listened")
 
 
 def without_nohup() -> None:
-    """The tests themselves can run under it."""
+    """Undo `nohup`: these tests may themselves run under it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -333,8 +335,9 @@ def without_nohup() -> None:
 def served(
     folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
-    """Start a server with a disk in ``folder``; wait for a first line that contains ``wanted``, if
-    its output can be read.
+    """Start a server with a disk tier in ``folder``.
+
+    If its output can be read, wait for a first line that contains ``wanted``.
     """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
@@ -392,8 +395,9 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
 
 @contextlib.contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """A background server is not a child of this process; the block ends it and waits for its
-    exit.
+    """Stop a background server at the end of the block and wait until it exits.
+
+    It is not a child of this process.
     """
     process = os.pidfd_open(pid)
     try:
@@ -578,15 +582,17 @@ def test_a_server_without_linger_ends_with_the_last_engine(
 def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert looks_left([([], 1), ([], 1)], monkeypatch) == 0, "it waits no minute for the first"
+    assert looks_left([([], 1), ([], 1)], monkeypatch) == 0, (
+        "it must not wait a minute for the first engine"
+    )
     assert looks_left([([], 1), ([], 2), ([], 2), ([], 2)], monkeypatch) == 1, (
-        "the second counts as well"
+        "the second engine is counted as well"
     )
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of servers left, each with its engines and joins, once a server without a linger
-    time ends.
+    """Return how many of the ``looks`` (engines and joins per server status) remain when a server
+    without a linger time exits.
     """
 
     class Watched:

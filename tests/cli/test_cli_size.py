@@ -1,4 +1,4 @@
-"""`kvloft size`: KV sizes of known models, computed by hand from their published shapes."""
+"""Tests `kvloft size`: KV sizes of known models, computed by hand from their published shapes."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,9 @@ def test_unknown_kind_of_layer_is_refused(
 
 
 def test_bfloat16_kv_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A chunk of 2 MiB takes 0.7188 of that and 512 entries of 8 bytes: 0.7208 of its size."""
+    """A compressed 2 MiB chunk takes 0.7188 of its size plus 512 entries of 8 bytes: 0.7208 in
+    total.
+    """
     found = size(tmp_path, LLAMA_8B, capsys, "--host-size", "16GiB", "--disk-size", "32GiB")
     assert found["compressed_token_bytes"] == int(131072 * (0.7188 + 512 * 8 / (2 << 20)))
     assert 1.38 < found["host_tokens_compressed"] / found["host_tokens"] < 1.39

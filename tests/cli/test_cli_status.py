@@ -1,4 +1,4 @@
-"""`kvloft status`: the summary of a server for operators, and the same figures for scripts."""
+"""Tests `kvloft status`: the summary for operators, and the same figures for scripts."""
 
 import io
 import json
@@ -17,14 +17,14 @@ from kvloft.config import size_text
 
 
 def shown_first(status: dict[str, Any]) -> list[str]:
-    """The part of the status before the namespaces."""
+    """Return the part of the status above the namespaces."""
     console = Console(width=200, record=True, file=io.StringIO())
     status_command._print(status, "/kv.sock", console)
     return console.export_text().split("\n\n")[0].splitlines()
 
 
 def looked_at(socket: str, **stats: int) -> dict[str, Any]:
-    """The server's status with some changed numbers."""
+    """Return the server's status with some numbers changed."""
     status = _core.server_status(socket)
     return status | {"stats": status["stats"] | stats, "settings": {"disk_path": "/a/disk"}}
 
@@ -43,7 +43,7 @@ def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str)
     ]
     status["stats"]["server_disk_closed_bytes"] = 1 << 28
     assert "512 MiB of 1 GiB (50.0%) in files" in shown_first(status)[2], (
-        "also of namespaces that are not open"
+        "includes namespaces that are not open"
     )
     del status["stats"]["server_disk_free_bytes"]
     assert shown_first(status)[2].endswith("(50.0%) in files"), "before the first measurement"
@@ -142,7 +142,9 @@ def test_commands_accept_the_name_in_status(
     assert names == ["00" * 8, "1a" * 8]
     wholes = re.findall(r"^full id: ([0-9a-f]{64})$", shown, re.MULTILINE)
     assert wholes == ["00" * 32, "1a" * 32]
-    assert shown.index(wholes[0]) > shown.rindex("engine  "), "after all that changes"
+    assert shown.index(wholes[0]) > shown.rindex("engine  "), (
+        "must come after everything that changes"
+    )
     for name in (names[1], wholes[1]):
         assert main(["evict", "--socket", socket, "--namespace", name, "--host-only"]) == 0
         assert main(["clear", "--socket", socket, "--namespace", name, "--yes"]) == 0
@@ -156,7 +158,7 @@ def test_percentages_are_of_the_whole_tier(socket: str) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]
     assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], (
-        "otherwise both would be equal"
+        "otherwise both figures would be equal"
     )
     drawn = Console(width=150, record=True, file=io.StringIO())
     drawn.print(watch.picture(status, {}))

@@ -1,5 +1,5 @@
-"""`kvloft serve --metrics`, `kvloft status --watch` and examples/deploy: with a real server, and by
-the tools that read them.
+"""Tests `kvloft serve --metrics`, `kvloft status --watch` and examples/deploy with a real server
+and the tools that read their output.
 """
 
 import contextlib
@@ -191,7 +191,7 @@ def test_watch_shows_tiers_engines_and_rates(
 ) -> None:
     assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("tier") == 2, "every refresh: without a terminal, none overwrites another"
+    assert out.count("tier") == 2, "without a terminal, every refresh is printed below the last"
     assert "saved" in out
     assert (
         main(
@@ -234,7 +234,7 @@ def test_watch_reports_a_late_answer_and_continues(
     )
     if not is_json:
         assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], (
-            "the rates span the late refreshes"
+            "rates must include late refreshes"
         )
         return
     first, *rows, last = map(json.loads, out.splitlines())
@@ -323,7 +323,7 @@ def test_hit_rates_are_shown_per_engine_and_in_total(
     assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
     assert capsys.readouterr().out.count("75.0%") == 3, (
-        "for the engine with late answers and for all engines, but not for the other engine"
+        "for the engine with late results and for all engines, but not for the other engine"
     )
     before = _core.server_status(socket)
     known = _core.KeyChain(bytes(32), block_tokens=1)
@@ -439,7 +439,7 @@ def test_watch_fits_24_rows_or_lists_hidden_parts(
     console.print(watch.fitted(watch.picture(status, rates, status), console))
     lines = console.export_text().splitlines()
     assert len(lines) == 24
-    assert all(any(name in line for line in lines) for name in watch.RATES), "no rate is lost"
+    assert all(any(name in line for line in lines) for name in watch.RATES), "a rate is missing"
     assert any(line.startswith("all engines") for line in lines)
     told = [f"{num_more} more rows: make the window taller, or use --json"] if num_more else []
     assert [line for line in lines if "more rows" in line] == told
@@ -447,7 +447,7 @@ def test_watch_fits_24_rows_or_lists_hidden_parts(
 
 
 def drawn_on_terminal(socket: str, term: str) -> bytes:
-    """The output of two refreshes on a terminal of that type with 24 rows."""
+    """Return the output of two refreshes on a terminal of the given type with 24 rows."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     argv = [
@@ -523,8 +523,10 @@ def test_a_disk_that_a_server_cannot_have_is_shown(
                 for command in (["status"], ["status", "--watch", "--count", "1"]):
                     assert main([*command, "--socket", path]) == 0
                     shown = " ".join(capsys.readouterr().out.split())
-                    assert said in shown and "paused" not in shown, "another owner is no failure"
-            assert engine.stats()["disk_broken"] == 1, "its store has no disk either"
+                    assert said in shown and "paused" not in shown, (
+                        "a directory owned by another process is not a failure"
+                    )
+            assert engine.stats()["disk_broken"] == 1, "its store has no disk tier either"
             engine.close()
     assert main(["status", "--socket", socket]) == 0
     assert "not used" not in capsys.readouterr().out
@@ -586,7 +588,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        )  # it is ignored in a shell's background job, which this can be
+        )  # SIGINT is ignored in a shell's background job, which this process may be
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(

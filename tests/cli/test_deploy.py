@@ -1,8 +1,8 @@
-"""examples/deploy: the files use existing options and settings, and server and engines share one
-socket.
+"""Tests examples/deploy: the files use existing options and settings, and the server and its
+engines share one socket.
 
-The files follow the specifications of compose and Kubernetes, as checked by other projects' tools.
-The systemd unit's command is started with the directories that systemd would make.
+Tools of other projects check that the files follow the compose and Kubernetes specifications. The
+systemd unit's command is run with the directories that systemd would create.
 """
 
 import argparse
@@ -33,7 +33,7 @@ DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """``mounts``: path inside -> content."""
+    """A container of a deployment; ``mounts`` maps each path inside it to the content."""
 
     argv: list[str]
     mounts: dict[str, str]
@@ -41,7 +41,7 @@ class Container:
 
 
 def default(part: str) -> str:
-    """Replace ``${NAME:-value}`` as compose does where NAME is not set."""
+    """Replace ``${NAME:-value}`` with the default, as compose does if NAME is not set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", part)
 
 
@@ -129,7 +129,7 @@ def test_every_probe_has_a_timeout_and_asks_the_server_at_its_socket() -> None:
     probes = [one[name] for one in (server, engine) for name in one if name.endswith("Probe")]
     assert len(probes) == 4
     assert all(probe["timeoutSeconds"] >= 5 for probe in probes), (
-        "the default of Kubernetes is 1 s, and kvloft status takes most of that"
+        "Kubernetes' default of 1 s is too short for kvloft status"
     )
     program, *argv = server["readinessProbe"]["exec"]["command"]
     assert program == "kvloft"
@@ -144,8 +144,8 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
 
 
 def test_an_image_with_vllm_serve_as_entrypoint_starts_both() -> None:
-    """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command
-    has arguments only.
+    """vLLM's image has the entrypoint `vllm serve`, so each service must name its program, and its
+    command contains only arguments.
     """
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert [service.get("entrypoint") for service in services.values()] == [
@@ -168,7 +168,9 @@ def test_the_production_stacks_engines_use_the_daemon_sets_socket() -> None:
     (volume,), (mount,) = model["extraVolumes"], model["extraVolumeMounts"]
     assert server.mounts[mount["mountPath"]] == volume["hostPath"]["path"]
     assert volume["name"] == mount["name"]
-    assert model["vllmConfig"]["enablePrefixCaching"], "the chart turns it off by default"
+    assert model["vllmConfig"]["enablePrefixCaching"], (
+        "must be set: the chart disables it by default"
+    )
 
 
 def of_compose_spec(path: Path) -> int:
@@ -218,7 +220,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert verified(tmp_path, UNIT) == ""
     assert "sometimes" in verified(
         tmp_path, UNIT.replace("Restart=on-failure", "Restart=sometimes")
-    ), "it sees mistakes"
+    ), "the checker must detect mistakes"
 
 
 def verified(folder: Path, text: str) -> str:
@@ -232,8 +234,8 @@ def verified(folder: Path, text: str) -> str:
 
 
 def unit_command(run: Path, cache: Path) -> list[str]:
-    """The unit's command, with these directories in place of /run and /var/cache, and with small
-    sizes.
+    """Return the unit's command with small sizes, and with these directories in place of /run and
+    /var/cache.
     """
     (line,) = re.findall(r"^ExecStart=/opt/kvloft/bin/kvloft (.*)$", UNIT, re.MULTILINE)
     for written, here in {
@@ -249,8 +251,8 @@ def unit_command(run: Path, cache: Path) -> list[str]:
 
 
 def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> None:
-    """systemd makes RuntimeDirectory below %t and CacheDirectory below %C, for the unit's user
-    only.
+    """systemd creates RuntimeDirectory under %t and CacheDirectory under %C, accessible only by the
+    unit's user.
     """
     lines = {
         f"{kind}Directory{rest}"
@@ -258,7 +260,7 @@ def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> Non
         for rest in ("=kvloft", "Mode=0700")
     }
     assert lines <= set(UNIT.splitlines())
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         run, cache = Path(folder, "run"), Path(folder, "cache")
         for made in (run / "kvloft", cache / "kvloft"):
             made.mkdir(parents=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Lets these tests import the models of `tests/model`."""
+"""Makes the models of `tests/model` importable."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""KV events of the real store, replayed, match its lookups: after any steps, lost keys, a full
-book, and restarts.
+"""Tests that replayed KV events of the real store match its lookups: after any steps, lost keys, a
+full book, and restarts.
 
-The store is the engine's own or a server's (`announced.py`). Steps: ``KV_EVENT_STEPS``.
+The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
+number of steps.
 """
 
 import time
@@ -33,7 +34,7 @@ def test_the_replayed_index_matches_the_store(
         if nth % 400 == 0:
             world.restart()
     world.rest()
-    assert world.num_lost, "a clear does, too"
+    assert world.num_lost, "clearing also loses keys"
     world.announcer.withdraw()
     world.index.replay(world.announcer.take())
     assert not world.index.tiers[HOST] | world.index.tiers[DISK]
@@ -96,8 +97,9 @@ def test_an_engine_that_stops_offering_retracts_its_events(tmp_path: Path) -> No
 
 
 def test_repeated_events_start_at_the_beginning(tmp_path: Path) -> None:
-    """A router may drop a block with an unknown parent. Later requests have only the beginning, and
-    only the end.
+    """A router may drop a block whose parent is unknown.
+
+    Later requests repeat only the beginning or only the end of the prompt.
     """
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
@@ -158,7 +160,7 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.save((1, 1), whole=True)
     world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, (
-        "another request has it: it is announced again"
+        "another request uses the chunk, so it must be announced again"
     )
     longest = max(world.prompts, key=len)
     for _ in range(2):
@@ -167,20 +169,22 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
         world.tickets.clear()
         world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of(longest[:BLOCK]), hash_of(longest[: 2 * BLOCK])}, (
-        "its beginning, not its end"
+        "the beginning of the prompt is kept, not its end"
     )
     world.close()
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """With little memory, a book of chunks that may still appear would fill with chunks that never
-    do.
+    """With little memory, the book of expected chunks would otherwise fill with chunks that never
+    appear.
     """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
         world.save(prompt, whole=True)
-    assert len(world.announcer._known) > len(world.tickets) == 9, "the store has nine frames"
-    assert world.announcer.take() == [] and len(world.announcer._known) == 9, "those may come"
+    assert len(world.announcer._known) > len(world.tickets) == 9, "the store has only nine frames"
+    assert world.announcer.take() == [] and len(world.announcer._known) == 9, (
+        "only reserved chunks can still appear"
+    )
     world.store.abort(world.tickets)
     assert world.announcer.take() == [] and not world.announcer._known
     world.close()
@@ -200,7 +204,7 @@ def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path
     ],
 )
 def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_path: Path) -> None:
-    """Chunked prefill notes a prompt step by step, and others start with its beginning."""
+    """Chunked prefill adds a prompt step by step, and other prompts start with its beginning."""
     world = World(8, tmp_path, capacity=1000, slots=40)
     announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=7)
 
@@ -218,14 +222,15 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
         chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths
     }
     assert len(announcer._recent) == len(kept.split()), (
-        "or a step may examine many before it finds one to drop"
+        "stale records would slow down the search for a record to drop"
     )
     world.close()
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """The error may come from new fields of a newer vLLM's requests. The next note finds the
-    records intact.
+    """The error may come from request fields that a newer vLLM added.
+
+    The next call must find the records intact.
     """
     world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))

@@ -1,8 +1,8 @@
-"""KV events of several KV cache groups, replayed, match lookups in the real store, also for windows
-and states.
+"""Tests that replayed KV events of multiple KV cache groups match lookups in the real store,
+including sliding-window and Mamba groups.
 
-Blocks of groups have one size, or several. The oracle is lookups of every prefix, for windows of
-the blocks that a hit can need.
+The groups' blocks have the same size or different sizes. The oracle looks up every prefix; in
+sliding-window groups, the blocks that a hit can need.
 """
 
 import random
@@ -41,7 +41,7 @@ SHAPES = {
     ),
 }
 MAX_CHUNKS = 7
-"""Of a prompt."""
+"""Maximum number of chunks in a prompt."""
 Place = tuple[int, bytes]
 """A group and the hash of a block."""
 
@@ -81,7 +81,7 @@ class World:
         return chain
 
     def save(self) -> None:
-        """Saves as the scheduler side does: all groups' blocks, and the state at the prompt's
+        """Save like the scheduler side: the blocks of all groups, and the state at the prompt's
         end.
         """
         prompt = self.rng.choice(self.prompts)
@@ -129,15 +129,17 @@ class World:
                 if isinstance(event, Stored)
                 else event.hashes
             ):
-                assert ((event.group, each) in known) != is_stored, "told twice"
+                assert ((event.group, each) in known) != is_stored, "announced twice"
                 (known.add if is_stored else known.remove)((event.group, each))
                 self.num_removed += not is_stored
             before = None
             for block in event.blocks if isinstance(event, Stored) else ():
                 prefix = self.named[block.hash]
-                assert tuple(block.token_ids) == prefix[-size:], "a block of another group's size"
+                assert tuple(block.token_ids) == prefix[-size:], (
+                    "the block has the size of a different group"
+                )
                 assert block.parent == (hash_of(prefix[:-size]) if len(prefix) > size else None)
-                assert before in (None, block.parent), "one event, two runs"
+                assert before in (None, block.parent), "the event contains more than one run"
                 before = block.hash
 
     def rest(self) -> None:
@@ -153,8 +155,8 @@ class World:
         self.seen |= {group for group, _ in stored}
 
     def there(self, tier: int) -> Iterator[Place]:
-        """Blocks of requested prompts that lookups find in host memory (0) or in any tier (1) and a
-        hit may need.
+        """Return the blocks of requested prompts that a hit may need, if lookups find them in host
+        memory (0) or in any tier (1).
         """
         for nth, prefix in self.noted:
             group, chain, num_chunks = (
@@ -182,9 +184,11 @@ def test_the_replayed_index_matches_the_store_for_each_group(
         world.rng.choices((world.save, world.discard, world.hear), (6, 1, 4))[0]()
         if nth % 100 == 0:
             world.rest()
-    assert world.num_removed > 100 and world.seen == set(range(len(groups))), "some of each group"
+    assert world.num_removed > 100 and world.seen == set(range(len(groups))), (
+        "too few blocks removed, or none in some group"
+    )
     one = world.chain((1,) * world.size)
-    for num_chunks in (0, 2):  # nothing was loaded, or more than is known
+    for num_chunks in (0, 2):  # loaded nothing, or more than the known chunks
         world.announcer.note_states(SimpleNamespace(prompt=(1,) * world.size), one, num_chunks)  # type: ignore[arg-type]
     world.announcer.withdraw()
     world.hear()

@@ -1,10 +1,10 @@
-"""Subscribers' knowledge under any order of requests, added and removed chunks, lost keys, resets,
-and late subscribers.
+"""Property test: checks what subscribers learn from KV events under any order of requests, added
+and removed chunks, lost keys, resets, and late subscriptions.
 
-The store is a model here, so that a tier may change between any two lookups. One subscriber listens
-from the start, others join later and trust every event. The oracle: once idle, subscribers know
-exactly the stored chunks that the book has room for (`Book`). The announcer becomes idle even while
-requests continue (`calm`), and after any number of lost keys.
+The store is a model, so that a tier may change between any two lookups. One subscriber listens from
+the start; others join later and trust every event. The oracle: once the announcer is idle,
+subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer becomes
+idle even while requests continue (`calm`), and after any number of lost keys.
 """
 
 from collections import OrderedDict
@@ -44,11 +44,11 @@ PROMPTS = [
     for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))
 ]
 Key = tuple[int, tuple[int, ...]]
-"""A group and the prefix: the machine's keys."""
+"""The machine's keys: a group and the prefix."""
 
 
 class Chain:
-    """Keys that identify their group and prefix."""
+    """A chain whose keys identify their group and prefix."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt, self.num_blocks = prompt, len(prompt) // SIZE
@@ -63,7 +63,7 @@ class Store:
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
         self.coming = set[Any]()
-        """Chunks that are being saved: each came from a request."""
+        """Chunks that are being saved; each belongs to a request."""
         self.capacity, self.waiting, self.has_lost, self.num_asked = capacity, list[Any](), False, 0
 
     def put(self, key: Any, where: int) -> None:
@@ -84,16 +84,16 @@ class Store:
         self.num_asked += len(asked)
         lost, self.has_lost = self.has_lost, False
         if lost:
-            self.waiting.clear()  # all are looked up
+            self.waiting.clear()  # all have been looked up
         told, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return [(key, self.say(key)) for key in [*asked, *told]], lost
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """The maximum that can be announced if the store keeps everything: the least recent leaf is
-    dropped first, by row and position.
+    """The largest set that can be announced if the store keeps everything.
 
-    The chunks before a leaf are as recent as the leaf.
+    The least recent leaf is dropped first, by row and position. The chunks before a leaf are as
+    recent as the leaf.
     """
 
     def note(self, keys: list[Key], nth_row: int, most: int) -> None:
@@ -107,7 +107,7 @@ class Book(dict[Key, tuple[int, int]]):
 
 
 def parent(key: Key) -> Key | None:
-    """The chunk before a chunk of the main group, or the main group's chunk of another group's
+    """Return the preceding chunk in the main group or, for another group's chunk, the main group's
     chunk.
     """
     group, prefix = key
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """Subscribers' hashes for the blocks of a chunk that a hit may need."""
+    """Return the subscribers' hashes of a chunk's blocks that a hit may need."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -124,7 +124,10 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 
 
 class Subscriber:
-    """``is_first``: it received every event, so a contradicting event is an error."""
+    """A subscriber.
+
+    ``is_first`` means that it received every event, so a contradictory event is an error.
+    """
 
     def __init__(self, *, is_first: bool) -> None:
         self.is_first, self.known = is_first, {tier: set[tuple[int, bytes]]() for tier in TIERS}
@@ -140,13 +143,17 @@ class Subscriber:
                 continue
             for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
                 assert len(block.token_ids) == SHAPE.groups[event.group].block_tokens
-                assert before is None or before.hash == block.parent, "one event, two runs"
-                assert not self.is_first or (event.group, block.hash) not in known, "told twice"
+                assert before is None or before.hash == block.parent, (
+                    "the event contains more than one run"
+                )
+                assert not self.is_first or (event.group, block.hash) not in known, (
+                    "announced twice"
+                )
                 known.add((event.group, block.hash))
 
 
 class Machine(RuleBasedStateMachine):
-    """One engine's life, until it withdraws."""
+    """One engine's lifetime, until it withdraws."""
 
     @initialize(
         capacity=st.sampled_from((1, 4, 100)),
@@ -162,8 +169,8 @@ class Machine(RuleBasedStateMachine):
         self.noted = OrderedDict[Key, None]()
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
-        """Calls it as the scheduler side does. Chunks that are neither stored nor being saved are
-        saved.
+        """Call `note` like the scheduler side, then save the chunks that are neither stored nor
+        being saved.
         """
         chain: Any = Chain(prompt)
         live: Any = SimpleNamespace(prompt=prompt)
@@ -186,7 +193,7 @@ class Machine(RuleBasedStateMachine):
                 self.noted.move_to_end(key)
                 if (
                     not self.store.where.get(key, 0) & HOST
-                ):  # also chunks on disk, which can be evicted meanwhile
+                ):  # including chunks on disk, which can be evicted in the meantime
                     self.store.coming.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
@@ -205,7 +212,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.store.coming)
     def drop(self, data: st.DataObject) -> None:
-        """A chunk got no frame, or its save failed; chunks on disk are not reported."""
+        """Simulate a chunk that got no frame or whose save failed.
+
+        Chunks on disk are not reported.
+        """
         key = data.draw(st.sampled_from(sorted(self.store.coming)))
         self.store.coming.discard(key)
         if not self.store.where.get(key, 0):
@@ -214,7 +224,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), where=st.sampled_from((0, 0, *TIERS, 3)))
     @precondition(lambda self: any(self.store.where.values()))
     def move(self, data: st.DataObject, where: int) -> None:
-        """To disk, back, or away: evicted, discarded or damaged."""
+        """Move a chunk to disk or back, or remove it (evicted, discarded or damaged)."""
         self.store.put(
             data.draw(
                 st.sampled_from(sorted(key for key, tiers in self.store.where.items() if tiers))
@@ -240,7 +250,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """vLLM reports that all blocks are removed."""
+        """Simulate vLLM's report that all blocks were removed."""
         self.announcer.repeat()
         for subscriber in self.subscribers:
             subscriber.known = {tier: set() for tier in TIERS}
@@ -251,7 +261,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(is_busy=st.booleans())
     def calm(self, is_busy: bool) -> None:
-        """The store is idle, but requests may continue."""
+        """Run until the store is idle; requests may continue."""
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]
@@ -259,7 +269,7 @@ class Machine(RuleBasedStateMachine):
                 self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
                 self.store.coming = pending
             self.step()
-        # Records from which something was removed have more room than the model.
+        # After removals, the announcer has more space for records than the model.
         last = (
             []
             if self.is_over
@@ -279,7 +289,9 @@ class Machine(RuleBasedStateMachine):
             assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
         if not self.is_shared:
             asked = self.announcer._known.keys() - self.announcer._to_look_up.keys()
-            assert all(map(self.store.say, asked)), "chunks that will not appear are not waited for"
+            assert all(map(self.store.say, asked)), (
+                "still waiting for chunks that will never appear"
+            )
 
     @rule()
     def withdraw(self) -> None:
@@ -302,7 +314,7 @@ def test_subscribers_always_know_the_stored_chunks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(announcing, "SLICE", SLICE)
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=4 * settings().max_examples)
-    )  # each step is short
+    )  # each step takes little time
 
 
 def test_a_chunk_that_leaves_the_disk_during_its_save_is_announced_after_it() -> None:

@@ -1,4 +1,4 @@
-"""The number of chunks in an arena with and without frames for compressed chunks."""
+"""Tests how many chunks fit into an arena with and without frames for compressed chunks."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from kvloft import _core
 from kvloft.transfer.frames import compact_bytes_for, part_bytes_for
 
 HOST = 2 << 30
-# (bytes of a layer's pages in one block, layers)
+# (size of a layer's pages in one block, in bytes; number of layers)
 SHAPES = {
     "llama 3.1 8B": (64 << 10, 32),
     "qwen3 32B": (64 << 10, 64),
@@ -19,7 +19,7 @@ SHAPES = {
 
 
 def num_held(sizes: list[int], compact: int | None) -> int:
-    """Chunks that are in host memory once it is full."""
+    """Return the number of chunks in host memory once it is full."""
     groups = [(None, "full", 1, 1, 1, 0, len(sizes) - 1, compact)]
     store = _core.Session(
         frame_bytes=sizes, host_bytes=HOST, namespace=bytes(32), groups=groups, eviction="lru"
@@ -64,7 +64,7 @@ def test_a_chunk_that_did_not_fit_gets_a_large_frame_the_next_time() -> None:
             assert store.settle(tickets) == (2, 0)
         else:
             saved, misfits = [tickets[0], tickets[2]], [tickets[1]]
-            assert store.settle(saved, misfits, misfits) == (1, 0), "a misfit is no failure"
+            assert store.settle(saved, misfits, misfits) == (1, 0), "a misfit is not a failure"
         reserved.append(len(tickets))
         return found
 
@@ -89,7 +89,7 @@ def test_a_store_counts_what_its_chunks_would_take_uncompressed(tmp_path: Path) 
         disk_bytes=1 << 24,
     )
     root = _core.root_key(bytes(32), None, None)
-    for ids in ([1, 2, 3], [1, 2, 3, 4]):  # the last chunk does not fit at first
+    for ids in ([1, 2, 3], [1, 2, 3, 4]):  # at first, the last chunk does not fit
         blocks = [list(range(5, 5 + len(ids)))]
         for _ in range(2):
             row = (_core.KeyChain(root, block_tokens=1), ids, len(ids), 0, len(ids), blocks)

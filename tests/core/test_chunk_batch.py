@@ -1,5 +1,5 @@
-"""`_core.ChunkBatch` equals `chunk_batch.Chunks` after any split, sort, join and transfer; invalid
-batches are rejected.
+"""Tests that `_core.ChunkBatch` equals `chunk_batch.Chunks` after any split, sort, join and
+transfer, and rejects invalid batches.
 """
 
 import pickle
@@ -18,8 +18,9 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Chunks with the same number of blocks and any frames; loads can omit some blocks at either
-    end.
+    """Generate chunks with the same number of blocks and any frames.
+
+    Loads can omit some blocks at either end.
     """
     is_save = draw(st.booleans()) if is_save is None else is_save
     size = draw(st.integers(1, 4)) if size is None else size
@@ -98,9 +99,9 @@ def test_columns_that_were_cut_or_grew_are_no_batch(
         columns[column][:-num_bytes] if is_cut else columns[column] + b"\1" * num_bytes
     )
     if column == 3 and not columns[3]:
-        return  # as a load has them
+        return  # as in a load
     if column == 2 and len(columns[2]) % (4 * len(model)) == 0 and columns[2]:
-        return  # chunks of another size
+        return  # chunks of a different size
     with pytest.raises(ConfigError):
         _core.ChunkBatch([(group, *columns[:3])], columns[3])  # type: ignore[list-item]
 
@@ -130,8 +131,9 @@ def test_chunks_of_several_groups_are_one_batch(groups: list[tuple[int, Chunks]]
 
 @pytest.mark.parametrize("blocks", [(), (-1,), (-1, -1), (5, -1, 6), (-2,), (5, -2), (-(2**31),)])
 def test_blocks_that_are_not_one_run_are_no_chunk(blocks: tuple[int, ...]) -> None:
-    """A chunk with nothing to copy would never be reported; null blocks are neither copied nor
-    reported.
+    """A chunk with nothing to copy would never be reported.
+
+    Null blocks are neither copied nor reported.
     """
     part = (0, bytes(4), bytes(32), struct.pack(f"<{len(blocks)}i", *blocks))
     with pytest.raises(ConfigError, match="one run"):

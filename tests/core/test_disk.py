@@ -1,4 +1,4 @@
-"""`kvloft inspect` and `kvloft verify` on a real store's directory, good and damaged."""
+"""Tests `kvloft inspect` and `kvloft verify` on intact and damaged directories of a real store."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NUM_CHUNKS = 5
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """A directory that a store filled with a chain of chunks and closed."""
+    """Return a directory that a store filled with a chain of chunks before it was closed."""
     store = _open_store(tmp_path / "disk")
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(range(NUM_CHUNKS)))

@@ -1,5 +1,5 @@
-"""Hits, leases and saves of several KV cache groups on the real store, against brute force over the
-saved chunks.
+"""Compares hits, leases and saves of multiple KV cache groups on the real store with a brute-force
+search over the saved chunks.
 """
 
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import groups_of
 
 UNIT = 4
-"""Tokens of a unit, which has one or several blocks of a group."""
+"""Number of tokens in a unit, which contains one or more blocks of a group."""
 MAX_UNITS = 12
 FRAME = 4096
 
 SIZES = st.sampled_from([(UNIT, 1), (UNIT, 1), (2, 2), (1, 4)])
-"""Tokens per block, blocks per unit."""
+"""Tokens per block, and blocks per unit."""
 WINDOWS = st.builds(
     lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
 )
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
-"""Without full attention, a boundary must need some blocks."""
+"""Without full attention, a boundary must need at least some blocks."""
 LOCALS = st.builds(
     lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
 )
@@ -35,8 +35,8 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Blocks with a token that the query after ``boundary`` units can attend to, or the state that
-    it continues from.
+    """Return the blocks with a token that the query after ``boundary`` units can attend to, or the
+    state from which it continues.
     """
     query = boundary * UNIT
     if group.kind == "state":
@@ -50,7 +50,7 @@ def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
 
 
 def attended(group: GroupShape, boundary: int) -> set[int]:
-    """The units of those blocks."""
+    """Return the units that contain these blocks."""
     return {block // group.blocks_per_unit for block in attended_blocks(group, boundary)}
 
 
@@ -64,13 +64,13 @@ def test_chunks_keep_all_blocks_that_any_prefix_needs(group: GroupShape, boundar
 
 
 def block_of(nth: int, block: int) -> int:
-    """The paged block of a group's block: each group has separate ids."""
+    """Return the paged block for a group's block: each group has separate ids."""
     return 1000 * (nth + 1) + block
 
 
 @dataclass
 class Bench:
-    """A store with some chunks of one prompt: (group, unit)."""
+    """A store with some chunks of one prompt, identified by group and unit."""
 
     shape: CacheShape
     num_units: int
@@ -89,7 +89,10 @@ class Bench:
             self._save(unit)
 
     def _save(self, unit: int) -> None:
-        """Save the stored chunks of one unit; missing chunks of windows have null blocks."""
+        """Save the stored chunks of one unit.
+
+        Missing chunks of sliding-window groups have null blocks.
+        """
         has_full = all(
             (nth, unit) in self.stored
             for nth, group in enumerate(self.shape.groups)
@@ -104,7 +107,7 @@ class Bench:
             for nth, group in enumerate(self.shape.groups)
             if (nth, unit) in self.stored and group.kind != "full"
         }:
-            # Only the others: the full groups' chunks fail.
+            # Save only the chunks of the other groups; the chunks of full-attention groups fail.
             (chunks,), _ = self.store.reserve([(self.chain, (), 0, unit, unit + 1, tables)])
             for nth, batch in chunks.by_group() if chunks else ():
                 self.store.settle(batch.tickets(), () if nth in others else batch.tickets())
@@ -117,7 +120,7 @@ class Bench:
             self.store.settle(chunks.tickets() if chunks else ())
 
     def tables(self, is_there: object = None) -> list[list[int]]:
-        """Whole tables with null blocks for missing units."""
+        """Return block tables of full length, with null blocks for missing units."""
         tables = []
         for nth, group in enumerate(self.shape.groups):
             blocks = range(self.num_units * group.blocks_per_unit)
@@ -133,7 +136,7 @@ class Bench:
     def hit(self, most: int = MAX_UNITS) -> int:
         host, stored = self.store.lookup(self.chain)
         found = self.store.deepest_hit(self.chain, min(host, most), min(stored, most))
-        assert found[0] == found[1], "all is in host memory"
+        assert found[0] == found[1], "all chunks are in host memory"
         return found[1]
 
 
@@ -155,7 +158,7 @@ def benches(draw: st.DrawFn) -> Bench:
         if names
         else set()
     )
-    # The chunks of every full-attention group end with the first missing chunk.
+    # Every full-attention group ends at its first missing chunk.
     full = [nth for nth, group in enumerate(groups) if group.kind == "full"]
     end = min((unit for nth, unit in absent if nth in full), default=num_units)
     stored = {(nth, unit) for nth, unit in names if nth not in full or unit < end}
@@ -212,9 +215,9 @@ def test_a_lease_returns_no_chunks_if_a_group_lacks_a_block() -> None:
     lease = bench.store.acquire(bench.chain, 4)
     assert len(lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 4)[0]) == 6
     assert lease.batch([[1, 2, 3, 4], [0, 0, 0, 8]], 0, 4) == (_core.ChunkBatch([], b""), {})
-    assert not lease.batch([[1, 2, 3, 4], [0, 0, 7]], 0, 4)[0], "a table that is too short"
+    assert not lease.batch([[1, 2, 3, 4], [0, 0, 7]], 0, 4)[0], "the table is too short"
     assert not lease.batch([[1, 2, 3, 4], [0, 0, 7, 8]], 0, 3)[0], (
-        "a shorter prefix needs other chunks"
+        "a shorter prefix needs different chunks"
     )
 
 
@@ -269,7 +272,7 @@ def test_a_complete_group_is_looked_up_again_for_a_shorter_prefix() -> None:
     ("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)]
 )
 def test_without_full_attention_a_hit_may_begin_anywhere(stored: range, wanted: int) -> None:
-    """Nothing before a window is looked up, and nothing after it is needed."""
+    """Chunks before the window are not looked up, and chunks after it are not needed."""
     bench = Bench(
         CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)),
         100,

@@ -1,4 +1,7 @@
-"""KeyChain in Python at its edges: accepted and rejected input. A rejection changes nothing."""
+"""Tests edge cases of KeyChain in Python: accepted and rejected input.
+
+A rejected call changes nothing.
+"""
 
 import array
 import struct
@@ -32,7 +35,7 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
 def test_chunks_of_groups_have_separate_keys(
     num_tokens: int, first: int, group: int, more: int
 ) -> None:
-    """Keys of full-attention groups are hashed as the chain grows; those of other groups on
+    """Keys of full-attention groups are computed as the chain grows, keys of other groups on
     request.
     """
     ids = list(range(num_tokens + more))
@@ -71,7 +74,7 @@ def test_chunks_of_groups_have_separate_keys(
 
 
 class Index:
-    """An int by __index__ only, as numpy's scalars are."""
+    """An integer that implements only __index__, like numpy's scalars."""
 
     def __index__(self) -> int:
         return 7
@@ -223,7 +226,7 @@ def test_repr_tells_the_chain_without_its_content() -> None:
 
 
 def test_threads_may_share_a_chain() -> None:
-    """Appends are atomic: for any two threads, the keys match some order of their calls."""
+    """Appends are atomic: with two threads, the keys match some sequential order of their calls."""
     per_call, calls = 5000, 20
     chain = _core.KeyChain(ROOT, block_tokens=per_call)
 

@@ -1,5 +1,5 @@
-"""Compares keys with the golden vectors and the independent oracle: every prefix has exactly one
-key on every machine.
+"""Compares keys with the golden vectors and an independent oracle: a prefix has the same key on
+every machine.
 """
 
 import json
@@ -28,7 +28,7 @@ def chain_of(
     block_tokens: int,
     lookahead: int = 0,
 ) -> _core.KeyChain:
-    """A chain with the same content, appended one position at a time."""
+    """Build a chain with the same content by appending one position at a time."""
     chain = _core.KeyChain(root, block_tokens=block_tokens, lookahead=lookahead)
     for item in items:
         chain.add_item(item.identifier, item.start, item.num_tokens)

@@ -1,4 +1,4 @@
-"""The server and its client from Python; their behavior is tested in rust/wire."""
+"""Tests the Python bindings of the server and its client. Their behavior is tested in rust/wire."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ FRAME = 4096
 
 @pytest.fixture
 def socket() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield str(Path(folder) / "run" / "kvloft.sock")
 
 
@@ -33,7 +33,7 @@ def connect(socket: str, **more: Any) -> _core.Session:
 def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60.0
     while not is_so():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 
@@ -76,7 +76,7 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
 
 
 def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> None:
-    """As the scheduler side calls: the chain is as long as at the save, and may continue after the
+    """Call like the scheduler side: the chain is as long as at the save, and may continue after the
     saved units.
     """
     server = _core.Server(socket, host_bytes=8 * FRAME)
@@ -95,7 +95,7 @@ def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> No
     assert [engine.lookup(chain)[0] for chain in (long, short)] == [8, 0]
     assert num_lookups() == 0
     assert [engine.lookup(chain)[0] for chain in (long, short)] == [8, 0]
-    assert num_lookups() == 2, "a request's"
+    assert num_lookups() == 2, "a lookup for a request is counted"
     server.close()
 
 
@@ -175,8 +175,8 @@ signal.pause()
 def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frames(
     socket: str,
 ) -> None:
-    """The child has the engine's connection, and the arena mapped: it can write to the engine's
-    frames.
+    """The child inherits the engine's connection and the arena mapping, so it can write to the
+    engine's frames.
     """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     code = FORKING_ENGINE.format(socket=socket, frame=FRAME)
@@ -193,7 +193,7 @@ def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frame
         return len(space["engines"]), status["stats"]["quarantined_reservations"]
 
     until(lambda: state() == (0, 3))
-    time.sleep(1.0)  # longer than a GPU settles
+    time.sleep(1.0)  # longer than the server waits for GPU copies to settle
     assert state() == (0, 3)
     os.kill(child, signal.SIGKILL)
     until(lambda: state() == (0, 0))

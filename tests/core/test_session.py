@@ -1,5 +1,5 @@
-"""`_core.Session` makes the same batches and ticket counts as the models of `tests/model`, in any
-order of events.
+"""Tests that `_core.Session` produces the same batches and ticket counts as the models of
+`tests/model`, in any order of events.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def chain_of(prompt: list[int]) -> _core.KeyChain:
 def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     num_blocks: int, stored: int, span: tuple[int, int], as_list: bool
 ) -> None:
-    """Nothing is stored after the last stored unit."""
+    """Units after the last stored unit add no chunks."""
     store, chain = session(16), chain_of(list(range(num_blocks)))
     stored = min(stored, num_blocks)
     rows, dropped = reserve(store, chain, 0, stored)
@@ -58,8 +58,8 @@ def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
 )
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
-    """The worker's batch is built here, because the worker could not report an error to the
-    request.
+    """The scheduler side builds the worker's batch, because the worker could not report an error
+    for the request.
     """
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
@@ -70,7 +70,7 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
         other = chain_of([7, 8, 9])
         store.reserve([(other, [], 3, 0, 3, [[4, 5, 6]]), (chain, [], 3, 0, 3, [table])])
     try:
-        assert not lease.batch([table], 0, 3)[0], "a table that is too short"
+        assert not lease.batch([table], 0, 3)[0], "the table is too short"
     except (ConfigError, TypeError):
         assert len(table) == 3
     stats = store.stats()
@@ -78,8 +78,8 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
 
 
 def test_a_chain_in_two_rows_is_rejected_without_reservations() -> None:
-    """Rows lock their chains until the store has answered, so a second row of the same chain must
-    not wait for the first.
+    """A row locks its chain until the store responds, so a second row with the same chain would
+    deadlock.
     """
     store, other, twice = session(8), chain_of([7]), chain_of([1, 2])
     rows = [(chain, [], chain.num_tokens, 0, 1, [[4, 5]]) for chain in (other, twice, twice)]
@@ -102,7 +102,7 @@ def test_missing_states_are_reserved_for_many_requests() -> None:
         [(one, 1, 0, 7), (one, 1, 1, 8), (other, 1, 0, 9), (other, 1, 1, 10), (one, 2, 1, 11)]
     )
     assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
-        "the first belongs to another save, the last has no frame"
+        "the first chunk belongs to another save, the last has no frame"
     )
     with pytest.raises(ConfigError, match="no such full block"):
         store.reserve_states([(one, 2, 0, 7), (one, 2, 2, 8)])
@@ -117,7 +117,7 @@ def test_windows_without_a_frame_count_as_dropped_without_full_attention(
     store, num_units = (
         session(8, groups=groups),
         8 if has_full else 12,
-    )  # of eight every full chunk finds a frame
+    )  # with eight frames, every complete chunk gets a frame
     chain, tables = (
         chain_of(list(range(12))),
         [list(range(1, 13)), list(range(21, 33))][-len(groups) :],
@@ -140,7 +140,9 @@ def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
 
 
 class Saves(RuleBasedStateMachine):
-    """Reports of ranks over chunks of one block, compared with the model's count."""
+    """Sends reports of ranks about chunks of one block, and compares the results with the model's
+    count.
+    """
 
     @initialize(num_ranks=st.integers(1, 3))
     def open(self, num_ranks: int) -> None:
@@ -153,7 +155,10 @@ class Saves(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
     def saves_are_planned(self, blocks: list[int]) -> None:
-        """Of requests that share blocks, as happens over time; block 0 belongs to no request."""
+        """Plan saves of requests that share blocks, as happens over time.
+
+        Block 0 belongs to no request.
+        """
         first, self.next_prompt = self.next_prompt, self.next_prompt + len(blocks)
         prompts = range(first, self.next_prompt)
         rows = [
@@ -179,8 +184,8 @@ class Saves(RuleBasedStateMachine):
         random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans()
     )
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
-        """All saves in flight, as a rank reports; or any tickets: repeated, settled long ago, or
-        unknown.
+        """Report, as a rank, all saves in flight, or arbitrary tickets: repeated, settled long ago,
+        or unknown.
         """
         tickets = (
             list(self.model.left)

@@ -1,5 +1,5 @@
-"""The store through `kvloft._core` without a disk: the guarantees that the scheduler and worker
-sides use.
+"""Tests the store through `kvloft._core` without a disk: the guarantees that the scheduler and
+worker sides rely on.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def make_store(num_frames: int, **kwargs: object) -> _core.Session:
 
 
 def chain_of(*token_ids: int) -> _core.KeyChain:
-    """Blocks of one token each."""
+    """Build a chain with blocks of one token each."""
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(token_ids))
     return chain
@@ -84,7 +84,7 @@ def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     assert (
         save(store, chain_of(7, 8), 0, 2) == 1
-    )  # only block 9's frame could be evicted; the pinned prefix stays
+    )  # only block 9's frame can be evicted; the pinned prefix stays
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     del lease
     assert save(store, chain_of(7, 8), 0, 2) == 1
@@ -215,7 +215,7 @@ def test_seal_and_check_report_the_problem() -> None:
         assert arena.check(part(**change)) == word
     memory[FRAME + 255] ^= 1
     assert arena.check(part()) == "tag"
-    memory[FRAME + 3968 + 7] = ord("1")  # a part of the first format
+    memory[FRAME + 3968 + 7] = ord("1")  # part of the first format
     assert arena.check(part()) == "unsealed"
 
 

@@ -1,4 +1,6 @@
-"""The store with a real directory: chunks survive a restart, and the directory has one owner."""
+"""Tests the store with a real directory: chunks survive a restart, and only one process owns the
+directory.
+"""
 
 import os
 import subprocess
@@ -70,7 +72,7 @@ def settled(lease: _core.ReadLease) -> tuple[int, int]:
 
 
 def load(store: _core.Session, chain: _core.KeyChain) -> int:
-    """Number of blocks that are loaded again, each with verified content."""
+    """Load the chain again, verify the content, and return the number of loaded blocks."""
     lease = store.acquire(chain)
     blocks, pending = settled(lease)
     assert pending == 0
@@ -95,7 +97,7 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     by_tier = tiers(again.acquire(chain))
     assert by_tier.pop("host") == 3 and by_tier.keys() <= {
         "disk"
-    }  # the others may be in host memory by now
+    }  # the other chunks may be in host memory by now
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()
@@ -123,7 +125,7 @@ def test_more_than_host_holds_comes_from_disk_as_far_as_frames_go(tmp_path: Path
         assert load(store, chain) == 4
     pinned = store.acquire(chains[0])
     assert settled(pinned) == (4, 0)
-    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, and no wait
+    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, not a wait
     store.close()
 
 
@@ -211,7 +213,7 @@ def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
             process.kill()
             turns = max(
                 turns, 100 + process.stdout.read().count(b"\n")
-            )  # the reads it began; their number depends on the machine
+            )  # the reads that were started; their number depends on the machine
         store = make_store(tmp_path, num_frames=64)
         found = [(turn, store.lookup(chain_of(turn, 1, 2, 3))[1]) for turn in range(turns)]
         assert sum(blocks for _, blocks in found) == store.stats()["disk_recovered"] <= 80

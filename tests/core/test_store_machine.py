@@ -1,6 +1,8 @@
-"""Compares the store, in any order of events, with the dictionary of `tests/model/store.py`: with
-and without a disk, with ample room (answers are equal) and without (answers never exceed the
-model's), over restarts.
+"""Property test: compares the store, after any order of events and restarts, with the dictionary of
+`tests/model/store.py`.
+
+Runs with and without a disk. With ample space the results are equal; with little space they never
+exceed the model's.
 """
 
 import importlib.util
@@ -63,7 +65,7 @@ def spec(key: bytes) -> dict[str, Any]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store, compared with a model of all committed and not removed chunks."""
+    """Runs a store and a model that contains all chunks committed and not removed."""
 
     tickets: Bundle[int] = Bundle("tickets")
     leases: Bundle[Any] = Bundle("leases")
@@ -161,7 +163,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.path is not None)
     @rule(flush=st.booleans())
     def reopen(self, flush: bool) -> None:
-        """Leases can outlive the old store; its tickets are invalid in the new one."""
+        """Reopen the store.
+
+        Leases can outlive the old store; its tickets are invalid in the new store.
+        """
         if flush:
             assert self.store.flush(LONG_S)
         before = self.store.stats()["disk_used"]
@@ -175,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
         if flush:
             assert stats["disk_recovered"] == stats["disk_used"] == before
         self.roomy = False
-        # Reserved chunks are gone; the new store counts tickets from 0, so old ones must not be
+        # Reserved chunks are lost. The new store counts tickets from 0, so old tickets must not be
         # used again.
         self.model.state = {
             prefix: state for prefix, state in self.model.state.items() if state != "reserved"
@@ -223,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
             0,
             0,
         )  # I5
-        self.store.abort()  # a chunk that waits for its parent goes with the parent's owner
+        self.store.abort()  # a chunk waiting for its parent is dropped when the parent aborts
         stats = self.store.stats()
         assert (stats["frames_visible"], stats["frames_reserved"]) == (0, 0)
         self.store.close()

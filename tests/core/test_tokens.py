@@ -1,4 +1,4 @@
-"""Columns from a scheduler in which few rows have values."""
+"""Tests columns from a scheduler in which few rows have values."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def test_the_first_of_each_present_value_has_its_key(
     expected = [(key, value[0]) for key, value in zip(keys, values, strict=True) if value]
     assert found == expected
     assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True)), (
-        "vLLM's own lists, not copies"
+        "must be vLLM's own lists, not copies"
     )
 
 
