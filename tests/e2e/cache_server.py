@@ -1,9 +1,8 @@
-"""`kvloft serve` with the engines of a test, and the same tests with a server instead of each
-engine's own store.
+"""Runs `kvloft serve` for the engines of a test, and replaces embedded stores with servers.
 
-`KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server. It has the
-store's settings and lifetime: it shuts down when its engine does, and is killed with kill -9 when
-its engine is. Must not depend on vLLM.
+`KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server that has the
+store's settings and lifetime: it shuts down with its engine, and is killed with SIGKILL if its
+engine is. This module must not import vLLM.
 """
 
 import json
@@ -26,30 +25,31 @@ from kvloft.errors import StoreError
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 IS_SERVED = os.environ.get("KV_STORE") == "server"
-"""The switch."""
+"""True if every engine uses a server instead of an embedded store."""
 of_own_store = pytest.mark.skipif(
-    IS_SERVED, reason="tests an embedded store, which is a server here"
+    IS_SERVED, reason="tests an embedded store, but KV_STORE=server replaces it"
 )
 
 
 class CacheServer:
-    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` starts it again with the same
-    disk.
+    """`kvloft serve` as users run it.
+
+    ``kill`` sends SIGKILL; ``start`` starts the server again with the same disk directory.
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
+        self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket path must be short
         self.socket = self.folder / "run" / "kvloft.sock"
         self.log = self.folder / "log"
         self.disk: dict[str, Any] = {"disk_path": self.folder / "disk", "disk_size": "256MiB"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, host_size: str = "64MiB") -> "CacheServer":
-        """With a disk tier in its folder."""
+        """Start the server with a disk tier in its directory."""
         return self.serve({"host_size": host_size} | self.disk)
 
     def serve(self, settings: Mapping[str, Any]) -> "CacheServer":
-        """With other settings of a store."""
+        """Start the server with the given store settings."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class CacheServer:
                 stdout=log,
                 stderr=log,
             )
-        until(self._is_up, "the server does not answer")
+        until(self._is_up, "the server does not respond")
         return self
 
     def _is_up(self) -> bool:
@@ -81,7 +81,7 @@ class CacheServer:
         self._process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until every thread is stopped."""
+        """Send SIGSTOP and wait until every thread is stopped."""
         self.send(signal.SIGSTOP)
         assert self._process is not None
         tasks = Path(f"/proc/{self._process.pid}/task")
@@ -93,13 +93,13 @@ class CacheServer:
         )
 
     def end(self, number: int = signal.SIGKILL) -> int:
-        """Send the signal and wait; returns the exit status."""
+        """Send the signal, wait for the exit, and return the exit status."""
         if self._process is None:
             return 0
         self.send(number)
         process, self._process = self._process, None
         sent = time.monotonic()
-        until(lambda: has_ended(process, sent), "the server does not end")
+        until(lambda: has_ended(process, sent), "the server does not exit")
         return process.returncode if process.returncode is not None else 0
 
     def namespaces(self) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class CacheServer:
             ]
             return not any(held) and status["stats"]["quarantined_leases"] == 0
 
-        until(is_at_rest, "something is held")
+        until(is_at_rest, "something is still pinned or reserved")
 
     def close(self) -> None:
         self.end()
@@ -124,11 +124,10 @@ class CacheServer:
 
 
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
-    """True if the process waits only for threads that hang in a frozen file system: its first
-    thread has returned.
+    """True if the main thread has exited and only threads blocked in a frozen file system remain.
 
-    Other threads end a moment later and hold the socket's lock until then, so this waits for
-    them.
+    Other threads exit a moment later and hold the socket's lock until then, so this waits for them
+    first.
     """
     if process.poll() is not None:
         return True
@@ -140,7 +139,7 @@ def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
 
 
 _ending: list[subprocess.Popen[bytes]] = []
-"""Kept until this process ends, so that they are reaped."""
+"""Processes kept referenced until this process exits, so that they are reaped."""
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
@@ -151,8 +150,9 @@ def until(is_so: Callable[[], bool], otherwise: str) -> None:
 
 
 def instead(transfer: Any, servers: list[CacheServer]) -> Any:
-    """vLLM's kv_transfer_config with a server for each requested store; servers are added to
-    ``servers``.
+    """Return vLLM's kv_transfer_config with each embedded store replaced by a server.
+
+    The servers are added to ``servers``.
     """
     if not isinstance(transfer, dict):
         return transfer
@@ -172,7 +172,7 @@ def instead(transfer: Any, servers: list[CacheServer]) -> Any:
 
 
 def end(servers: list[CacheServer], number: int) -> None:
-    """Its server ends with its engine."""
+    """Stop the servers when their engine exits."""
     while servers:
         server = servers.pop()
         server.end(number)
@@ -180,7 +180,7 @@ def end(servers: list[CacheServer], number: int) -> None:
 
 
 def argv_instead(argv: list[str], servers: list[CacheServer]) -> list[str]:
-    """The same for a vLLM command line."""
+    """Like `instead`, but for a vLLM command line."""
     if "--kv-transfer-config" not in argv:
         return argv
     at = argv.index("--kv-transfer-config") + 1

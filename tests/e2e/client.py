@@ -1,6 +1,6 @@
-"""The test's side of an engine process: requests as values, one handle per engine.
+"""The test's side of an engine process: requests as values, and one handle per engine.
 
-Depends on the protocol of engine.py, not on vLLM.
+Uses the protocol of engine.py and does not import vLLM.
 """
 
 import base64
@@ -27,18 +27,20 @@ from numpy.typing import NDArray
 from .cache_server import IS_SERVED, CacheServer, argv_instead, end, instead
 
 BLOCK = 32
-"""Tokens per block of vLLM's CPU backend in all these tests."""
+"""Number of tokens per block of vLLM's CPU backend in all these tests."""
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
-"""How many times slower than usual this machine is; every wait is scaled by it."""
+"""How many times slower than usual this machine is; every timeout is scaled by it."""
 
 _ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Req:
-    """One greedy request. ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the
-    prompt is mixed.
+    """One request with greedy sampling.
+
+    ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the prompt mixes tokens
+    and embeddings.
     """
 
     ids: tuple[int, ...] | None = None
@@ -62,11 +64,11 @@ class Req:
         )
 
     def again(self, **changes: Any) -> "Req":
-        """The same request under a new id, with ``changes``."""
+        """Return the same request with a new id and with ``changes`` applied."""
         return replace(self, **{"id": f"r{next(_ids)}"} | changes)
 
     def message(self) -> dict[str, Any]:
-        """Fields of engine.Engine._add."""
+        """Return the fields for engine.Engine._add."""
         fields: dict[str, Any] = {
             "id": self.id,
             "max_tokens": self.max_tokens,
@@ -87,8 +89,8 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's result: its tokens, and the external tokens of each admission (first, and after
-    preemptions).
+    """One request's result: its output tokens, and the external tokens of each admission (the
+    first, and after each preemption).
     """
 
     tokens: tuple[int, ...]
@@ -100,17 +102,18 @@ class Result:
 
     @property
     def num_external(self) -> int:
-        """External tokens of the first admission."""
+        """Number of external tokens at the first admission."""
         return self.external[0] if self.external else 0
 
 
 class EngineError(RuntimeError):
-    """The engine's process answered with an error, or died."""
+    """The engine process returned an error or exited."""
 
 
 class Engine:
-    """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool
-    is tiny.
+    """One engine process.
+
+    ``kill`` sends SIGKILL; ``stop`` shuts down cleanly. The block pool is tiny.
     """
 
     def __init__(
@@ -143,7 +146,9 @@ class Engine:
                 prepare=prepare,
             )
             for server in self._servers:
-                assert server.namespaces(), "the engine has an embedded store nevertheless"
+                assert server.namespaces(), (
+                    "the engine uses an embedded store instead of the server"
+                )
         except BaseException:
             self._close()
             end(self._servers, signal.SIGKILL)
@@ -164,68 +169,69 @@ class Engine:
         return answer["ok"]
 
     def tail(self, num_bytes: int = 3000) -> str:
-        """The end of the engine's log."""
+        """Return the end of the engine's log."""
         with contextlib.suppress(OSError):
             return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
         return ""
 
     def store_log(self) -> str:
-        """The engine's log so far, and that of its server."""
+        """Return the complete logs of the engine and its server."""
         return "\n".join(
             log.read_text() for log in [self.log, *[server.log for server in self._servers]]
         )
 
     def add(self, *requests: Req) -> None:
-        """Queue requests without stepping."""
+        """Add requests to the queue without stepping."""
         self._ask("add", requests=[r.message() for r in requests])
 
     def step(self, count: int = 1) -> list[str]:
-        """Run engine steps; returns ids that finished."""
+        """Run engine steps and return the ids of requests that finished."""
         return self._ask("step", count=count)
 
     def run(self) -> dict[str, Result]:
-        """Step until the engine and its transfers are at rest; results by id."""
+        """Step until the engine and its transfers are idle, and return the results by id."""
         return {
             i: Result(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
             for i, fields in self._ask("run").items()
         }
 
     def ask(self, *requests: Req) -> list[Result]:
-        """Queue all requests together, run until idle, and return their results in order."""
+        """Add all requests, run until idle, and return their results in order."""
         self.add(*requests)
         results = self.run()
         return [results[r.id] for r in requests]
 
     def ask_each(self, *requests: Req) -> list[Result]:
-        """One request after another."""
+        """Like `ask`, but run one request after another."""
         return [self.ask(r)[0] for r in requests]
 
     def abort(self, *ids: str) -> None:
         self._ask("abort", ids=list(ids))
 
     def reset(self, *, connector: bool = False, running: bool = False) -> bool:
-        """reset_prefix_cache."""
+        """Call vLLM's reset_prefix_cache."""
         return self._ask("reset", connector=connector, running=running)
 
     def reload(self, path: Path) -> None:
-        """reload_weights from another model's folder."""
+        """Call vLLM's reload_weights with another model's directory."""
         self._ask("reload", path=str(path))
 
     def print(self) -> str:
-        """The output of ``print(llm)``."""
+        """Return the output of ``print(llm)``."""
         return self._ask("print")
 
     def rpc(self, method: str, *args: Any) -> None:
-        """collective_rpc."""
+        """Call vLLM's collective_rpc."""
         self._ask("rpc", method=method, args=list(args))
 
     def core(self, method: str, **kwargs: Any) -> None:
-        """A method of vLLM's engine core."""
+        """Call a method of vLLM's engine core."""
         self._ask("core", method=method, kwargs=kwargs)
 
     def preempt_as_0_26(self, *, deferred: bool = False) -> None:
-        """0.26's rule of preemption; ``deferred``: with its late freeing too, as for any other
-        connector.
+        """Preempt as vLLM 0.26 does.
+
+        With ``deferred``, also free blocks as late as 0.26 does for other connectors.
         """
         self._ask("old_preemption", deferred=deferred)
 
@@ -233,7 +239,7 @@ class Engine:
         return self._ask("state")
 
     def status(self, request: Req) -> str | None:
-        """vLLM's status name of the request, None after it was removed."""
+        """Return vLLM's status name of the request, or None after its removal."""
         return self.state()["status"].get(request.id)
 
     def metrics(self) -> dict[str, float]:
@@ -244,15 +250,15 @@ class Engine:
         return self._ask("call", path=path, args=list(args))
 
     def probe(self, name: str, **arguments: Any) -> Any:
-        """A function of zoo/probe.py."""
+        """Call a function of zoo/probe.py."""
         return self._ask("probe", name=name, arguments=arguments)
 
     def time_hooks(self) -> None:
-        """Start to measure the time of each step in the scheduler's connector."""
+        """Start measuring the time that each step spends in the scheduler-side connector."""
         self._ask("time_hooks")
 
     def hooks_s(self) -> list[float]:
-        """Those seconds, a step each, since the last call."""
+        """Return the seconds that each step spent in the connector since the last call."""
         return list(self._ask("hooks_s"))
 
     def detach(self, *, away: bool) -> None:
@@ -260,24 +266,24 @@ class Engine:
         self._ask("detach", away=away)
 
     def store(self) -> dict[str, int]:
-        """kvloft's store counters and gauges, right now."""
+        """Return the current counters and gauges of kvloft's store."""
         return self.call("_scheduler._store.stats")
 
     def flush(self) -> None:
-        """Wait until all chunks for the disk are written."""
+        """Wait until all chunks queued for the disk are written."""
         assert self.call("_scheduler._store.flush", 60.0 * PACE) is True
 
     def wait_for_disk(self) -> None:
-        """Wait until chunks on disk can be found."""
+        """Wait until lookups can find chunks on disk."""
         deadline = time.monotonic() + 60 * PACE
         while not self.store()["disk_used"]:
-            assert time.monotonic() < deadline, "the disk tier was not opened again"
+            assert time.monotonic() < deadline, "the disk tier was not reopened"
             time.sleep(0.1)
 
     def assert_at_rest(self) -> None:
         """Check that nothing is pinned, reserved or queued (I5, I8)."""
         state, store = self.state(), self.store()
-        # A disk read without a waiting request may end later.
+        # A disk read that no request waits for may complete later.
         for _ in range(int(1200 * PACE)):
             if not store["pins"] and not store["frames_reserved"]:
                 break
@@ -289,15 +295,16 @@ class Engine:
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
     def flip_frames(self, *, keep: int = 0, offset: int = 5) -> int:
-        """Flip a bit at ``offset`` in each used frame of the host tier, except the first ``keep``;
-        return the number of flips.
+        """Flip a bit at ``offset`` in each used frame of the host tier except the first ``keep``,
+        and return the number of flips.
         """
         frame_bytes = self.call("_scheduler._store.frame_sizes")[0]
         with (
             open(self.call("_scheduler._store.arena_path"), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as arena,
         ):
-            whole = len(arena) // frame_bytes * frame_bytes  # a server's arena has no frames yet
+            # a server's arena may contain no frames yet
+            whole = len(arena) // frame_bytes * frame_bytes
             frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
             frames[used, offset] ^= 1
@@ -305,14 +312,14 @@ class Engine:
         return len(used)
 
     def stop(self) -> None:
-        """Clean shutdown."""
+        """Shut down cleanly."""
         if self.pid:
             self._ask("stop")
             self._gone()
             end(self._servers, signal.SIGTERM)
 
     def kill(self) -> None:
-        """kill -9, and wait until the process has exited."""
+        """Send SIGKILL and wait until the process has exited."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -320,7 +327,7 @@ class Engine:
             end(self._servers, signal.SIGKILL)
 
     def _close(self) -> None:
-        # A killed engine did not read the last message.
+        # The engine may have been killed before it read the last message.
         with contextlib.suppress(OSError):
             self._stream.close()
         self._socket.close()
@@ -334,8 +341,9 @@ class Engine:
 
 
 class Server:
-    """``vllm serve`` as users run it: API server, engine core and worker in separate processes,
-    used over HTTP.
+    """``vllm serve`` as users run it:
+
+    API server, engine core and worker in separate processes, accessed over HTTP.
     """
 
     def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:
@@ -357,7 +365,7 @@ class Server:
         return json.loads(self._stream.readline())["ok"]
 
     def wait(self, timeout_s: float = 150.0 * PACE) -> "Server":
-        """Until it is healthy."""
+        """Wait until the server is healthy."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -377,7 +385,10 @@ class Server:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST JSON; an error status raises with its body."""
+        """POST JSON and return the response.
+
+        Raises an exception with the body on an error status.
+        """
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -388,7 +399,7 @@ class Server:
             raise EngineError(f"{error.code}: {error.read().decode()}") from error
 
     def metrics(self) -> dict[str, float]:
-        """/metrics, summed over labels."""
+        """Return the metrics of /metrics, summed over labels."""
         totals: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line and not line.startswith("#"):
@@ -397,12 +408,12 @@ class Server:
         return totals
 
     def bench(self, argv: list[str], log: Path) -> None:
-        """``vllm bench serve`` against this server; raises if it fails."""
+        """Run ``vllm bench serve`` against this server. Raises an exception if it fails."""
         if self._ask("bench", argv=["--base-url", self.url, *argv], log=str(log)) != 0:
             raise EngineError(log.read_text()[-4000:])
 
     def stop(self) -> None:
-        """SIGTERM, as a service manager does, and wait until every process has exited."""
+        """Send SIGTERM, as a service manager does, and wait until every process has exited."""
         if self.pid:
             os.killpg(self.pid, signal.SIGTERM)
             deadline = time.monotonic() + 60 * PACE
@@ -417,7 +428,7 @@ class Server:
 
 
 def _group_alive(group: int) -> bool:
-    """Whether a process of the group still runs; zombies do not count."""
+    """True if a process of the group is still running; zombies are ignored."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rsplit(")", 1)[1].split()
@@ -427,7 +438,7 @@ def _group_alive(group: int) -> bool:
 
 
 class Zygote:
-    """The process that forks engines; see zygote.py."""
+    """Handle of the process that forks engines; see zygote.py."""
 
     def __init__(self, folder: Path) -> None:
         self.address = folder / "zygote.sock"
@@ -454,7 +465,7 @@ class Zygote:
         self._folder, self._count = folder, itertools.count()
 
     def wait(self, timeout_s: float = 180.0 * PACE) -> None:
-        """Until it accepts connections."""
+        """Wait until the process accepts connections."""
         deadline = time.monotonic() + timeout_s
         while not self.address.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -475,7 +486,7 @@ class Zygote:
         return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape, prepare=prepare)
 
     def server(self, argv: list[str]) -> Server:
-        """Start a server; the caller waits for it."""
+        """Fork a server without waiting until it is healthy."""
         self.wait()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -502,17 +513,18 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Settings of every vLLM process here; num_gpu_blocks_override sets the size of the pool. Engines
-run eagerly, including the one function that the sampler compiles, which would run the C++ compiler
-in each new environment. Numba, which drafts by ngram, would use an OpenMP thread per core; on a
-busy machine they mostly wait for each other.
+"""Environment of every vLLM process here. num_gpu_blocks_override sets the size of the pool.
+
+Engines run eagerly. This includes the one compiled function of the sampler, which would start a C++
+compiler in each new environment. Numba, which implements ngram drafting, would use one OpenMP
+thread per core; on a busy machine these threads mostly wait for each other.
 """
 
 
 def engine_kwargs(
     model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Arguments of a small fp32 engine on the CPU."""
+    """Return the arguments of a small fp32 engine on the CPU."""
     fits = (num_blocks - 1) * BLOCK
     return {
         "model": str(model),
@@ -535,8 +547,9 @@ def engine_kwargs(
 def kvloft(
     disk_path: Path | None = None, *, policy: str | None = None, **extra: Any
 ) -> dict[str, Any]:
-    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier,
-    which may be slow here.
+    """Return a kv_transfer_config for kvloft with a small host tier.
+
+    With ``disk_path`` it has a disk tier, which may be slow in these tests.
     """
     settings: dict[str, Any] = {"host_size": "64MiB", "load_timeout": f"{30 * PACE:g}s"} | extra
     if disk_path is not None:
@@ -550,12 +563,12 @@ def kvloft(
 
 
 def random_ids(seed: int, count: int) -> tuple[int, ...]:
-    """Token ids without the special ones."""
+    """Return random token ids, excluding special tokens."""
     return tuple(int(i) for i in np.random.default_rng(seed).integers(3, 512, count))
 
 
 def full_blocks(num_tokens: int) -> int:
-    """Tokens in the full blocks of a prefix of ``num_tokens``."""
+    """Return the number of tokens in the full blocks of a prefix with ``num_tokens`` tokens."""
     return num_tokens // BLOCK * BLOCK
 
 

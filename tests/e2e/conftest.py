@@ -1,6 +1,7 @@
-"""Fixtures of the end-to-end tests: the model, the zygote, engines by configuration, and the truth.
+"""Fixtures of the end-to-end tests: the model, the zygote, engines by configuration, and the
+reference outputs (the truth).
 
-Truth is the same vLLM without a connector and without a prefix cache.
+The truth comes from the same vLLM without a connector and without a prefix cache.
 """
 
 import importlib.util
@@ -14,8 +15,10 @@ from . import tiny
 from .client import Engine, Req, Result, Zygote, engine_kwargs
 
 CLEAR, MARGIN = 1e-4, 4e-5
-"""Minimum distance of the two best logits: for the choice of prompts, and for an accepted answer.
-Rounding differs by about 1e-5 between batch shapes, so a request below cannot be compared exactly.
+"""Minimum distance between the two best logits: for choosing prompts, and for accepting outputs.
+
+Rounding differs by about 1e-5 between batch shapes, so a request with a smaller distance cannot be
+compared exactly.
 """
 
 
@@ -30,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The zygote imports vLLM for half a minute: it starts at once, while the tests before these
+    """Start the zygote immediately: it imports vLLM for half a minute while the preceding tests
     run.
     """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
@@ -49,22 +52,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the tiny model."""
+    """Return the directory of the tiny model."""
     return tiny.write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def zygote(pytestconfig: pytest.Config) -> Zygote:
-    """The process that forks all engines of this session."""
+    """Start the process that forks all engines of this session."""
     return pytestconfig.stash[ZYGOTE]
 
 
 class Truth:
-    """Outputs of an engine without any cache, remembered by request content."""
+    """Outputs of an engine without any cache, memoized by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
-        """``book``: a file to which outputs are written, for draft models
-        (zoo/draft_kernels.py).
+        """Set up the engine.
+
+        ``book`` is a file for the outputs, which draft models read (zoo/draft_kernels.py).
         """
         self._book = book
         if book is not None:
@@ -98,8 +102,9 @@ class Truth:
         )
 
     def tokens(self, request: Req) -> tuple[int, ...]:
-        """The model's output for ``request``; fails if rounding could decide a token (choose
-        another seed).
+        """Return the model's output for ``request``.
+
+        Fails if rounding could decide a token (choose another seed).
         """
         result = self._run([request])[0]
         assert result.margin is not None and result.margin > MARGIN, (
@@ -108,7 +113,7 @@ class Truth:
         return result.tokens
 
     def clear(self, requests: Sequence[Req]) -> list[Req]:
-        """The ``requests`` whose output does not depend on rounding."""
+        """Return the ``requests`` whose output does not depend on rounding."""
         return [
             r
             for r, result in zip(requests, self._run(requests), strict=True)
@@ -116,7 +121,9 @@ class Truth:
         ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
-        """``make(seed)``, or with a later seed if rounding could change the output."""
+        """Return ``make(seed)``, or the result for a later seed if rounding could change the
+        output.
+        """
         return next(r for r in (make(seed + 100_000 * i) for i in range(50)) if self.clear([r]))
 
     def close(self) -> None:
@@ -126,7 +133,7 @@ class Truth:
 
 @pytest.fixture(scope="session")
 def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
-    """The truth for requests without adapters."""
+    """Return the reference outputs for requests without adapters."""
     oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
     yield oracle
     oracle.close()
@@ -134,8 +141,8 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills
-    those that still run.
+    """Start engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kill
+    those still running after the test.
     """
     engines: list[Engine] = []
 
@@ -164,12 +171,12 @@ NGRAM = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
-"""Settings for an engine that drafts."""
+"""Settings for speculative decoding with ngram drafts."""
 
 
 @pytest.fixture(scope="session")
 def ngram(vllm_release: tuple[int, int]) -> dict[str, Any]:
-    """Engine settings for speculative decoding."""
+    """Return the engine settings for speculative decoding."""
     if vllm_release < (0, 31):
         pytest.skip(
             "vLLM 0.30's CPU backend cannot verify a draft (TypeError in its Triton helper); 0.31 "

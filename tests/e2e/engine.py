@@ -1,9 +1,8 @@
 """One real vLLM engine in this process, driven by JSON lines over a socket.
 
-
-Every message is ``{"op": name, ...}``, every answer ``{"ok": value}`` or ``{"error": text}``. The
+Every message is ``{"op": name, ...}``, every response ``{"ok": value}`` or ``{"error": text}``. The
 engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a step
-happens. Must not depend on the tests: kvloft is named only in the arguments that the test sends.
+happens. This module must not import tests; kvloft is named only in the arguments that a test sends.
 """
 
 import base64
@@ -28,7 +27,7 @@ STALL_STEPS = 20000
 
 
 class Engine:
-    """The operations for tests; each public ``do_*`` method is one."""
+    """The operations that tests can call; each public ``do_*`` method is an operation."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -38,9 +37,9 @@ class Engine:
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
         self.hooks_s: list[float] = []
-        """Time of each step in the scheduler's connector since `do_time_hooks`."""
+        """Time that each step spent in the scheduler-side connector since `do_time_hooks`."""
 
-    # -- life
+    # -- start and stop
     # -----------------------------------------------------------------------------------------
 
     def do_start(
@@ -51,8 +50,8 @@ class Engine:
         v2_shape: bool = False,
         prepare: str = "",
     ) -> int:
-        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this
-        process's id.
+        """Build the engine with the ``kwargs`` of vllm.LLM, log to the file ``log``, and return
+        this process's id.
 
         ``prepare`` names a function of zoo/kernels.py to call first.
         """
@@ -84,8 +83,8 @@ class Engine:
         return os.getpid()
 
     def _watch_admissions(self) -> None:
-        """Record, per admitted request, how many external tokens the scheduler accepted from the
-        connector.
+        """Record how many external tokens the scheduler accepted from the connector for each
+        admitted request.
         """
         connector = self.core.scheduler.connector
         if connector is None:
@@ -106,7 +105,7 @@ class Engine:
         connector.update_state_after_alloc = update_state_after_alloc
 
     def do_stop(self) -> None:
-        """Shut the engine down in order; the process ends after the answer."""
+        """Shut the engine down cleanly. The process exits after sending the response."""
         self.llm.engine_core.shutdown()
         raise SystemExit(0)
 
@@ -114,7 +113,7 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def do_add(self, requests: list[dict[str, Any]]) -> None:
-        """Queue requests; see client.Req for the fields."""
+        """Add requests to the queue; see client.Req for the fields."""
         for fields in requests:
             self._add(**fields)
 
@@ -159,7 +158,7 @@ class Engine:
         self.internal[id] = self.llm.add_request(id, prompt, params, lora_request=adapter)
 
     def do_step(self, count: int = 1) -> list[str]:
-        """Run ``count`` engine steps; returns the ids that finished in them."""
+        """Run ``count`` engine steps and return the ids of the requests that finished."""
         finished: list[str] = []
         for _ in range(count):
             self.hooks_s.append(0.0)
@@ -170,7 +169,9 @@ class Engine:
         return finished
 
     def do_run(self) -> dict[str, dict[str, Any]]:
-        """Step until idle, including transfers; return and drop all results."""
+        """Step until the engine and its transfers are idle, then return all results and delete
+        them.
+        """
         for _ in range(STALL_STEPS):
             if not self._busy():
                 break
@@ -207,15 +208,15 @@ class Engine:
         }
 
     def do_abort(self, ids: list[str]) -> None:
-        """Abort requests by the ids the test gave them, wherever they are."""
+        """Abort requests, in any state, by the ids that the test assigned."""
         self.llm.abort_request([self.internal[i] for i in ids], internal=True)
 
-    # -- the rest
+    # -- everything else
     # -----------------------------------------------------------------------------------------
 
     def do_reset(self, connector: bool = False, running: bool = False) -> bool:
-        """reset_prefix_cache; True if it worked. vLLM refuses it while a batch in flight or a load
-        holds blocks.
+        """Call reset_prefix_cache and return True if it succeeded. vLLM rejects it while an
+        in-flight batch or a load holds blocks.
         """
         try:
             return bool(
@@ -229,7 +230,7 @@ class Engine:
             return False
 
     def do_print(self) -> str:
-        """The output of ``print(llm)``, by LLM's own method."""
+        """Return the output of ``print(llm)``, printed by LLM's own method."""
         from vllm import LLM
 
         llm = object.__new__(LLM)
@@ -237,7 +238,7 @@ class Engine:
         return repr(llm)
 
     def do_rpc(self, method: str, args: list[Any]) -> None:
-        """collective_rpc."""
+        """Call vLLM's collective_rpc."""
         self.llm.collective_rpc(method, args=tuple(args))
 
     def do_core(self, method: str, kwargs: dict[str, Any]) -> None:
@@ -247,17 +248,19 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 does and, if ``deferred``, free blocks as late."""
+        """Preempt as vLLM 0.26 does and, with ``deferred``, also free blocks as late as 0.26."""
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
 
     def do_reload(self, path: str) -> None:
-        """Put another model's weights into the running engine."""
+        """Load another model's weights into the running engine."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def do_state(self) -> dict[str, Any]:
-        """Statuses by id, block pool, and the scheduler's other contents."""
+        """Return the statuses by id, the state of the block pool, and the scheduler's other
+        contents.
+        """
         scheduler = self.core.scheduler
         back = {v: k for k, v in self.internal.items()}
         pool = scheduler.kv_cache_manager.block_pool
@@ -278,8 +281,9 @@ class Engine:
         }
 
     def do_metrics(self) -> dict[str, float]:
-        """vLLM's and kvloft's counters and gauges, summed over labels; histograms by their _sum and
-        _count.
+        """Return the counters and gauges of vLLM and kvloft, summed over labels.
+
+        Histograms are returned as _sum and _count.
         """
         from prometheus_client import REGISTRY
 
@@ -291,7 +295,7 @@ class Engine:
         return totals
 
     def do_call(self, path: str, args: list[Any] | None = None) -> Any:
-        """Read or call an attribute of the scheduler's connector, by dotted path; for white-box
+        """Read or call an attribute of the scheduler-side connector by dotted path, for white-box
         checks.
         """
         value = self.core.scheduler.connector
@@ -307,7 +311,7 @@ class Engine:
         )
 
     def do_time_hooks(self) -> None:
-        """Start to measure the time of each step in the scheduler's connector."""
+        """Start measuring the time that each step spends in the scheduler-side connector."""
         connector = self.core.scheduler.connector
         names = (
             "get_num_new_matched_tokens",
@@ -332,7 +336,7 @@ class Engine:
         self.do_hooks_s()
 
     def do_hooks_s(self) -> list[float]:
-        """Seconds that each step spent in the connector since the last call."""
+        """Return the seconds that each step spent in the connector since the last call."""
         taken, self.hooks_s = self.hooks_s, [0.0]
         return taken
 
@@ -346,10 +350,10 @@ class Engine:
             self.away.close()
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
-        """Become ``vllm serve`` in a child of this process; returns its id.
+        """Run ``vllm serve`` in a child of this process and return its id.
 
-        Only the `vllm` command, which the CPU package breaks, starts several API servers; otherwise
-        its module runs as for users.
+        Multiple API servers require the `vllm` command, which the CPU package breaks; otherwise the
+        module runs as it does for users.
         """
 
         def run() -> None:
@@ -368,7 +372,7 @@ class Engine:
         return _fork(run, env, log)
 
     def do_bench(self, argv: list[str], log: str) -> int:
-        """Run ``vllm bench serve`` to its end; returns its exit status."""
+        """Run ``vllm bench serve`` to completion and return its exit status."""
 
         def run() -> None:
             from vllm.benchmarks.serve import add_cli_args, main
@@ -381,14 +385,14 @@ class Engine:
         return os.waitstatus_to_exitcode(os.waitpid(_fork(run, {}, log), 0)[1])
 
     def do_check(self, job: str, starter: int, prepare: str) -> None:
-        """Be an engine of `kvloft check`, and end; see forked.py."""
+        """Run an engine of `kvloft check` in this process and exit; see forked.py."""
         _redirect(str(Path(job).with_suffix(".log")))
         importlib.import_module(".forked", __package__).run(job, starter, prepare)
         raise SystemExit(0)
 
 
 def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:
-    """Run ``run`` in a child, which ends with this process."""
+    """Run ``run`` in a child process, which exits with this process."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -412,7 +416,7 @@ def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:
 
 
 def _redirect(path: str) -> None:
-    """Send this process's output, and that of the libraries in it, to a file."""
+    """Redirect the output of this process and its libraries to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, sys.stdout.fileno() if sys.stdout else 1)
     os.dup2(fd, 2)
@@ -420,7 +424,7 @@ def _redirect(path: str) -> None:
 
 
 def serve(connection: socket.socket) -> int:
-    """Answer messages until ``stop`` or the end of the connection; returns the exit status."""
+    """Handle messages until ``stop`` or the end of the connection, and return the exit status."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = Engine()

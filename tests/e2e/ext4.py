@@ -1,6 +1,7 @@
-"""A real ext4 in a file, mounted by loop, that a test can make read-only, frozen or full.
+"""Mounts a real ext4 from a file through a loop device; a test can make it read-only, frozen or
+full.
 
-Needs root and loop devices. Must not depend on the files stored there.
+Needs root and loop devices. Makes no assumptions about the stored files.
 """
 
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 class Ext4:
-    """One mounted file system at ``path``. Every method is idempotent."""
+    """A file system mounted at ``path``. Every method is idempotent."""
 
     def __init__(self, image: Path, path: Path) -> None:
         self._image = image
@@ -19,10 +20,10 @@ class Ext4:
         self._is_frozen = False
 
     def read_only(self) -> None:
-        """Do as the kernel does after an error (``errors=remount-ro``), with files open for
-        writing.
+        """Remount read-only with files open for writing, as the kernel does after an error
+        (``errors=remount-ro``).
 
-        Earlier writes are on the device. The state lasts until `mount_again`.
+        Earlier writes are on the device. The file system stays read-only until `mount_again`.
         """
         os.sync()
         subprocess.run(
@@ -30,7 +31,7 @@ class Ext4:
         )
 
     def mount_again(self) -> None:
-        """Heal the file system; no file may be open."""
+        """Mount the file system again, writable; no file may be open."""
         subprocess.run(["umount", str(self.path)], check=True)
         subprocess.run(
             ["mount", "-o", "loop", str(self._image), str(self.path)],
@@ -39,7 +40,7 @@ class Ext4:
         )
 
     def freeze(self) -> None:
-        """Writes hang until `thaw`."""
+        """Freeze the file system: writes hang until `thaw`."""
         if not self._is_frozen:
             subprocess.run(["fsfreeze", "--freeze", str(self.path)], check=True)
             self._is_frozen = True
@@ -50,7 +51,7 @@ class Ext4:
             self._is_frozen = False
 
     def fill(self) -> None:
-        """Leave no free block."""
+        """Fill the file system until no block is free."""
         with open(self.path / "filler", "wb") as file:
             block = bytes(1 << 20)
             while True:
@@ -67,14 +68,15 @@ class Ext4:
 
 
 def can_mount() -> bool:
-    """Return True if this process can mount file systems."""
+    """Return True if this process may mount file systems."""
     return os.geteuid() == 0 and Path("/dev/loop-control").exists()
 
 
 @contextmanager
 def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
-    """A fresh file system under ``folder``. Raises OSError or CalledProcessError if it cannot be
-    created.
+    """Create and mount a file system under ``folder``.
+
+    Raises OSError or CalledProcessError if that fails.
     """
     image, path = folder / "image", folder / "mount"
     path.mkdir(parents=True)
@@ -96,8 +98,8 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 @contextmanager
 def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
-    """Let process ``pid`` read and write at most ``mib_s`` each from the device of ``disk``: cgroup
-    v1's blkio, or v2's io.max.
+    """Limit the reads and the writes of process ``pid`` on the device of ``disk`` to ``mib_s``
+    each, with blkio (cgroup v1) or io.max (v2).
     """
     number = os.stat(disk.path).st_dev
     device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)

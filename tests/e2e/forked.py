@@ -1,5 +1,5 @@
-"""Replaces `kvloft.vllm.check`: an engine of `kvloft check` that the zygote forks, which saves half
-a minute of vLLM's import.
+"""Replaces `kvloft.vllm.check` with an engine that the zygote forks, so that vLLM is not imported
+again (half a minute).
 
 ``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that runs as
 long as the engine. The engine runs `kvloft.vllm.check.run`.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(job: str) -> None:
-    """Request an engine from the zygote, and wait for its end."""
+    """Request an engine from the zygote and wait until it exits."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["ZYGOTE"])
         message = {
@@ -31,7 +31,7 @@ def main(job: str) -> None:
 
 
 def run(job: str, starter: int, prepare: str) -> None:
-    """In the forked process: run the engine until it is done or process ``starter`` has exited."""
+    """Run the engine in the forked process until it is done or process ``starter`` has exited."""
     handle = os.pidfd_open(starter)
 
     def end_with_starter() -> None:

@@ -1,10 +1,10 @@
-"""EngineCore is killed in a long step, and its workers outlive it: `python -m tests.e2e.orphans
---rounds 10 --step-s 15`.
+"""Kills EngineCore in a long step that its workers outlive: `python -m tests.e2e.orphans --rounds
+10 --step-s 15`.
 
-In each round a worker writes to its frames long after its scheduler's death, while another engine
-fills and reads the same memory. Prints how long the frames stayed reserved after the last worker's
-end. Exit status 1 if a token is wrong, a check fails, or frames were free while a worker could
-write to them.
+In each round a worker writes to its frames long after its scheduler has died, while another engine
+fills and reads the same memory. Prints how long the frames stayed reserved after the last worker
+exited. The exit status is 1 if a token is wrong, a check fails, or frames were free while a worker
+could still write to them.
 """
 
 import argparse
@@ -31,14 +31,15 @@ from .conftest import Truth
 from .report import finish
 
 HOST_SIZE = "4MiB"
-"""Less than the prompts below need, so that frames change hands all the time."""
+"""Smaller than the prompts below need, so that frames are reused all the time."""
 NUM_DOOMED, NUM_ASKED = 6, 24
 
 
 @dataclass
 class Scene:
-    """Engines with the same KV on one server. ``hold`` is how forward passes are held; see
-    zoo/held.py.
+    """Engines with the same KV on one server.
+
+    ``hold`` selects how forward passes are held; see zoo/held.py.
     """
 
     start: Callable[..., Engine]
@@ -69,7 +70,7 @@ class Scene:
         )
 
     def num_wrong(self, engine: Engine) -> int:
-        """Run all requests; return the wrong answers."""
+        """Run all requests and return the number of wrong outputs."""
         results = engine.ask(*[request.again() for request in self.asked])
         right = [self.truth.tokens(request) for request in self.asked]
         return sum(result.tokens != tokens for result, tokens in zip(results, right, strict=True))
@@ -88,7 +89,7 @@ def model_of(folder: Path, ranks: int) -> Path:
 
 @contextlib.contextmanager
 def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
-    """A server, the model, its truth, and a way to start engines."""
+    """Yield a server, the model, its reference outputs, and a function that starts engines."""
     model = model_of(folder / f"model{ranks}", ranks)
     with contextlib.ExitStack() as stack:
         truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
@@ -120,7 +121,7 @@ def is_running(pid: int) -> bool:
 
 
 def begin_to_die(engine: Engine) -> threading.Thread:
-    """Start its next step, which does not end."""
+    """Start the engine's next step, which never completes."""
 
     def step() -> None:
         with contextlib.suppress(EngineError, ValueError, OSError):
@@ -132,8 +133,8 @@ def begin_to_die(engine: Engine) -> threading.Thread:
 
 
 def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, Any]:
-    """Kill an engine's scheduler in a step of at least ``step_s``; return the effects on ``other``
-    and the server.
+    """Kill an engine's scheduler during a step of at least ``step_s``, and return the effects on
+    ``other`` and the server.
     """
     hold = scene.hold / "hold"
     for file in scene.hold.iterdir():
@@ -142,10 +143,10 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
     hold.touch()
     doomed.add(*[Req(random_ids(seed + n, 150), max_tokens=8) for n in range(NUM_DOOMED)])
     stepping, begin = begin_to_die(doomed), time.monotonic()
-    until(lambda: len(list(scene.hold.glob("*.held"))) == scene.ranks, "no forward begins")
+    until(lambda: len(list(scene.hold.glob("*.held"))) == scene.ranks, "no forward pass starts")
     workers = [int(file.stem) for file in scene.hold.glob("*.held")]
     os.kill(doomed.pid, signal.SIGKILL)
-    until(lambda: scene.quarantined() > 0, "its frames are not in quarantine")
+    until(lambda: scene.quarantined() > 0, "the engine's frames are not quarantined")
     reserved, problems, num_wrong = scene.quarantined(), list[str](), 0
     while time.monotonic() < begin + step_s:
         num_wrong += scene.num_wrong(other)
@@ -154,7 +155,7 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
                 f"{scene.quarantined()} of {reserved} frames are reserved, and a worker can write "
                 "to all"
             )
-    assert all(map(is_running, workers)), "the workers ended with their scheduler"
+    assert all(map(is_running, workers)), "the workers exited with their scheduler"
     hold.unlink()
     back_s: list[float] = []
     watching = threading.Thread(target=lambda: back_s.append(seconds_until_back(scene, workers)))
@@ -169,8 +170,8 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
 
 
 def seconds_until_back(scene: Scene, workers: list[int]) -> float:
-    """Return how long the frames stayed reserved after the last worker's end."""
-    until(lambda: not any(map(is_running, workers)), "a worker does not end")
+    """Return how long the frames stayed reserved after the last worker exited."""
+    until(lambda: not any(map(is_running, workers)), "a worker does not exit")
     ended = time.monotonic()
     until(lambda: scene.quarantined() == 0, "the frames stay reserved")
     return time.monotonic() - ended

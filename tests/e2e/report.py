@@ -1,5 +1,5 @@
-"""The end of the long runs (soak.py, storm.py): counts in a file, problems in red, and an exit
-status.
+"""Reports the result of a long run (soak.py, storm.py): counters in a file, problems in red, and an
+exit status.
 """
 
 import json
@@ -10,7 +10,10 @@ from rich.console import Console
 
 
 def finish(console: Console, result: dict[str, Any], file: str | None) -> int:
-    """``result["problems"]`` are sentences. Returns 1 if there are any."""
+    """Print the report and return the exit status: 1 if ``result["problems"]`` is not empty.
+
+    The problems are sentences.
+    """
     if file:
         Path(file).write_text(json.dumps(result, indent=1))
     for problem in result["problems"]:

@@ -1,16 +1,16 @@
-"""Makes vLLM's CPU engine behave as on a GPU: async scheduling, and Model Runner V2's scheduler
-output.
+"""Makes vLLM's CPU engine behave as on a GPU: async scheduling, and the scheduler output of Model
+Runner V2.
 
-The CPU platform disables async scheduling and always runs Model Runner V1. Its runner supports the
-former; for the latter, the scheduler's output has V2's shape, which kvloft sees, and is converted
-to V1's shape just before the (V1) worker gets it. Runs in the engine's process only.
+The CPU platform disables async scheduling and always uses Model Runner V1. V1 supports async
+scheduling. For V2, the scheduler emits output in V2's shape, which kvloft sees; just before the V1
+worker receives it, it is converted to V1's shape. This module runs only in the engine's process.
 """
 
 from typing import Any
 
 
 def allow_async_scheduling() -> None:
-    """Keep ``async_scheduling`` of the arguments, which the CPU platform disables."""
+    """Keep the argument ``async_scheduling``, which the CPU platform disables."""
     from vllm.platforms.cpu import CpuPlatform
 
     original: Any = CpuPlatform.check_and_update_config.__func__  # pyright: ignore
@@ -24,7 +24,7 @@ def allow_async_scheduling() -> None:
 
 
 def emit_v2_shape(scheduler: Any) -> None:
-    """Let ``scheduler`` emit V2's shape up to build_connector_meta, V1's shape after it."""
+    """Let ``scheduler`` emit V2's shape until build_connector_meta and V1's shape after it."""
     scheduler.use_v2_model_runner = True
     original = scheduler._update_after_schedule
     started: set[str] = set()
@@ -62,8 +62,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Let ``scheduler`` continue to preempt if the last victim's blocks are deferred, as 0.26 to
-    0.29 do; 0.30 and newer stop.
+    """Let ``scheduler`` keep preempting if the last victim's blocks are deferred, as vLLM 0.26 to
+    0.29 do. vLLM 0.30 and newer stop preempting.
     """
     import sys
 
@@ -76,8 +76,9 @@ def preempt_as_0_26(scheduler: Any) -> None:
 
 
 def fork_processes() -> None:
-    """Let vLLM fork its engine and worker processes; the CPU platform spawns them, which imports
-    vLLM twice more (40 s).
+    """Let vLLM fork its engine and worker processes.
+
+    The CPU platform spawns them, which imports vLLM two more times (40 s).
     """
     import os
 

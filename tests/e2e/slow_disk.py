@@ -1,10 +1,10 @@
-"""Known prompts on a disk of a set speed, while other requests generate: `python -m
+"""Measures cached prompts on a disk with limited speed, while other requests generate: `python -m
 tests.e2e.slow_disk`.
 
-Real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or io.max;
-needs root). For each speed: the time until all requests have ended, compared with vLLM without
-kvloft, and the share of the generating requests' saves that is found after a restart. Speeds are
-MiB/s, or multiples of the engine's prefill rate (``2x``).
+Uses real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or
+io.max; needs root). Reports for each speed the time until all requests have finished, compared with
+vLLM without kvloft, and the fraction of the generating requests' saves that is found after a
+restart. Speeds are in MiB/s or multiples of the engine's prefill rate (``2x``).
 """
 
 import argparse
@@ -26,16 +26,16 @@ from .ext4 import mounted, throttled
 from .report import finish
 
 NUM_HEADS = 8
-"""Each with different KV."""
+"""Number of distinct prompt prefixes."""
 TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96
 WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for i in range(8)]
-"""Unknown prompts, to measure the engine's prefill rate."""
+"""Uncached prompts, to measure the engine's prefill rate."""
 
 
 class Scene:
-    """One model, the known prompts and the generating requests, and the engines that serve them."""
+    """One model, the cached prompts, the generating requests, and the engines that serve them."""
 
     def __init__(
         self, stack: contextlib.ExitStack, folder: Path, num_prompts: int, num_tokens: int
@@ -67,14 +67,18 @@ class Scene:
             engine.kill()
 
     def fill(self, disk: Path) -> None:
-        """Put the known prompts on disk, few at a time: host memory is smaller than all of them."""
+        """Write the cached prompts to disk, a few at a time: they do not all fit into host
+        memory.
+        """
         with self.engine(disk) as engine:
             for at in range(0, len(self.known), FILL_BATCH):
                 engine.ask(*[prompt.again() for prompt in self.known[at : at + FILL_BATCH]])
                 engine.flush()
 
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
-        """Seconds until all requests have ended, and the output of the generating ones."""
+        """Return the time in seconds until all requests have finished, and the results of the
+        generating requests.
+        """
         engine.ask(*[prompt.again() for prompt in WARM_UP])
         generating = [request.again() for request in self.generating]
         engine.add(*generating)
@@ -85,20 +89,22 @@ class Scene:
         return time.monotonic() - begin, [results[request.id] for request in generating]
 
     def found(self, disk: Path, results: list[Result]) -> float:
-        """Share of the generating requests' saves that a new engine finds."""
+        """Return the fraction of the generating requests' saves that a new engine finds."""
         with self.engine(disk) as engine:
             prompts = [
                 (*request.ids, *result.tokens)
                 for request, result in zip(self.generating, results, strict=True)
             ]  # type: ignore[misc]
             asked = engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
-        # The last token that was generated is never computed, and one of a prompt always is.
+        # The last generated token is never computed, and one prompt token always is.
         most = sum(full_blocks(len(prompt) - 1) for prompt in prompts)
         return sum(result.num_external for result in asked) / most
 
 
 def plain(scene: Scene) -> tuple[float, float]:
-    """Seconds of vLLM without kvloft for all requests, and its prompt tokens per second."""
+    """Return the seconds that vLLM without kvloft needs for all requests, and its prompt tokens per
+    second.
+    """
     with scene.engine(None) as engine:
         seconds, _ = scene.run(engine)
         known = scene.known[:100]
@@ -110,8 +116,9 @@ def plain(scene: Scene) -> tuple[float, float]:
 
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
-    """With kvloft, all known prompts on a disk of this speed and none in host memory, alternating
-    with vLLM alone, because the load of the machine changes. Times are medians.
+    """Measure kvloft with all cached prompts on a disk of the given speed and none in host memory.
+
+    Runs alternate with plain vLLM because the load of the machine changes. Times are medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:

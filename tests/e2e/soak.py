@@ -1,11 +1,11 @@
-"""Two real engines, chats and injected faults, for a given time: `python -m tests.e2e.soak
+"""Runs two real engines with chats and injected faults for a given time: `python -m tests.e2e.soak
 --minutes 30`.
 
-One engine lives through everything, so that memory, handles and threads can be watched; the other
-is killed, or stopped, and started again. Disks are real ext4 file systems that freeze and fill up
-(plain folders where mounting is not allowed); bits flip in files and frames. Every token is
-compared with vLLM without any cache. Exit status 1 if a token differs, a pin stays, or a resource
-grows.
+One engine runs the whole time, so that its memory, handles and threads can be monitored. The other
+is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze and
+fill up (plain directories if mounting is not allowed); bits flip in files and frames. Every token
+is compared with vLLM without any cache. The exit status is 1 if a token differs, a pin leaks, or a
+resource grows.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Subject:
         self._sick_until = 0.0
 
     def ask(self, requests: list[Req], truth: Truth) -> int:
-        """Serve a batch; returns the number of wrong answers."""
+        """Run a batch and return the number of outputs that differ from the reference."""
         results = self.engine.ask(*[r.again() for r in requests])
         self.totals.update(
             requests=len(results), external_tokens=sum(r.num_external for r in results)
@@ -57,7 +57,7 @@ class Subject:
         )
 
     def sample(self) -> None:
-        """Private memory, open handles and threads of the engine's process."""
+        """Sample the private memory, open handles and threads of the engine's process."""
         proc = Path(f"/proc/{self.engine.pid}")
         status = dict(
             line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
@@ -71,7 +71,7 @@ class Subject:
         )
 
     def hurt(self, pick: random.Random, *, may_restart: bool) -> str:
-        """Inject one fault; returns its name."""
+        """Inject one fault and return its name."""
         kinds = ["bits in files", "bits in frames", "reset", "abort"]
         kinds += ["freeze", "fill"] if self.disk is not None else []
         kinds += ["kill -9", "restart"] if may_restart else []
@@ -120,7 +120,7 @@ class Subject:
             self._sick_until = 0.0
 
     def growth(self) -> dict[str, float]:
-        """Median of the last third of the samples less that of the second."""
+        """Return the median of the last third of the samples minus that of the second third."""
         third = len(self.samples) // 3
         if not third:
             return {}
@@ -133,7 +133,7 @@ class Subject:
 
 
 def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
-    """Batches of turns: prompts that grow, share prefixes and return."""
+    """Generate batches of chat turns: prompts that grow, share prefixes and recur."""
     known = [random_ids(i, 90 + 13 * i) for i in range(12)]
     while True:
         batch: list[Req] = []
@@ -148,7 +148,7 @@ def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
 
 
 def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Soak for ``minutes``; return all counts and problems."""
+    """Run the soak test for ``minutes`` and return all counts and problems."""
     pick, problems, num_wrong = random.Random(seed), list[str](), 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-soak-")))

@@ -1,10 +1,9 @@
-"""A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm
---rounds 20`.
+"""Kills and freezes a server at random moments under load: `python -m tests.e2e.storm --rounds 20`.
 
-One real engine requests the same prompts repeatedly, with the default deadline. Prints the time of
-its steps in kvloft, with and without faults; every token is compared with vLLM without any cache.
-The exit status is 1 if a token differs, a request fails, or hits do not return. On a busy machine,
-other load dominates the times.
+One real engine runs the same prompts repeatedly, with the default deadline. Prints the time that
+its steps spend in kvloft, with and without faults, and compares every token with vLLM without any
+cache. The exit status is 1 if a token differs, a request fails, or hits do not return. On a busy
+machine, other load dominates the times.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def prompts(truth: Truth) -> list[Req]:
 
 @contextlib.contextmanager
 def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
-    """Cause one fault for the duration of the block."""
+    """Inject one fault for the duration of the block."""
 
     def strike() -> None:
         time.sleep(after_s)
@@ -65,8 +64,9 @@ def storm(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Cause ``num_faults`` faults at random times, alternating with rounds without faults. Return
-    kvloft's seconds in every step, and problems.
+    """Inject ``num_faults`` faults at random times, alternating with rounds without faults.
+
+    Return the seconds that each step spent in kvloft, and the problems.
     """
     pick, asked = random.Random(seed), prompts(truth)
     found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()
@@ -100,7 +100,7 @@ def storm(
 
 
 def settings(server: CacheServer, **more: Any) -> dict[str, Any]:
-    """kv_transfer_config of its engine."""
+    """Return the kv_transfer_config of the engine."""
     return {
         "kv_connector": "KVLoftConnector",
         "kv_role": "kv_both",

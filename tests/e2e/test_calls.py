@@ -1,5 +1,5 @@
-"""Calls that do not change the weights keep the cache (introspection, pauses, sleep); calls that
-can change them do not.
+"""Tests that calls which cannot change the weights keep the cache (introspection, pauses, sleep),
+and calls which can change them do not.
 """
 
 from collections.abc import Callable

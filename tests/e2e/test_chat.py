@@ -1,7 +1,8 @@
-"""Defect 2: generated tokens are a hit with every kind of scheduling, and not one token more.
+"""Defect 2: checks with every kind of scheduling that generated tokens are hits, and not one token
+more.
 
-Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7), and
-neither have rejected draft tokens.
+The second turn of a chat is prompt + output + new words. Neither the last sampled token (I7) nor
+rejected draft tokens have KV.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_output: int) -> None:
-    """Both turns answer correctly; turn two loads every full block of turn one that has KV."""
+    """Run two turns and check their tokens.
+
+    Turn two must load every full block of turn one that has KV.
+    """
     first = truth.pick(lambda s: Req(random_ids(s, num_prompt), max_tokens=num_output), seed)
     said = engine.ask(first)[0].tokens
     assert said == truth.tokens(first)
-    engine.reset()  # the GPU's own prefix cache, if there is one
+    engine.reset()  # reset the GPU's own prefix cache, if enabled
     history = (first.ids or ()) + said
     second = truth.pick(lambda s: Req(history + random_ids(s, 21), max_tokens=30), seed + 1)
     result = engine.ask(second)[0]
@@ -52,7 +56,7 @@ def test_turn_two_finds_prompt_and_output_of_turn_one(
         settings |= request.getfixturevalue("ngram")
     engine = start(kv_transfer_config=kvloft(), **settings)
     two_turns(truth, engine, 1000, 70, 50)
-    two_turns(truth, engine, 1010, 70, 58)  # 128 tokens, but only 127 with KV
+    two_turns(truth, engine, 1010, 70, 58)  # 128 tokens; only 127 have KV
     two_turns(truth, engine, 1020, 70, 59)
     if way not in ("chunked", "chunked-async"):
         return
@@ -112,7 +116,7 @@ def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engin
     other = Req(random_ids(1401, 18 * BLOCK), max_tokens=4)
     assert engine.ask(other)[0].tokens == truth.tokens(
         other
-    )  # evicts the end of the first from the GPU
+    )  # evicts the end of the first prompt from the GPU
     again = long.again()
     result = engine.ask(again)[0]
     assert result.tokens == truth.tokens(again)

@@ -1,5 +1,5 @@
-"""`kvloft check` as a user runs it: every engine is a normally started process. All tiny models:
-zoo/test_checks.py.
+"""Runs `kvloft check` like a user: every engine is a normally started process. zoo/test_checks.py
+covers all tiny models.
 """
 
 from pathlib import Path
@@ -13,19 +13,19 @@ def test_a_model_with_windows_is_served_with_all_groups(
     tmp_path: Path, vllm_release: tuple[int, int]
 ) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("vLLM before 0.32 does not offer connectors several KV cache groups")
+        pytest.skip("vLLM before 0.32 does not support connectors with multiple KV cache groups")
     for attempt in range(3):
         (folder := tmp_path / str(attempt)).mkdir()
         status, report, progress = check("gemma3", folder, "all")
         assert status == 0, (report, progress)
         passes = {one["name"]: one for one in report["passes"]}
-        # On a busy machine, computing a tiny model is expected to be faster than the disk.
+        # On a busy machine, kvloft may expect computing a tiny model to be faster than the disk.
         if passes["disk"]["disk"] == passes["own"]["cached"]:
             break
     assert all(one["equal"] == one["answers"] for one in passes.values())
     assert passes["host"]["host"] == passes["disk"]["disk"] == passes["own"]["cached"]
     *windows, full = passes["disk"]["blocks"]
     assert 0 < min(windows) <= max(windows) < full, (
-        "as many blocks with windows as with full attention"
+        "must load as many blocks with windows as with full attention"
     )
     assert report["engines"]["alone"]["blocks"] == report["engines"]["with kvloft"]["blocks"]

@@ -1,5 +1,6 @@
-"""The disk tier under real engines: a restart finds chunks; damage, foreign files and kill -9 cause
-misses, never a wrong token.
+"""Tests the disk tier with real engines.
+
+A restart finds chunks. Damage, foreign files and kill -9 cause misses, never a wrong token.
 """
 
 import json
@@ -19,14 +20,16 @@ PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt and check its tokens. Return external tokens."""
+    """Run every prompt, check its tokens, and return the external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
 
 
 def fill(truth: Truth, start: Callable[..., Engine], folder: Path) -> int:
-    """Serve all prompts cold with a disk at ``folder``, stop; returns the tokens a full hit has."""
+    """Run all prompts cold with a disk at ``folder``, stop the engine, and return the number of
+    tokens in a full hit.
+    """
     engine = start(kv_transfer_config=kvloft(folder), num_blocks=120)
     assert ask_all(truth, engine) == 0
     engine.stop()
@@ -66,7 +69,9 @@ def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
 
 
 def used(data: NDArray[np.uint8]) -> int:
-    """Bytes up to the last nonzero one: the files have the maximum size of the tier."""
+    """Return the file's bytes up to the last nonzero byte: files are as large as the tier may
+    become.
+    """
     return int(np.flatnonzero(data)[-1]) + 1
 
 
@@ -85,7 +90,7 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Every frame holds another chunk's bytes, including checksums."""
+    """Swap the bytes of all frames, including checksums, so that each holds another chunk."""
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
     path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
@@ -151,7 +156,7 @@ def test_damage_costs_misses_and_never_a_token(
     damage(tmp_path)
     engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
     found = ask_all(truth, engine)
-    assert least * full <= 100 * found <= most * full, "percent of the full hit"
+    assert least * full <= 100 * found <= most * full, "hit out of range (percent of a full hit)"
     if damage in (damage_frames, damage_some_frames, swap_frames):
         metrics = engine.metrics()
         assert (
@@ -159,11 +164,11 @@ def test_damage_costs_misses_and_never_a_token(
             + metrics["vllm:kvloft_verify_failures_total"]
             > 0
         )
-    assert ask_all(truth, engine) == full, "the engine did not mend its cache"
+    assert ask_all(truth, engine) == full, "the engine did not replace the damaged chunks"
     engine.assert_at_rest()
     engine.stop()
     again = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
-    assert ask_all(truth, again) == full, "the disk was not mended"
+    assert ask_all(truth, again) == full, "the damaged chunks on disk were not replaced"
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
@@ -222,7 +227,9 @@ def test_another_model_finds_nothing_of_this_one(
 def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """vLLM does not report it to connectors; the namespace is still that of the first weights."""
+    """vLLM does not notify connectors of new weights, so the namespace is still that of the first
+    weights.
+    """
     other = tiny.write_model(tmp_path / "other", seed=99)
     others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))
     known, new = PROMPTS[:2]

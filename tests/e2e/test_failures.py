@@ -1,7 +1,7 @@
-"""Failed loads: chunks offered to vLLM turn out to be damaged.
+"""Tests failed loads: chunks offered to vLLM turn out to be damaged.
 
-With recompute the answer is right, with fail the request ends with an error; the engine
-continues.
+With the policy "recompute" the output is right; with "fail" the request finishes with an error. The
+engine continues in both cases.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Embedded prompts of models with several KV cache groups: rows of no token have KV of every group,
-known by their bytes.
+"""Tests embedded prompts on models with multiple KV cache groups: embedding rows have KV in every
+group and are identified by their bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ NAMES = ("gemma3", "gemma4", "gpt-oss", "mistral", "qwen3-next") if IS_WHOLE els
 def place(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    """Each model, configured to accept embeddings."""
+    """Yield each model, configured to accept embeddings."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     truth = Truth(
@@ -36,7 +36,10 @@ def place(
 def embedded(
     place: Place, seed: int, num_rows: int, *, mixed: bool, before: Req | None = None
 ) -> Req:
-    """Random rows, or alternating rows and tokens; ``before`` has the first ones."""
+    """Return a prompt of random rows, or of alternating rows and tokens.
+
+    It starts with the rows of ``before``.
+    """
     width = place.model.config()["hidden_size"]
 
     def make(seed: int) -> Req:

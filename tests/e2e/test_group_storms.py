@@ -1,9 +1,8 @@
-"""Models with several KV cache groups, states and draft models under faults: little host memory, so
-that groups are evicted unevenly, salts, a failing disk, damaged frames, aborts, resets, restarts
-and kills, at random times.
+"""Stress test of models with multiple KV cache groups, Mamba states and draft models.
 
-Every answer is compared with vLLM without any cache; hits are not checked here. KV_STORM_ROUNDS
-sets the length.
+Faults occur at random times: little host memory, so that groups are evicted unevenly; salts, a
+failing disk, damaged frames, aborts, resets, restarts and kills. Every output is compared with vLLM
+without any cache; hits are not checked here. KV_STORM_ROUNDS sets the number of rounds.
 """
 
 import os
@@ -31,7 +30,7 @@ Start = Callable[..., Engine]
 
 
 def told(place: Place, pick: random.Random) -> list[Req]:  # noqa: F811
-    """Prompts that share prefixes, and next turns of some."""
+    """Return prompts that share prefixes, and follow-up turns for some of them."""
     prompts = [
         place.prompt(30 + i, 70 + 41 * i, max_tokens=pick.choice([2, 9, 24])) for i in range(8)
     ]
@@ -49,7 +48,7 @@ def told(place: Place, pick: random.Random) -> list[Req]:  # noqa: F811
 
 
 class Storm:
-    """One engine after the other on one disk, or on one server."""
+    """Runs one engine after another on the same disk or the same server."""
 
     def __init__(
         self,
@@ -64,8 +63,9 @@ class Storm:
         self.num_asked = self.num_external = 0
 
     def ask(self) -> None:
-        """Run some requests with resets in between; one request may end early; all finished answers
-        must be right.
+        """Run some requests with resets in between.
+
+        One request may be aborted; the outputs of all finished requests must be right.
         """
         pick, engine = self._pick, self.engine
         chosen = [pick.choice(self._prompts) for _ in range(pick.randrange(2, 8))]
@@ -113,7 +113,9 @@ class Storm:
             self._disk.make_room()
 
     def end(self) -> None:
-        """After the faults: everything is released, and a repeated prompt is a hit."""
+        """Check after the faults that everything is released and that a repeated prompt is a
+        hit.
+        """
         self.heal()
         prompt = self._prompts[3]
         for _ in range(2):
@@ -126,7 +128,9 @@ class Storm:
 
 
 def small(place: Place, pick: random.Random, config: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
-    """Few blocks, so that requests are preempted and blocks outside windows are reused."""
+    """Configure few blocks, so that requests are preempted and blocks outside windows are
+    reused.
+    """
     groups, per_chunk = len(place.model.kinds), max(1, place.model.hit_tokens // 32)
     num_blocks = (20 + 16 * groups * pick.choice([1, 2])) * per_chunk
     return {

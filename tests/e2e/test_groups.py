@@ -1,9 +1,9 @@
-"""kvloft with models with several KV cache groups, states and draft models: outputs are right, cold
-and with every kind of hit.
+"""Tests models with multiple KV cache groups, Mamba states and draft models: outputs must be right
+without a hit and with every kind of hit.
 
 The oracle is exact: the same vLLM without connector, prefix cache and draft model; zoo/test_zoo.py
-shows that it detects any wrong page. A hit is compared with vLLM's own prefix cache: at least as
-many tokens as it finds immediately, less one unit of alignment.
+shows that it detects any wrong page. A hit must have at least as many tokens as vLLM's own prefix
+cache finds at the same point, minus one unit for alignment.
 """
 
 from collections import Counter
@@ -30,16 +30,16 @@ REFUSED = {
     "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM computes prompts "
     "only whole there",
 }
-"""Unsupported models and the reason; remove the row when kvloft supports one."""
+"""Unsupported models and the reason. Remove the row when kvloft supports the model."""
 VLLM_DIFFERS = {"lfm2": {65}}
-"""Prompt lengths for which vLLM's CPU build gives another answer with its prefix cache, without
-kvloft: it cuts them at 64.
+"""Prompt lengths for which vLLM's CPU build gives a different output with its own prefix cache,
+even without kvloft: it splits these prompts at token 64.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One model, its files, and the truth."""
+    """One model, its files, and its reference outputs."""
 
     model: ZooModel
     folder: Path
@@ -48,7 +48,9 @@ class Place:
     def prompt(
         self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()
     ) -> Req:
-        """A prompt that starts with ``before`` and whose output does not depend on rounding."""
+        """Return a prompt that starts with ``before`` and whose output does not depend on
+        rounding.
+        """
         return self.truth.pick(
             lambda s: Req(before + random_ids(s, num_tokens - len(before)), max_tokens=max_tokens),
             seed,
@@ -56,8 +58,9 @@ class Place:
 
 
 def names() -> list[Any]:
-    """Each chosen model of the zoo. Refused models run with the whole zoo only and are expected to
-    fail.
+    """Return the chosen models of the zoo.
+
+    Unsupported models run only with the whole zoo and are expected to fail.
     """
     waiting = {name: pytest.mark.xfail(strict=False, reason=why) for name, why in REFUSED.items()}
     tried = [name for name in chosen() if IS_WHOLE or name not in waiting]
@@ -68,7 +71,7 @@ def names() -> list[Any]:
 def place(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    """Each model in turn."""
+    """Yield each model in turn."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     plain = engine_kwargs(folder, **model.plain())
@@ -79,7 +82,7 @@ def place(
 
 @pytest.fixture
 def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
-    """Starts engines with kvloft for the model; ``serve(disk, **engine_arguments)``."""
+    """Start engines with kvloft for the model: ``serve(disk, **engine_arguments)``."""
     engines: list[Engine] = []
 
     def launch(disk: Path | None = None, **more: Any) -> Engine:
@@ -101,8 +104,8 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
-    """Run all together, if the model can, and check their tokens. Return the external tokens of
-    each.
+    """Run all prompts, together if the model allows it, check their tokens, and return the external
+    tokens of each.
     """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [place.truth.tokens(r) for r in requests]
@@ -110,7 +113,7 @@ def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
 
 
 def least(place: Place, num_tokens: int) -> int:
-    """Minimum number of external tokens for a prompt of ``num_tokens``."""
+    """Return the minimum number of external tokens for a prompt of ``num_tokens``."""
     return max(0, place.model.own_hit(num_tokens) - place.model.hit_tokens)
 
 
@@ -144,7 +147,9 @@ def test_cold_from_host_and_from_disk_say_the_truth(
 
 
 def boundaries(model: ZooModel) -> list[int]:
-    """Lengths around blocks, chunks of the cache, windows and local chunks."""
+    """Return prompt lengths around the ends of blocks, chunks, windows and local attention
+    chunks.
+    """
     sizes = {
         BLOCK,
         model.hit_tokens,
@@ -172,8 +177,9 @@ def test_lengths_around_every_boundary_say_the_truth(
 def test_another_ending_after_a_cached_prefix_is_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """A hit that ends where no earlier request ended: windows and states of that place must be
-    stored, or the hit is shorter.
+    """A hit can end where no earlier request ended.
+
+    The window or state at that position must be stored, or the hit is shorter.
     """
     engine = serve()
     first = place.prompt(9500, 330)
@@ -185,8 +191,10 @@ def test_another_ending_after_a_cached_prefix_is_right(
 
 
 def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
-    """Turn one decodes past windows and several states, whose blocks vLLM frees during the run."""
-    # By default vLLM retains the states at a prompt's end only, and offers no others.
+    """Turn one decodes beyond the window and past more than one state, so vLLM frees their blocks
+    during the run.
+    """
+    # By default vLLM retains only the states at a prompt's end and offers no others to connectors.
     retained = (
         {"prefix_cache_retention_interval": place.model.hit_tokens}
         if "state (align)" in place.model.kinds
@@ -199,37 +207,40 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # With such a draft model a state is saved only if the token after it is known when vLLM offers
-    # it: see the next test.
+    # With such a draft model, a state is saved only if the token after it is already available when
+    # vLLM offers the state; see the next test.
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
 
 
 def require_batches(place: Place) -> None:
-    """Skip models whose answers depend on the other requests in a step."""
+    """Skip models whose output depends on the other requests in a step."""
     if place.model.alone:
-        pytest.skip("vLLM's CPU build answers this model differently in a batch")
+        pytest.skip("vLLM's CPU build gives different outputs for this model in a batch")
 
 
 def require_draft_kv(place: Place) -> Draft:
-    """Return the model's draft model with KV of its own; skip models without one."""
+    """Return the model's draft model that has its own KV; skip models without such a draft
+    model.
+    """
     if place.model.draft is None or not place.model.draft.layer:
-        pytest.skip("this model has no draft model with KV of its own")
+        pytest.skip("this model has no draft model with its own KV")
     return place.model.draft
 
 
 def require_drafts_with_states(place: Place) -> None:
-    """Skip models that lack one of them."""
+    """Skip models without a draft model or without Mamba states."""
     if place.model.draft is None or "state (align)" not in place.model.kinds:
-        pytest.skip("this model has no draft model, or no states")
+        pytest.skip("this model has no draft model or no Mamba states")
 
 
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """vLLM moves such a state to its block only after sampling. It offers few of them, so one of
-    these prompts must hit one.
+    """vLLM moves the state at such a boundary to its block only after sampling.
+
+    It offers few of these states; at least one of the prompts must hit one of them.
     """
     require_drafts_with_states(place)
     size = place.model.hit_tokens
@@ -255,8 +266,9 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
 def test_overwriting_a_loaded_state_changes_answers(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Shows that these tests can fail. Each group has a separate engine: kvloft stops when a test
-    changes a worker's memory.
+    """Shows that these tests can fail.
+
+    Each group has a separate engine because kvloft stops when a test changes a worker's memory.
     """
     require_drafts_with_states(place)
     prompt = place.prompt(9690, 418)
@@ -267,7 +279,7 @@ def test_overwriting_a_loaded_state_changes_answers(
         assert ask(place, engine, prompt)[0] > 0
         hit = engine.probe(
             "hit", ids=list(prompt.ids or ())
-        )  # the loaded blocks are in vLLM's own cache now
+        )  # the loaded blocks are now in vLLM's own cache
         assert engine.probe("damage", group=group, block=hit["blocks"][group][-1])
         assert engine.ask(prompt.again())[0].tokens != place.truth.tokens(prompt), (
             f"group {group} {kind}"
@@ -278,12 +290,13 @@ def test_overwriting_a_loaded_state_changes_answers(
 def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """The first and the last block that kvloft loads of each group, which may be any of a chunk's.
-    See the test above.
+    """Damage the first or the last block that kvloft loads in each group.
+
+    The block can be at any position in its chunk; see the test above.
     """
     engine = serve()
     if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
-        pytest.skip("all groups of this model have blocks of one size")
+        pytest.skip("all groups of this model have the same block size")
     prompts = [place.prompt(9695 + i, 418) for i in range(3)]
     for group, kind in enumerate(place.model.kinds):
         for index in (0, -1):
@@ -304,7 +317,7 @@ def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
 def test_few_blocks_and_many_requests_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Preemptions, and blocks that are reused as soon as possible."""
+    """Covers preemptions and blocks that are reused as soon as possible."""
     require_batches(place)
     groups = len(place.model.kinds)
     engine = serve(
@@ -336,8 +349,10 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(
 def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Shows that the test above can fail: tokens stay right, but fewer draft tokens are accepted,
-    so kvloft loaded the page that this test damages.
+    """Shows that the test above can fail.
+
+    Damage to a loaded page of the draft model leaves the tokens right, but fewer draft tokens are
+    accepted.
     """
     draft = require_draft_kv(place)
     if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
@@ -367,8 +382,9 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
 def test_aborts_and_resets_under_way_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Requests end while they load, wait and run; vLLM's cache is cleared during the others, which
-    are recomputed.
+    """Requests are aborted while they load, wait or run.
+
+    During the other requests, vLLM's cache is reset, and they are recomputed.
     """
     require_batches(place)
     engine = serve(
@@ -398,18 +414,18 @@ def test_aborts_and_resets_under_way_say_the_truth(
 
 
 def accepted(engine: Engine) -> float:
-    """Drafted tokens that were right, since the engine's start."""
+    """Return the number of draft tokens accepted since the engine started."""
     return engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
 
 
 def block_sizes(engine: Engine) -> list[int]:
-    """Tokens of a block of each group."""
+    """Return the block size of each group, in tokens."""
     return [group["block_tokens"] for group in engine.probe("groups")["groups"]]
 
 
 def predicted_hit(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
-    """Tokens of the deepest boundary at which each group has the chunks of a hit, according to a
-    router's events.
+    """Return the number of tokens at the deepest boundary where, according to a router's events,
+    each group has the chunks of a hit.
     """
     unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
     names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
@@ -430,8 +446,9 @@ def test_events_contain_the_blocks_of_each_group(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Few frames and slots, so that chunks of each group are saved and evicted; then a restart:
-    chunks on disk are announced when they are looked up.
+    """Few frames and slots, so that chunks of each group are saved and evicted.
+
+    After a restart, chunks on disk are announced when they are looked up.
     """
     if place.model.draft is not None:
         pytest.skip(
@@ -450,20 +467,21 @@ def test_events_contain_the_blocks_of_each_group(
         sizes = block_sizes(engine)
         router.join()
         for nth, prompt in ((nth, prompts[nth]) for nth in order):
-            is_of_before = order is again and nth not in seen  # on disk, which has no tokens
+            # on disk, where chunks have no tokens
+            is_of_before = order is again and nth not in seen
             for attempt in range(4):
                 num_cleared = router.num_cleared
                 assert engine.reset()
                 settle(engine)
-                step(engine)  # earlier events are sent again, and may take one more step
+                step(engine)  # earlier events are sent again, which may take one more step
                 until(
                     lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1],
                     "no event for the reset",
                 )  # type: ignore[misc]
                 expected = predicted_hit(place, router, sizes, prompt)
                 found += ask(place, engine, prompt)
-                # On a busy machine, tokens on disk may be computed because that is expected to be
-                # faster.
+                # On a busy machine, kvloft may expect computing the tokens to be faster than
+                # reading them from disk.
                 if is_of_before or expected <= found[-1] or attempt == 3:
                     break
             assert expected == (0 if is_of_before else found[-1]), (order, found)
@@ -482,13 +500,13 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """vLLM, configured to keep everything, sends the same fields for each block of each group:
+    """A vLLM configured to keep everything sends the same fields for each block of each group:
     size, name, parent, tokens and extra keys.
     """
     if is_finer and len(place.model.kinds) == 1:
-        pytest.skip("this model has one KV cache group: vLLM refuses --prefix-match-unit")
+        pytest.skip("this model has one KV cache group: vLLM rejects --prefix-match-unit")
     if any(kind.startswith("state") for kind in place.model.kinds):
-        pytest.skip("this model has states, which are saved at some boundaries only")
+        pytest.skip("this model has Mamba states, which are saved only at some boundaries")
     more = {"prefix_match_unit": 16} if is_finer else {}
     engine = serve(
         kv_transfer_config=kvloft(kv_groups=place.model.kv_groups),
@@ -516,7 +534,7 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     }
     assert {block["size"] for block in host.values()} == set(sizes)
     assert Counter(str(block["extra"]) for block in host.values())["['of a user']"] == len(sizes), (
-        "the first of each group"
+        "only the first of each group"
     )
 
 

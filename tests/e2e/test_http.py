@@ -1,5 +1,5 @@
-"""Through the front door: vllm serve with kvloft, /v1/completions with prompt embeddings and salts,
-and vllm bench serve.
+"""Tests kvloft through `vllm serve`: /v1/completions with prompt embeddings and salts, and `vllm
+bench serve`.
 """
 
 import base64
@@ -22,7 +22,7 @@ NUM_ROWS = 100
 
 
 def encoded(rows: NDArray[np.float32]) -> str:
-    """Rows in the API's format: base64 of torch.save."""
+    """Encode rows in the API's format: base64 of torch.save."""
     import torch
 
     buffer = io.BytesIO()
@@ -31,7 +31,7 @@ def encoded(rows: NDArray[np.float32]) -> str:
 
 
 class Serving:
-    """Starts servers on one model and one disk, one at a time."""
+    """Starts servers with one model and one disk directory, one server at a time."""
 
     def __init__(self, zygote: Zygote, model: Path, disk: Path) -> None:
         self._zygote, self.model, self._disk = zygote, model, disk
@@ -76,7 +76,7 @@ def serving(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[Serving]:
 
 
 def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) -> tuple[int, ...]:
-    """Token ids of one greedy completion."""
+    """Return the token ids of one greedy completion."""
     body = {
         "model": str(model),
         "max_tokens": max_tokens,
@@ -90,8 +90,9 @@ def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) ->
 def settled(
     server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE
 ) -> float:
-    """Wait until a metric has grown: statistics travel with engine steps, so each check requests
-    one token.
+    """Wait until a metric has increased.
+
+    Statistics are sent with engine steps, so each check requests one token.
     """
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:
@@ -189,7 +190,7 @@ def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(
 
 
 def among(*children: dict[str, Any]) -> dict[str, Any]:
-    """MultiConnector with these children, in this order."""
+    """Return the configuration of a MultiConnector with these children, in this order."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -202,7 +203,7 @@ def among(*children: dict[str, Any]) -> dict[str, Any]:
 def test_inside_multi_connector_100_prompts_come_back_from_host_and_after_a_restart_from_disk(
     serving: Serving, tmp_path: Path, order: str
 ) -> None:
-    sibling = kvloft(namespace="sibling")  # without a disk
+    sibling = kvloft(namespace="sibling")  # without a disk tier
     ours = kvloft(tmp_path / "disk")
     transfer = among(ours, sibling) if order == "first" else among(sibling, ours)
     prompts = [list(random_ids(7100 + i, 3 * BLOCK + 5)) for i in range(50)]

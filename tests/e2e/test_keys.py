@@ -1,8 +1,8 @@
-"""Defect 1: a prefix's key must include everything it depends on: embedding rows, adapters, salts.
-Only equal prefixes are shared.
+"""Defect 1: checks that a prefix's key includes everything its KV depends on: embedding rows,
+adapters, salts. Only equal prefixes share KV.
 
-Each scenario asserts the exact number of external tokens, and the tokens against vLLM without any
-cache.
+Each scenario asserts the exact number of external tokens, and compares the tokens with vLLM without
+any cache.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,15 @@ by_block = partial(kvloft)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
-    """Rows like the model's embeddings that belong to no token."""
+    """Return random rows that look like the model's embeddings but belong to no token."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((num_rows, tiny.HIDDEN)) * tiny.EMBED_STD).astype(np.float32)
 
 
 def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> None:
-    """Run ``request`` alone: right tokens, and exactly ``num_external`` tokens from kvloft."""
+    """Run ``request`` alone and check for the right tokens and exactly ``num_external`` tokens from
+    kvloft.
+    """
     request = request.again()
     result = engine.ask(request)[0]
     assert result.tokens == truth.tokens(request)
@@ -153,8 +155,8 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
 
 
 def patient(engine: Engine) -> Engine:
-    """An adapter is shared if its files were checked in time, which can take long on a busy
-    machine.
+    """Wait for an adapter's file check, which can take long on a busy machine; only a checked
+    adapter is shared.
     """
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine

@@ -1,8 +1,8 @@
-"""A real ZMQ subscriber of a real engine's publisher: before each prompt, its events predict how
+"""Subscribes to a real engine's KV events over ZMQ. Before each prompt, the events must predict how
 many tokens kvloft will offer.
 
-It reads the wire format, as a router in another language would, and uses neither vLLM's classes nor
-kvloft's.
+The subscriber reads the wire format, like a router in another language, and uses neither vLLM's nor
+kvloft's classes.
 """
 
 import shutil
@@ -25,12 +25,12 @@ from .conftest import Truth
 from .test_server import server, shared  # noqa: F401
 
 FRAME_KIB = 32
-"""More than a frame of the tiny model with one block, less than two."""
+"""Larger than a frame of the tiny model with one block, smaller than two such frames."""
 
 
 class Subscriber:
-    """A router's view of one engine: medium -> (group, block hash) -> the event's other fields of
-    that block.
+    """A router's view of one engine: medium -> (group, block hash) -> the block's other fields from
+    the event.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Subscriber:
         self.begin()
 
     def begin(self) -> None:
-        """The engine is new, so no earlier event is valid."""
+        """Forget all blocks: the engine is new, so earlier events are invalid."""
         self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
             "GPU": {},
             "CPU": {},
@@ -53,10 +53,11 @@ class Subscriber:
         self._next = 0
 
     def join(self) -> None:
-        """Wait until the started engine serves this subscriber: earlier events are lost."""
+        """Wait until the started engine serves this subscriber. Earlier events are lost."""
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
-        # The subscription follows the handshake; nothing reports when the publisher has read it.
+        # The subscription follows the handshake; nothing reports when the publisher has processed
+        # it.
         time.sleep(0.2 * PACE)
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class Subscriber:
         return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
 
     def hear(self) -> None:
-        """Receive everything published until now; nothing may be missing."""
+        """Receive everything published so far and check that no batch is missing."""
         while self._socket.poll(int(300 * PACE)):
             _, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number, "big") == self._next, "a batch was missed"
@@ -93,12 +94,12 @@ class Subscriber:
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
-            # For windows that vLLM keeps in part, it sends the tokens of all blocks without naming
-            # the cached ones.
+            # For windows that vLLM keeps only in part, it sends the tokens of all blocks without
+            # naming the cached blocks.
             return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
-            assert (group, each) not in known or medium == "GPU", "told twice"
+            assert (group, each) not in known or medium == "GPU", "announced twice"
             known[group, each] = {
                 "tokens": tuple(event["token_ids"][nth * size : (nth + 1) * size]),
                 "parent": parent,
@@ -111,8 +112,9 @@ class Subscriber:
             parent = each
 
     def num_tokens(self, prompt: Req, *media: str, extra: list[Any] | None = None) -> int:
-        """Tokens of the prompt's blocks in any of ``media``, from the first on; ``extra``: keys of
-        the first block.
+        """Return the number of leading prompt tokens whose blocks are in any of ``media``.
+
+        ``extra`` contains the extra keys of the first block.
         """
         assert prompt.ids is not None
         known = {each: block for medium in media for each, block in self.blocks[medium].items()}
@@ -130,8 +132,9 @@ class Subscriber:
             (parent,), found = here, found + BLOCK
 
     def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
-        """Hashes of the prompt's prefixes by their ends, as far as announced: blocks of all
-        ``sizes`` have the same.
+        """Return the hashes of the prompt's announced prefixes by their ends.
+
+        Blocks of all ``sizes`` must have the same hash.
         """
         assert prompt.ids is not None
         names: dict[int, int | bytes | None] = {0: None}
@@ -143,7 +146,7 @@ class Subscriber:
             ]
             found = {name for name in heard if name is not None}
             assert len(found) <= 1, (
-                "blocks of different sizes that end together have different hashes"
+                "blocks of different sizes with the same end have different hashes"
             )
             if found:
                 (names[end],) = found
@@ -152,7 +155,7 @@ class Subscriber:
 
 @pytest.fixture
 def router() -> Iterator[Subscriber]:
-    folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
+    folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket path must be short
     subscriber = Subscriber(folder)
     yield subscriber
     subscriber.close()
@@ -160,19 +163,20 @@ def router() -> Iterator[Subscriber]:
 
 
 def settle(engine: Engine) -> None:
-    """All chunks for the disk are written and announced."""
+    """Wait until all chunks queued for the disk are written and announced."""
     engine.flush()
     step(engine)
 
 
 def step(engine: Engine) -> None:
-    """vLLM collects events from connectors in steps only, so one request makes some steps."""
+    """Run one request to make some steps: vLLM collects events from connectors only in steps."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """The prompt's tokens are right, and kvloft offers the tokens that the events predict; return
-    that number.
+    """Check the prompt's tokens, and check that kvloft offers as many tokens as the events predict.
+
+    Return that number.
     """
     settle(engine)
     router.hear()
@@ -188,8 +192,9 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_predict_each_prompts_hit(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Few frames and few slots: chunks are evicted from both. Then a restart, whose chunks on disk
-    are announced when they are looked up.
+    """Few frames and few slots, so that chunks are evicted from both tiers.
+
+    After a restart, chunks on disk are announced when they are looked up.
     """
     config = kvloft(
         tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB"
@@ -216,7 +221,7 @@ def test_events_predict_each_prompts_hit(
     settle(engine)
     router.hear()
     assert router.num_tokens(last, "CPU", "STORAGE") == 0
-    assert engine.ask(last.again())[0].num_external > 0, "it is on disk"
+    assert engine.ask(last.again())[0].num_external > 0, "the prompt should be on disk"
     assert ask_as_predicted(engine, router, truth, last) > 0
     assert engine.reset(connector=True)
     assert ask_as_predicted(engine, router, truth, last) == 0
@@ -229,7 +234,8 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
     router: Subscriber,
     server: CacheServer,  # noqa: F811
 ) -> None:
-    """Another engine fills memory, the operator clears it, and the server is killed with kill -9.
+    """Another engine fills memory, the operator clears it, and the server is killed with SIGKILL.
+
     Chunks on its disk are announced again.
     """
     server.end()
@@ -279,8 +285,9 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
 def test_blocks_have_vllms_hashes(
     start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Prompts that diverge in the middle of a chunk, with a salt, with an adapter, and with
-    embeddings, which are not announced.
+    """Covers prompts that diverge in the middle of a chunk, a salt, and an adapter.
+
+    Embeddings are not announced.
     """
     adapter = ("a", 1, str(tiny.write_lora(tmp_path / "adapter", seed=5)))
     stem = random_ids(9300, 3 * BLOCK)
@@ -301,7 +308,7 @@ def test_blocks_have_vllms_hashes(
     gpu, host = dict(router.blocks["GPU"]), dict(router.blocks["CPU"])
     num_tokens = [full_blocks(p.num_prompt_tokens + p.max_tokens - 1) for p in prompts]
     assert {each: block for each, block in gpu.items() if each in host} == host, (
-        "same hashes and all other fields"
+        "hashes and all other fields must be equal"
     )
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
     assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(
@@ -321,7 +328,7 @@ def test_blocks_have_vllms_hashes(
     settle(engine)
     router.hear()
     assert not router.blocks["GPU"] and router.blocks["CPU"] == host, (
-        "kvloft's blocks are announced again"
+        "kvloft's blocks must be announced again"
     )
 
 

@@ -1,5 +1,5 @@
-"""Requests that end at any moment, resets with and without the connector, and idle engines:
-everything is released.
+"""Tests that everything is released: requests aborted at any moment, resets with and without the
+connector, and idle engines.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_abort_at_any_step_releases_everything(
     truth: Truth, start: Callable[..., Engine], shape: str
 ) -> None:
-    """Queued (step 0), computing its prompt in chunks, saving, decoding: for each step one request
-    is aborted there.
+    """Abort one request in each state: queued (step 0), computing its prompt in chunks, saving, and
+    decoding.
     """
     engine = start(
         num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape]
@@ -51,8 +51,9 @@ def test_abort_at_any_step_releases_everything(
 def test_abort_during_a_load_releases_everything(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
 ) -> None:
-    """From disk, so that the lookup takes steps; some aborts happen during the wait, some during
-    the load.
+    """Chunks are loaded from disk, so that the lookup takes multiple steps.
+
+    Some aborts occur during the wait, others during the load.
     """
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()
@@ -138,8 +139,8 @@ def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[...,
 
 
 def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
-    """Requests that start together save the same chunks at the same time, and load them at the same
-    time: each is stored once, and all tokens are right.
+    """Requests that start together save the same chunks at the same time and load them at the same
+    time. Each chunk is stored once, and all tokens are right.
     """
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear(
@@ -153,7 +154,7 @@ def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Eng
             engine.reset()
         loaders = (
             1 if "enable_prefix_caching" in settings else len(requests)
-        )  # the others share its blocks
+        )  # the other requests share its blocks
         assert (
             sorted(r.num_external for r in results)
             == [0] * (len(requests) - loaders) + [4 * BLOCK] * loaders

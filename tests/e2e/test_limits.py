@@ -1,5 +1,5 @@
-"""Real engines and tenants with limits on one `kvloft serve`: a tenant at its quota evicts only its
-own chunks, and expired chunks are removed.
+"""Tests tenant limits with real engines on one `kvloft serve`: a tenant at its quota evicts only
+its own chunks, and expired chunks are removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def server() -> Iterator[CacheServer]:
 
 
 def external(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Run one after another and check the tokens. Return external tokens."""
+    """Run the requests one after another, check their tokens, and return the external tokens."""
     results = [engine.ask(request.again())[0] for request in requests]
     assert [r.tokens for r in results] == [truth.tokens(request) for request in requests]
     return sum(r.num_external for r in results)
@@ -43,7 +43,7 @@ def tenants(server: CacheServer) -> list[dict[str, Any]]:
 
 
 def others(server: CacheServer) -> list[int]:
-    """Bytes in host memory of the tenants below their quota."""
+    """Return the bytes that each tenant below its quota has in host memory."""
     small = min(row["host_bytes"] for row in tenants(server) if row["tag"] is not None)
     return [small, *(row["host_bytes"] for row in tenants(server) if row["tag"] is None)]
 
@@ -57,7 +57,8 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
     server.end()
-    # Memory for the other tenants only, and a quota: without it, all tenants would lose chunks.
+    # The memory only fits the other tenants plus one quota. Without a quota, all tenants would lose
+    # chunks.
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
     server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
@@ -71,7 +72,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     ]
     until(
         lambda: [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole,
-        "not all is saved",
+        "not all chunks are saved",
     )
     before = others(server)
     for _ in range(2):
@@ -80,7 +81,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
             assert row["tag"] is None or (
                 row["host_bytes"] <= quota and row["disk_bytes"] <= quota
             ), row
-    assert others(server) == before, "no other lost memory"
+    assert others(server) == before, "another tenant lost memory"
     assert [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole
     (space,) = server.namespaces()
     assert space["stats"]["quota_evictions"] > 0
@@ -101,9 +102,9 @@ def test_expired_chunks_are_computed_again(
         return [external(truth, engine, of_salt(salt, PROMPTS[:1])) for salt in (None, "one")]
 
     assert both() == [0, 0]
-    until(lambda: both() == [whole, whole], "not all is saved")
-    until(lambda: both() == [whole, 0], "it does not expire")
-    until(lambda: both() == [whole, whole], "it is not saved again")
+    until(lambda: both() == [whole, whole], "not all chunks are saved")
+    until(lambda: both() == [whole, 0], "the chunks do not expire")
+    until(lambda: both() == [whole, whole], "the chunks are not saved again")
     engine.assert_at_rest()
     server.assert_at_rest()
 
@@ -111,7 +112,7 @@ def test_expired_chunks_are_computed_again(
 def test_the_store_of_one_engine_has_limits_too(
     truth: Truth, start: Callable[..., Engine], tmp_path: Any
 ) -> None:
-    """A quota of zero for one salt: its requests are always computed."""
+    """A salt has a quota of zero: its requests are always computed."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}

@@ -1,5 +1,5 @@
-"""A worker outlives its killed EngineCore and writes to its frames: no other engine has them, and
-no token is wrong.
+"""Tests a worker that outlives its killed EngineCore and still writes to its frames: no other
+engine uses these frames, and no token is wrong.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from . import orphans
 from .client import Zygote
 
 STEP_S = 4.0
-"""Longer than any grace period that a server could use instead of watching workers."""
+"""Longer than any grace period that a server could use instead of watching its workers."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -22,7 +22,7 @@ def test_frames_of_a_killed_engine_stay_reserved_while_its_workers_write_to_them
         found = orphans.orphan(scene, other, 20_000, STEP_S)
         assert not found["problems"]
         assert found["stored"] == found["reserved"] * ranks > 0, (
-            "the workers wrote to every frame after their scheduler's death"
+            "the workers must write to every frame after their scheduler dies"
         )
         assert other.metrics()["vllm:kvloft_verify_failures_total"] == 0
         other.assert_at_rest()

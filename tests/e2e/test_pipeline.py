@@ -1,9 +1,9 @@
-"""Pipeline stages: each rank has its own layers and its own part of every frame, and stages need
-not be of the same size.
+"""Tests pipeline parallelism: each rank has its own layers and its own shard of every frame. Stages
+may differ in size.
 
-vLLM's CPU build supports it only with a warm-up, which enforce_eager omits: "assert
-self.intermediate_tensors is not None". Models here are therefore compiled by a compiler that does
-nothing.
+vLLM's CPU build supports pipeline stages only with a warm-up, which enforce_eager skips ("assert
+self.intermediate_tensors is not None"). The models are therefore compiled, with a compiler that
+does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,15 +27,15 @@ STAGES: dict[str, Any] = {
     "enable_prompt_embeds": False,
 }
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
-"""Layers of each stage; vLLM gives the scheduler only the first stage's."""
+"""Number of layers in each stage. vLLM gives the scheduler only the first stage's layers."""
 MIXED = ("state", "full", "state", "full")
-"""For a model with states and attention in each stage."""
+"""Layers of a model that has Mamba states and attention in each stage."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _release(vllm_release: tuple[int, int]) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("kvloft serves pipeline stages with vLLM 0.32 and newer")
+        pytest.skip("kvloft supports pipeline stages with vLLM 0.32 and newer")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
-    """Of one stage."""
+    """Return the reference outputs of a single-stage engine."""
     oracle = Truth(
         lambda: zygote.engine(engine_kwargs(model, num_blocks=300, enable_prompt_embeds=False))
     )
@@ -58,7 +58,7 @@ def environment(layers: str, ranks: int = 2) -> dict[str, str]:
 
 
 def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
-    """Run all together and check their tokens. Return the external tokens of each."""
+    """Run all requests together, check their tokens, and return the external tokens of each."""
     results = engine.ask(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return [r.num_external for r in results]
@@ -70,7 +70,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
 ) -> None:
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)
-    ]  # whole chunks
+    ]  # complete chunks
     for life in range(2):
         engine = start(
             kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES
@@ -85,14 +85,16 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
         env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST),
         **STAGES,
     )
-    assert ask(others, truth, requests) == [0] * 3, "stages with other layers have separate frames"
+    assert ask(others, truth, requests) == [0] * 3, (
+        "stages with different layers must not share frames"
+    )
 
 
 @pytest.mark.parametrize("kv_groups", ["one", "auto"])
 def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
-    """vLLM receives bad blocks, or with several groups the request."""
+    """vLLM receives the invalid blocks or, with multiple groups, the id of the request."""
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)
     ]
@@ -101,7 +103,7 @@ def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
     for part in range(2):
         ask(engine, truth, requests)
         engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_sizes")[0] // 2 + 5)
-        assert min(ask(engine, truth, requests)) > 0, "it was offered"
+        assert min(ask(engine, truth, requests)) > 0, "the chunks must be offered"
         assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
     engine.assert_at_rest()
 
@@ -109,7 +111,7 @@ def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
 def test_few_blocks_and_many_requests_say_the_truth(
     start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
-    """Preemptions, with as many steps in flight as there are stages."""
+    """Covers preemptions with as many steps in flight as there are stages."""
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 60 + 17 * (s % 7)), max_tokens=40), 7300 + i)
         for i in range(8)
@@ -153,7 +155,7 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
         engine.stop()
 
 
-# -- several KV cache groups
+# -- multiple KV cache groups
 # --------------------------------------------------------------------------------------
 
 
@@ -171,17 +173,17 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """In gemma3, the first stage has no full-attention layer (3,5), or the last stage has nothing
-    else (7,1).
+    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage has
+    nothing else (7,1).
     """
     zoo = ZOO[name]
-    if name == "qwen3-next":  # vLLM requires experts in each stage, and a state in the last one
+    if name == "qwen3-next":  # vLLM requires experts in each stage, and a state in the last
         zoo = replace(
             zoo,
             config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
             weights=lambda: qwen3_next_weights(layers=MIXED, all_have_experts=True),
         )
-    elif ranks > 2:  # two to a stage, and each has query heads
+    elif ranks > 2:  # two ranks per stage, and each has query heads
         heads = 2 * zoo.config()["num_attention_heads"]
         config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
         zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))
@@ -232,7 +234,7 @@ def test_a_group_that_one_stage_cannot_load_is_computed_by_all(
         ask(engine, truth, requests)
         assert engine.reset()
         engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_sizes")[0] // 2 + 5)
-        assert min(ask(engine, truth, requests)) > 0, "it was offered"
+        assert min(ask(engine, truth, requests)) > 0, "the chunks must be offered"
         assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
         assert engine.reset()
     engine.assert_at_rest()

@@ -1,8 +1,8 @@
 """Defect 3: a request that is preempted and resumed reads its own KV, in both of vLLM's formats for
 resumed requests.
 
-All engines here have a pool too small for their requests, so that preemption is certain, and
-asserted.
+The block pools here are too small for their requests, so that preemption is certain; the tests
+assert it.
 """
 
 from collections.abc import Callable
@@ -50,13 +50,16 @@ def test_two_requests_in_seven_blocks(
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
-        # There its blocks, which are free at once, are still in vLLM's own cache, and the block in
-        # flight at the preemption is lost.
+        # In this case, its blocks are freed immediately and remain in vLLM's own cache, and the
+        # block in flight at the preemption is lost.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
 def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
-    """Requests over three system prompts, of mixed lengths; the largest fits the pool alone."""
+    """Return requests of mixed lengths with three system prompts.
+
+    The largest request fits the pool alone.
+    """
     rng = np.random.default_rng(seed)
     systems = [random_ids(seed * 10 + i, int(n)) for i, n in enumerate(rng.integers(33, 110, 3))]
     return [
@@ -74,7 +77,7 @@ def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:
         for i, (r, x) in enumerate(zip(requests, results, strict=True))
         if x.tokens != truth.tokens(r)
     ]
-    assert not wrong, f"requests {wrong} of {len(requests)} differ from the answers without a cache"
+    assert not wrong, f"requests {wrong} of {len(requests)} differ from the outputs without a cache"
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
@@ -112,8 +115,8 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
 def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     truth: Truth, start: Callable[..., Engine], caching: bool
 ) -> None:
-    """Under async scheduling and 0.26's rule: one victim after another, while the first one's
-    blocks are not free yet.
+    """Uses async scheduling and vLLM 0.26's rule, which preempts one victim after another while the
+    first victim's blocks are not yet free.
     """
     requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
     settings: dict[str, Any] = {
@@ -124,7 +127,8 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     preemptions: list[float] = []
     for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
         engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
-        engine.ask(Req(random_ids(2399, 5), max_tokens=1))  # triggers first-request decisions
+        # triggers decisions made at the first request
+        engine.ask(Req(random_ids(2399, 5), max_tokens=1))
         engine.preempt_as_0_26(deferred=deferred)
         results = engine.ask(*[r.again() for r in requests])
         assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
@@ -132,4 +136,4 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
         engine.kill()
     plain, ours, deferred_ones = preemptions
     assert 0 < ours <= 1.2 * plain
-    assert deferred_ones > 1.5 * ours, f"this crowd proves nothing: {preemptions}"
+    assert deferred_ones > 1.5 * ours, f"these requests prove nothing: {preemptions}"

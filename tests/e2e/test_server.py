@@ -1,5 +1,5 @@
-"""Real engines on one `kvloft serve`: they share chunks, and the death of either side causes
-misses, never a wrong token or a dead engine.
+"""Tests real engines that share one `kvloft serve`: they share chunks, and the death of either side
+causes misses, never a wrong token or a dead engine.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ def server() -> Iterator[CacheServer]:
 
 
 def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
-    """kv_transfer_config of an engine on ``server``. No deadline is met by a machine that others
-    use.
+    """Return the kv_transfer_config of an engine on ``server``.
+
+    The deadline is long because a shared machine meets no short deadline.
     """
     extra = {"server": f"unix:{server.socket}", "server_timeout": f"{10 * PACE}s"} | more
     return {
@@ -45,14 +46,14 @@ def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt and check its tokens. Return external tokens."""
+    """Run every prompt, check its tokens, and return the external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
 
 
 def until_full(truth: Truth, engine: Engine) -> None:
-    until(lambda: ask_all(truth, engine) == FULL, "hits do not come back")
+    until(lambda: ask_all(truth, engine) == FULL, "hits do not return")
 
 
 def test_an_engine_loads_chunks_of_another(
@@ -64,7 +65,7 @@ def test_an_engine_loads_chunks_of_another(
     assert other.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
     other.stop()
     again = start(kv_transfer_config=shared(server), num_blocks=120)
-    assert ask_all(truth, again) == FULL, "a restarted engine finds the server's memory"
+    assert ask_all(truth, again) == FULL, "a restarted engine must find the server's chunks"
     assert again.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
     again.assert_at_rest()
     server.assert_at_rest()
@@ -99,7 +100,7 @@ def test_a_tenant_that_is_evicted_is_computed_again(
 
     whole = full_blocks(PROMPTS[0].num_prompt_tokens)
     assert external() == [0, 0, 0]
-    until(lambda: external() == [whole] * 3, "not all is saved")
+    until(lambda: external() == [whole] * 3, "not all chunks are saved")
     done = server_evict(str(server.socket), salt="one")
     assert (done["chunks"] > 0, done["complete"]) == (True, True)
     assert external() == [whole, 0, whole]
@@ -120,7 +121,8 @@ def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
         os.kill(doomed.pid, signal.SIGKILL)
         assert ask_all(truth, other) <= FULL
         running.join()
-        until_full(truth, other)  # frames of the dead engine's writes are quarantined for a while
+        # frames that the dead engine was writing are quarantined for a while
+        until_full(truth, other)
         server.assert_at_rest()
         other.stop()
 
@@ -180,11 +182,11 @@ def test_a_frozen_server_delays_one_lookup_and_one_save_by_their_deadline(
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
     until_full(truth, engine)
-    num_late = engine.store()["server_late"]  # on a busy machine some calls are
+    num_late = engine.store()["server_late"]  # on a busy machine some calls are late
     server.freeze()
     assert ask_all(truth, engine) == 0
     assert engine.store()["server_late"] <= num_late + 2, (
-        "only a lookup and a save wait for a stopped server"
+        "only one lookup and one save may wait for a frozen server"
     )
     server.send(signal.SIGCONT)
     until_full(truth, engine)
@@ -207,7 +209,7 @@ def test_an_engine_that_starts_before_its_server_connects_later(
             "connected to the kvloft server" in line and "(namespace" in line for line in lines
         )
 
-    until(has_connected, "an idle engine does not report it")
+    until(has_connected, "an idle engine does not report the connection")
     until_full(truth, engine)
 
 
@@ -231,7 +233,7 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
 
 @pytest.fixture
 def other_model(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Truth]]:
-    """A model with chunks of another size, and its output."""
+    """Return a model with chunks of a different size, and its reference outputs."""
     model = tiny.write_model(tmp_path / "other", num_heads=4, num_kv_heads=4)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
     yield model, truth
@@ -263,7 +265,7 @@ def test_two_models_on_one_server_have_each_their_own(
     assert first["frame_sizes"] != second["frame_sizes"]
     assert all(space["slabs"] and len(space["engines"]) == 1 for space in (first, second))
     assert other.reset(connector=True)
-    assert ask_all(truth, one) == FULL, "a reset empties its own namespace"
+    assert ask_all(truth, one) == FULL, "a reset must only clear its own namespace"
     assert (ask_other(), ask_other()) == (0, full)
     os.kill(other.pid, signal.SIGKILL)
     assert ask_all(truth, one) == FULL
@@ -283,7 +285,7 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
         other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth)
         for nth in range(6)
     ]
-    # Its chunks are the larger ones: the first engine decides how large slabs are.
+    # This engine's chunks are larger. The first engine determines the size of slabs.
     other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
     one = start(kv_transfer_config=shared(server), num_blocks=120)
     hits = [0, 0]
@@ -316,7 +318,7 @@ def test_reset_empties_the_shared_cache(
 def test_two_ranks_map_the_memory_of_a_restarted_server(
     zygote: Zygote, start: Callable[..., Engine], server: CacheServer, tmp_path: Path
 ) -> None:
-    """Workers are separate processes here."""
+    """With two ranks, workers are separate processes."""
     model = tiny.write_model(tmp_path / "model", num_heads=4, num_kv_heads=2)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
     request = truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000)
@@ -336,7 +338,7 @@ def test_two_ranks_map_the_memory_of_a_restarted_server(
         server.end()
         assert ask() == 0
         server.start(host_size=host_size)
-        until(lambda: ask() == 96, "hits do not come back")
+        until(lambda: ask() == 96, "hits do not return")
         assert ask() == 96
     engine.stop()
     truth.close()
@@ -345,7 +347,7 @@ def test_two_ranks_map_the_memory_of_a_restarted_server(
 def test_engines_share_a_server_that_they_start_themselves(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         socket = Path(folder) / "kvloft" / "auto.sock"
         extra = {
             "server": "auto",
@@ -365,13 +367,13 @@ def test_engines_share_a_server_that_they_start_themselves(
         assert ask_all(truth, other) == FULL
         (pid,) = _servers_at(socket)
         os.kill(pid, signal.SIGKILL)
-        assert ask_all(truth, one) == 0, "no process of it is left"
-        until(lambda: _servers_at(socket) not in ([], [pid]), "no engine starts another")
+        assert ask_all(truth, one) == 0, "a process of the server is still running"
+        until(lambda: _servers_at(socket) not in ([], [pid]), "no engine starts another server")
         until_full(truth, one)
         until_full(truth, other)
         one.stop()
         other.stop()
-        until(lambda: not _servers_at(socket), "it does not end after the last engine")
+        until(lambda: not _servers_at(socket), "the server does not exit after the last engine")
 
 
 def _servers_at(socket: Path) -> list[int]:

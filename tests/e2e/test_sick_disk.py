@@ -1,7 +1,8 @@
-"""A disk that becomes read-only, freezes or is full, under a real engine on a real file system.
+"""Tests a disk that becomes read-only, freezes or fills up, under a real engine on a real file
+system.
 
-Host memory and saves into it still work, every token is right, the engine stops, and earlier chunks
-on disk are still good.
+Host memory and saves to it keep working, every token is right, the engine can be stopped, and
+earlier chunks on disk stay valid.
 """
 
 import shutil
@@ -29,7 +30,7 @@ FULL_HIT = sum(full_blocks(r.num_prompt_tokens) for r in OLD)
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Ext4]:
     if not can_mount():
-        pytest.skip("a file system can be mounted by root only, and needs loop devices")
+        pytest.skip("mounting a file system requires root and loop devices")
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("mkfs.ext4 is not installed")
     with ExitStack() as stack:
@@ -43,14 +44,14 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
 
 
 def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Run each and check the tokens. Return external tokens."""
+    """Run each request, check its tokens, and return the external tokens."""
     results = engine.ask_each(*[r.again() for r in requests])
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return sum(r.num_external for r in results)
 
 
 def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
-    """An engine that has the old prompts in host memory and on disk."""
+    """Start an engine that has the old prompts in host memory and on disk."""
     engine = start(
         kv_transfer_config=kvloft(folder, disk_size="32MiB", load_timeout="1s"), num_blocks=120
     )
@@ -60,7 +61,7 @@ def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
 
 
 def still_works(truth: Truth, engine: Engine) -> None:
-    """Hits in host memory, and saves into it."""
+    """Check that prompts in host memory are hits and that saves to host memory work."""
     assert ask(truth, engine, OLD) == FULL_HIT
     assert ask(truth, engine, NEW) == 0
     assert ask(truth, engine, NEW) == sum(full_blocks(r.num_prompt_tokens) for r in NEW)
@@ -68,10 +69,10 @@ def still_works(truth: Truth, engine: Engine) -> None:
 
 
 def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> None:
-    """A new engine finds earlier chunks on the healed disk.
+    """Check that a new engine finds earlier chunks on the repaired disk.
 
-    On a busy machine, an engine may compute some instead of waiting for the disk; the next one then
-    finds them all.
+    On a busy machine, an engine may compute some chunks instead of waiting for the disk; the next
+    engine then finds them all.
     """
     for _ in range(NUM_TRIES):
         engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB"), num_blocks=120)
@@ -94,7 +95,7 @@ def test_a_disk_that_turns_read_only_keeps_good_chunks(
     engine = filled(truth, start, disk.path / "cache")
     disk.read_only()
     still_works(truth, engine)
-    for i in range(10):  # more saves than the tier has room for
+    for i in range(10):  # more saves than fit into the tier
         ask(truth, engine, [Req(random_ids(7200 + i, 300), max_tokens=2)])
     engine.stop()
     disk.mount_again()
@@ -106,7 +107,7 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.freeze()
-    # If the stop hangs, the file system thaws so that the test ends; the flag records that.
+    # If the stop hangs, the file system is thawed so that the test ends, and the flag is set.
     rescued = threading.Event()
     rescue = threading.Timer(100.0 * PACE, lambda: (rescued.set(), disk.thaw()))
     rescue.start()
@@ -140,12 +141,13 @@ def test_an_engine_starts_on_a_disk_that_takes_nothing(
     )
     assert ask(truth, engine, OLD) == 0
     assert ask(truth, engine, OLD) == FULL_HIT
-    until(lambda: "host memory only" in engine.store_log(), "no log line about the missing disk")
+    until(lambda: "host memory only" in engine.store_log(), "the missing disk was not logged")
     engine.stop()
 
 
 def test_a_server_starts_with_a_hung_disk_and_uses_it_later(disk: Ext4, tmp_path: Path) -> None:
-    folder, socket = disk.path / "disk", tempfile.mkdtemp(prefix="kv-")  # a socket's path is short
+    # a socket path must be short
+    folder, socket = disk.path / "disk", tempfile.mkdtemp(prefix="kv-")
     argv = [
         "--socket",
         f"{socket}/kv.sock",
@@ -164,7 +166,7 @@ def test_a_server_starts_with_a_hung_disk_and_uses_it_later(disk: Ext4, tmp_path
         )
     try:
         told = f"disk {folder} not in use, retrying"
-        until(lambda: told in log.read_text(), "it waits for the disk")
+        until(lambda: told in log.read_text(), "the engine waits for the disk")
         assert f"warning: disk_path {folder} does not answer" in log.read_text()
         disk.thaw()
         until(lambda: f"using the disk {folder}" in log.read_text(), "the disk is never used")

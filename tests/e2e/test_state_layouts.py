@@ -1,5 +1,5 @@
-"""Engines that keep their Mamba states with another type or layout share a server and a disk, and
-find as much as alone.
+"""Tests engines that store their Mamba states with different types or layouts but share a server
+and a disk: they get the same hits as alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
-    """Starts engines; ``start(transfer, env, **arguments)``."""
+    """Start engines: ``start(transfer, env, **arguments)``."""
     engines: list[Engine] = []
 
     def launch(transfer: dict[str, Any], env: dict[str, str], **more: Any) -> Engine:
@@ -40,8 +40,8 @@ def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def found(*engines: Engine) -> list[list[int]]:
-    """External tokens of every prompt in each engine. The engines take turns, and vLLM's own cache
-    is cleared before.
+    """Run every prompt in each engine, in turns, and return the external tokens. vLLM's own cache
+    is cleared before each prompt.
     """
     rounds = []
     for prompt in PROMPTS:
@@ -79,13 +79,13 @@ def test_engines_with_other_states_find_their_own_on_one_server_and_disk(
     engines = [
         start(shared(server, kv_groups="all"), env, **arguments) for arguments, env in KINDS[kind]
     ]
-    assert found(*engines) == [[0] * len(PROMPTS)] * 2, "each has states of its own"
+    assert found(*engines) == [[0] * len(PROMPTS)] * 2, "engines must not share states"
     for _ in range(2):
         assert found(*engines) == alone
     for engine in engines:
         assert_no_damage(engine)
         engine.stop()
-    for expected in ([[0] * len(PROMPTS)] * 2, alone):  # the second time after a restart
+    for expected in ([[0] * len(PROMPTS)] * 2, alone):  # the second time, after a restart
         for (arguments, env), hits in zip(KINDS[kind], expected, strict=True):
             engine = start(kvloft(tmp_path, kv_groups="all"), env, **arguments)
             assert found(engine) == [hits]

@@ -1,5 +1,5 @@
-"""Two ranks, each with its part of every frame: a chunk is found only after both have saved it, and
-each loads its own part.
+"""Tests two ranks, each with its shard of every frame: a chunk is found only after both ranks have
+saved it, and each rank loads its own shard.
 """
 
 from collections.abc import Callable

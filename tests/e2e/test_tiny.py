@@ -1,5 +1,5 @@
-"""The harness itself: the tiny model's output depends on every block of its prompt, and engines can
-be killed and restarted.
+"""Tests the test harness: the tiny model's output depends on every block of its prompt, and engines
+can be killed and restarted.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def test_output_depends_on_every_block_of_the_prompt_and_varies(truth: Truth) ->
         changed = list(prompt)
         changed[block * BLOCK : (block + 1) * BLOCK] = random_ids(100 + block, BLOCK)
         assert truth.tokens(Req(tuple(changed), max_tokens=24))[:4] != original[:4], (
-            f"block {block} is not read"
+            f"the output does not depend on block {block}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Sliding windows with full attention (a small random Gemma 3): kvloft supports them, because vLLM
-then keeps the KV of every token.
+"""Tests sliding windows with full attention (a small random Gemma 3). kvloft supports them because
+vLLM then keeps the KV of every token.
 
-With a connector for one block table per request, vLLM puts all layers into one group of full
-attention; only the computation has windows. If vLLM freed a block outside the window, a load would
-restore the content of another.
+With a connector that supports only one block table per request, vLLM puts all layers into one
+full-attention group; only the computation uses windows. If vLLM freed a block outside the window, a
+load would restore another block's content.
 """
 
 import json
@@ -22,14 +22,15 @@ from .conftest import Truth
 WINDOW = 40
 LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
 QK_NORM, BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches with more weight than
-the residual.
+"""Gemma's norms multiply by 1 + weight.
+
+These weights give sharp attention, and branches that outweigh the residual.
 """
 PROMPTS = [Req(random_ids(9000 + i, 150 + 23 * i), max_tokens=12) for i in range(6)]
 
 
 def gemma_config() -> dict[str, object]:
-    """config.json; ``layer_types`` selects the layers with a window."""
+    """Return config.json; ``layer_types`` selects the layers with a window."""
     same = (
         "head_dim",
         "hidden_size",
@@ -62,7 +63,7 @@ def gemma_config() -> dict[str, object]:
 
 
 def gemma_weights(seed: int = 21) -> dict[str, NDArray[np.float32]]:
-    """All tensors by their Hugging Face names, float32."""
+    """Return all tensors by their Hugging Face names, in float32."""
     rng = np.random.default_rng(seed)
     heads, kv_heads = tiny.NUM_HEADS * tiny.HEAD_DIM, tiny.NUM_KV_HEADS * tiny.HEAD_DIM
 
@@ -109,7 +110,7 @@ def gemma_weights(seed: int = 21) -> dict[str, NDArray[np.float32]]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the model."""
+    """Return the directory of the model."""
     from safetensors.numpy import save_file
 
     folder = tmp_path_factory.mktemp("gemma")
@@ -124,8 +125,8 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
-    """Without a connector, and therefore with vLLM's hybrid manager: blocks outside the window are
-    reused.
+    """Return the outputs without a connector. vLLM then uses its hybrid manager, which reuses
+    blocks outside the window.
     """
     oracle = Truth(lambda: zygote.engine(engine_kwargs(gemma, **arguments())))
     yield oracle
@@ -133,7 +134,7 @@ def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt and check its tokens. Return external tokens."""
+    """Run every prompt, check its tokens, and return the external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
@@ -146,7 +147,7 @@ def test_tokens_depend_on_kv_inside_and_before_windows(gemma_truth: Truth) -> No
         assert (
             gemma_truth.tokens(Req(changed, max_tokens=12))[:4]
             != gemma_truth.tokens(PROMPTS[0])[:4]
-        ), f"{first} is not read"
+        ), f"the output does not depend on {first}"
 
 
 def test_windows_with_full_attention_answer_equally_cold_warm_and_after_a_restart(
@@ -163,7 +164,7 @@ def test_windows_with_full_attention_answer_equally_cold_warm_and_after_a_restar
     full = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
     engine = start(model=gemma, **settings)
     assert "Hybrid KV cache manager is disabled for this hybrid model" in engine.log.read_text(), (
-        "no windows to speak of"
+        "the windows have too little effect"
     )
     assert ask_all(gemma_truth, engine) == 0
     assert engine.reset()

@@ -1,5 +1,5 @@
-"""How vLLM finds kvloft (by name, by module path, inside MultiConnector), and how wrong settings
-are reported.
+"""Tests how vLLM finds kvloft (by name, by module path, inside MultiConnector), and how invalid
+settings are reported.
 """
 
 import json
@@ -63,12 +63,12 @@ def test_a_wrong_setting_stops_the_start_and_is_named(
 def test_a_wrong_setting_is_reported_before_weights_are_loaded(
     start: Callable[..., Engine], tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """The folder has no weights to load."""
+    """The directory contains no weights."""
     (tmp_path / "config.json").write_text(json.dumps(tiny.config()))
     extra = {} if environment else {"host_sze": "1GiB"}
     with pytest.raises(EngineError, match=r"(?is)host_sze.*did you mean.*host_size") as told:
         start(model=tmp_path, kv_transfer_config=kvloft(**extra), env=environment)
-    assert "weights" not in str(told.value), "it came late"
+    assert "weights" not in str(told.value), "the error came only after weights were loaded"
 
 
 def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
@@ -77,7 +77,7 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
     for _ in range(2):
         engine.ask(*[r.again() for r in requests])
     assert 'set "kv_load_failure_policy": "recompute"' in engine.tail(1 << 20), (
-        "the default is reported"
+        "the default must be reported"
     )
     metrics, store = engine.metrics(), engine.store()
     loaded = metrics["vllm:kvloft_load_tokens_host_total"]
@@ -108,7 +108,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
         assert engine.ask(request.again())[0].tokens == truth.tokens(request)
 
     ask(requests[0])
-    ask(Req(random_ids(6300, 5), max_tokens=2))  # saves finish
+    ask(Req(random_ids(6300, 5), max_tokens=2))  # lets saves finish
     before = saved_and_loaded()
     assert before == (3, 0)
     running = Req(random_ids(6301, 5), max_tokens=10)
@@ -128,7 +128,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
     for request in requests:
         ask(request)
     assert saved_and_loaded()[1] == 2 * 3 * BLOCK, (
-        "the first and the last were saved, the second was not"
+        "expected saves of the first and the last request, but not of the second"
     )
     engine.assert_at_rest()
 
@@ -136,14 +136,14 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 def test_no_step_runs_while_a_connector_is_swapped(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    """Otherwise the report of that step would be lost: its saves would never end, and vLLM would
-    keep its blocks permanently.
+    """Otherwise the report of that step would be lost: its saves would never complete, and vLLM
+    would never free its blocks.
     """
     engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]
 
     def until_done(request: Req) -> None:
-        """As `LLM.generate`, which does not wait for a step in flight."""
+        """Step like `LLM.generate`, which does not wait for a step in flight."""
         engine.add(request)
         while request.id not in engine.step(1):
             pass

@@ -1,9 +1,9 @@
-"""A small generated Llama with random weights, two LoRA adapters for it, and a word-per-token
-tokenizer.
+"""Generates a small Llama with random weights, two LoRA adapters for it, and a tokenizer with one
+token per word.
 
-The weights are scaled so that greedy output depends on the whole prompt through attention: a random
-model at the usual scales repeats its last token permanently, and would hide a wrong page of KV.
-test_tiny.py checks the dependence. Must not depend on vLLM or kvloft.
+The weights are scaled so that greedy output depends on the whole prompt through attention. A random
+model at the usual scales keeps repeating its last token, which would hide a wrong KV page;
+test_tiny.py checks the dependence. This module must not import vLLM or kvloft.
 """
 
 import json
@@ -30,7 +30,7 @@ HEAD_GAIN = 3.0
 def config(
     max_positions: int = 4096, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
 ) -> dict[str, object]:
-    """config.json of the model, as transformers writes it."""
+    """Return the model's config.json, in the format of transformers."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -59,7 +59,7 @@ def config(
 def weights(
     seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
 ) -> dict[str, NDArray[np.float32]]:
-    """All tensors by their Hugging Face names, float32."""
+    """Return all tensors by their Hugging Face names, in float32."""
     rng = np.random.default_rng(seed)
 
     def dense(rows: int, cols: int, gain: float = 1.0) -> NDArray[np.float32]:
@@ -88,7 +88,10 @@ def weights(
 
 
 def embedding_rows(token_ids: list[int], seed: int = SEED) -> NDArray[np.float32]:
-    """The rows that the model would look up: embeds with the same result as token ids."""
+    """Return the embedding rows that the model would look up.
+
+    As a prompt, they give the same result as the token ids.
+    """
     return weights(seed)["model.embed_tokens.weight"][token_ids]
 
 
@@ -100,7 +103,7 @@ def write_model(
     num_heads: int = NUM_HEADS,
     num_kv_heads: int = NUM_KV_HEADS,
 ) -> Path:
-    """Write config, weights and (for the HTTP tests) a tokenizer to ``folder``; returns it."""
+    """Write config, weights and (for the HTTP tests) a tokenizer to ``folder``, and return it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +124,10 @@ def write_model(
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Word ``w17`` is token 17; no library is needed to write it, only to read it."""
+    """Write a tokenizer in which word ``w17`` is token 17.
+
+    Writing needs no library, only reading does.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     special = [
         {
@@ -162,7 +168,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
-    """Write a random adapter for q, k, v and o of every layer, strong enough to change the
+    """Write a random adapter for q, k, v and o of every layer that is strong enough to change the
     output.
     """
     from safetensors.numpy import save_file

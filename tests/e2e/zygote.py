@@ -1,9 +1,9 @@
 """Imports vLLM once, then forks one engine process per connection.
 
-Importing vLLM costs 10-30 s on two cores, building an engine 2 s: with a fork per engine a test can
-afford a restart. Each connection of the Unix socket becomes one child that speaks engine.py's JSON
-lines; the zygote itself never runs a torch operation, so no thread pool exists when it forks. Run
-as ``python -m <package>.zygote SOCKET PARENT``.
+Importing vLLM takes 10-30 s on two cores, building an engine 2 s: with one fork per engine, a test
+can afford a restart. Each connection to the Unix socket is served by one child that speaks
+engine.py's JSON lines. The zygote itself never runs a torch operation, so no thread pool exists
+when it forks. Run as ``python -m <package>.zygote SOCKET PARENT``.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ PRELOAD = (
 
 
 def preload() -> None:
-    """Import the modules of every engine; skip modules that this vLLM lacks."""
+    """Import the modules of every engine; skip modules missing in this vLLM."""
     import importlib
 
     for name in PRELOAD:
@@ -44,16 +44,16 @@ def preload() -> None:
     for work in (configure_logging, replace_kernels):
         with contextlib.suppress(ImportError, AttributeError):
             work()
-    gc.unfreeze = lambda: None  # an ending engine unfreezes and traverses all imported objects
+    gc.unfreeze = lambda: None  # an exiting engine unfreezes and traverses all imported objects
     import vllm.model_executor.models.registry as registry
 
-    # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known
-    # to be harmless here.
+    # vLLM inspects a model class in a new process (another 20 s of imports); this model is
+    # harmless.
     registry._run_in_subprocess = lambda fn: fn()
 
 
 def configure_logging() -> None:
-    """Logs as each engine would, through every logger."""
+    """Configure logging once for all engines; it visits every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -61,7 +61,9 @@ def configure_logging() -> None:
 
 
 def replace_kernels() -> None:
-    """As each worker would, which looks through every module for kernels that CPUs do not have."""
+    """Replace the kernels that CPUs lack, once for all workers. vLLM searches every module for
+    them.
+    """
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -70,18 +72,20 @@ def replace_kernels() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Make the kernel kill this process with its parent, which may already have exited."""
+    """Make the kernel kill this process when its parent exits; exit if the parent has already
+    exited.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit("the tests that started this ended")
 
 
 def main(path: str, parent: int) -> None:
-    """Serve forks until the parent ends."""
+    """Fork engines until the parent exits."""
     end_with(parent)
     preload()
     gc.collect()
-    # an engine's collections then write into none of these pages, which it would have to copy
+    # The garbage collections of an engine then do not write to these pages, which would copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(socket.AF_UNIX) as server:

@@ -1,10 +1,10 @@
-"""A GPU in numpy for the movers' streams, ring and kernels: commands of different streams run in a
-random order.
+"""A GPU emulated with numpy for the movers' streams, ring and kernels. Commands of different
+streams run in random order.
 
-It replaces `driver` and the compiled kernels and guarantees exactly as much as CUDA does: a
-stream's commands run in order, an event stands for its latest record, and commands that no event
-orders run in any order. If a mover is correct here for many seeds, none of these waits is missing;
-the tests marked gpu check that the real kernels treat bytes the same way.
+It replaces `driver` and the compiled kernels, and guarantees exactly as much as CUDA: commands of a
+stream run in order, an event refers to its latest record, and commands not ordered by an event run
+in any order. If a mover is correct here for many seeds, no wait is missing. The tests marked gpu
+check that the real kernels process bytes the same way.
 """
 
 import ctypes
@@ -32,17 +32,18 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """One record of an event: done once its stream has reached it."""
+    """One record of an event. It is done once its stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.at = 0
-        """Commands run so far, on all streams: the emulated time."""
+        """Emulated time of the record: the number of commands run on all streams."""
 
 
 class Gpu:
-    """Streams, and the order in which their heads run. All state changes under one lock: submitters
-    are threads.
+    """Streams, and the order in which their first commands run.
+
+    One lock guards all state, because submitters are threads.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -53,7 +54,7 @@ class Gpu:
         self.is_broken = False
         self.kept: list[Any] = []
         self.registered: dict[int, int] = {}
-        """Pinned ranges: address and size in bytes."""
+        """Pinned ranges: address -> size in bytes."""
         self.num_run = 0
 
     def check(self) -> None:
@@ -61,21 +62,24 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """A copy must stay within one registration; other memory is device memory or pageable."""
+        """Check that a copy stays within one registration.
+
+        All other memory is device memory or pageable.
+        """
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
                 inside = begin <= address and address + num_bytes <= begin + size
-                assert inside, "the driver rejects a copy across two registrations"
+                assert inside, "the driver rejects copies that cross registrations"
 
     def check_registered(self, address: int, num_bytes: int) -> None:
-        """A kernel that touches host memory which is not registered faults."""
+        """Check that host memory is registered: a kernel that accesses other host memory faults."""
         ranges = list(self.registered.items())
         assert any(
             begin <= address and address + num_bytes <= begin + size for begin, size in ranges
-        ), "a kernel would fault"
+        ), "a kernel would fault on unregistered memory"
 
     def advance(self, num_commands: int) -> None:
-        """Run up to this number of commands that are ready."""
+        """Run up to this many commands that are ready."""
         with self.lock:
             for _ in range(num_commands):
                 ready = [s for s in self.streams if s and (s[0][0] is None or s[0][0].is_done)]
@@ -92,10 +96,10 @@ class Gpu:
                     return
                 before = self.num_run
                 self.advance(1)
-                assert self.num_run > before, "the GPU waits for something that was not enqueued"
+                assert self.num_run > before, "the GPU waits for a command that was not enqueued"
 
     def stop_forever(self) -> None:
-        """A sticky error: enqueued commands never run, and every later call fails."""
+        """Emulate a sticky error: enqueued commands never run, and every later call fails."""
         with self.lock:
             self.is_broken = True
             for stream in self.streams:
@@ -107,7 +111,7 @@ class Gpu:
 
 
 class Stream:
-    """As driver.Stream."""
+    """Replaces driver.Stream."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -128,7 +132,7 @@ class Stream:
         self.gpu.run_until(lambda: not self.queue)
 
     def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
-        assert num_bytes > 0, "cuMemcpyBatchAsync refuses a copy of nothing"
+        assert num_bytes > 0, "cuMemcpyBatchAsync rejects empty copies"
         self.gpu.check_host(to, num_bytes)
         self.gpu.check_host(source, num_bytes)
         self.enqueue(lambda: ctypes.memmove(to, source, num_bytes))
@@ -147,7 +151,7 @@ class Stream:
         to_host: bool,
     ) -> None:
         assert row_bytes <= min(host_pitch, device_pitch), (
-            "cuMemcpy2DAsync refuses rows wider than their pitch"
+            "cuMemcpy2DAsync rejects rows wider than their pitch"
         )
         self.gpu.check_host(host, (num_rows - 1) * host_pitch + row_bytes)
         for row in range(num_rows):
@@ -163,7 +167,7 @@ class Stream:
             self.copy_to_device(*each)
 
     def launch(self, function: str, num_ctas: int, num_threads: int, params_address: int) -> None:
-        assert num_ctas > 0, "cuLaunchKernel refuses an empty grid"
+        assert num_ctas > 0, "cuLaunchKernel rejects an empty grid"
         pointer = ctypes.c_void_p.from_address(params_address).value
         assert pointer is not None
         params = PieceParams.from_buffer_copy(ctypes.string_at(pointer, ctypes.sizeof(PieceParams)))
@@ -175,7 +179,7 @@ class Stream:
 
 
 class Event:
-    """As driver.Event."""
+    """Replaces driver.Event."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -213,7 +217,9 @@ class Event:
 
 
 def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """Every tile of a piece as chunks.cu moves it, in any order; the sums at the end."""
+    """Move every tile of a piece like chunks.cu, in random order, and compute the tags at the
+    end.
+    """
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
     )
@@ -254,7 +260,9 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """As e348.cu: whole chunks, records in any order, those beyond the width in host memory."""
+    """Encode or decode like e348.cu: complete chunks, records in any order, and data beyond the
+    width in host memory.
+    """
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
     )
@@ -322,12 +330,14 @@ def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def fake_driver(gpu: Gpu) -> Any:
-    """The functions of `kvloft.transfer.cuda.driver` that the movers use."""
+    """Return replacements for the functions of `kvloft.transfer.cuda.driver` that the movers
+    use.
+    """
     registered = gpu.registered
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        # Kept during the test: a late write must not hit reused memory.
+        # Kept until the test ends: a late write must not hit reused memory.
         gpu.kept.append(memory)
         return memory.ctypes.data
 
@@ -348,7 +358,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
 
 class EmulatedKernels:
-    """As kernels.Kernels, without compiling anything."""
+    """Replaces kernels.Kernels without compiling anything."""
 
     num_sms = 132
 
@@ -365,7 +375,7 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """New movers run on the emulated GPU, and paged KV is allocated in host memory."""
+    """Run new movers on the emulated GPU, and allocate paged KV in host memory."""
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
@@ -380,7 +390,7 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
         )
         patch.setattr(
             mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece))
-        )  # as of large chunks
+        )  # as with large chunks
         patch.setattr("gpu_support.DEVICE", "cpu")
         patch.setattr("gpu_support.make_kernels", EmulatedKernels)
         yield gpu

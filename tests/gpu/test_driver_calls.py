@@ -1,5 +1,5 @@
-"""Driver calls by ctypes: arguments that reach the driver, returned errors, and missing functions.
-Needs no GPU.
+"""Tests driver calls through ctypes: arguments that reach the driver, returned errors, and missing
+functions. Needs no GPU.
 """
 
 import ctypes
@@ -172,8 +172,9 @@ def test_every_argument_reaches_its_function(
 
 
 def test_driver_outputs_are_read_back(library: Library) -> None:
-    """Streams have the lowest priority and do not wait for others; events record no time unless
-    requested.
+    """Streams have the lowest priority and are non-blocking.
+
+    Events record no time unless requested.
     """
     for name in (
         "cuStreamCreateWithPriority",
@@ -285,8 +286,9 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """As in cuda.h: without ``_v2``, a library returns CUDA 3's version. Batch copies are those of
-    12.8, on purpose.
+    """Compares the names with cuda.h: without ``_v2``, a library returns CUDA 3's version.
+
+    Batch copies deliberately use the 12.8 functions.
     """
     header = Path(
         str(

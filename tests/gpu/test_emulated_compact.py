@@ -1,4 +1,4 @@
-"""Frames for compressed chunks with frames for raw ones, on the emulated GPU."""
+"""Tests an arena with frames for compressed and for raw chunks, on the emulated GPU."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Encoded parts on the emulated GPU: widths, raw parts, pinning, parts without room. Needs no
-GPU.
+"""Tests encoded shards on the emulated GPU: widths, raw shards, pinning, and chunks that do not
+fit. Needs no GPU.
 """
 
 import logging
@@ -66,8 +66,8 @@ test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rewrite_waits_for_the_kernels_of_every_slot(gpu: Gpu, seed: int) -> None:
-    """Encoding kernels have a stream per slot, so the end of the last one does not imply the end of
-    the others.
+    """Each slot has its own stream for encoding kernels, so the completion of the last kernel does
+    not imply that the others are complete.
     """
     gpu.random.seed(seed)
     paged = on_gpu.bf16("pages_of_6k")
@@ -94,7 +94,7 @@ def kernels_of(
     compiles: bool = True,
     **options: Any,
 ) -> list[bool]:
-    """Which of the layouts `prepare` encodes."""
+    """Return which layouts `prepare` encodes."""
 
     def make(layout: PagedLayout, *_: object, encodes: bool = False) -> EmulatedKernels:
         if encodes and not compiles:

@@ -1,4 +1,4 @@
-"""The tests of several KV cache groups on the emulated GPU. Needs no GPU."""
+"""Runs the tests of multiple KV cache groups on the emulated GPU. Needs no GPU."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -44,8 +44,9 @@ test_a_damaged_trailer_of_a_group_without_pages_is_reported = (
 def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows and full attention have the same pages: one batch, one tile table. Equal digests
-    alone do not imply that.
+    """Windows and full attention have the same pages, so they share a batch and a tile table.
+
+    Equal digests alone are not sufficient.
     """
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
@@ -72,7 +73,9 @@ def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
     make([window] * len(layouts))
     ((kinds, kind_of, blocks_per_chunk),) = made
     assert list(kind_of.values()) == [0, 1, 2, 3, 4, 5, 0]
-    assert list(blocks_per_chunk) == [1, 1, 3, 2, 1, 2], "a kind's chunks have as many blocks"
+    assert list(blocks_per_chunk) == [1, 1, 3, 2, 1, 2], (
+        "all chunks of a kind must have the same number of blocks"
+    )
     assert [layout for layout, _ in kinds] == [
         nothing,
         layouts[1],

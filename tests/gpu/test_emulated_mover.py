@@ -1,5 +1,5 @@
-"""The tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks, pinning
-and bad copies. Needs no GPU.
+"""Runs the tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks,
+pinning and damaged copies. Needs no GPU.
 """
 
 import random
@@ -55,7 +55,7 @@ test_copies_outside_the_arena_are_failures_not_writes = (
 def test_nothing_is_written_behind_a_payload(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five frames are pinned at a time."""
+    """Frames are pinned five at a time."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.GOOD_PIECE_BYTES", 5 * 8192 * num_ranks)
     paged = per_layer(2, 300, 900)
     paged.randomize(7)
@@ -94,8 +94,9 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
 def test_many_short_runs_are_one_command(
     places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link is idle between commands, so a store with pairs of adjacent frames must not need a
-    command for each frame.
+    """The link is idle between commands.
+
+    If a store has pairs of adjacent frames, a save must not need one command per frame.
     """
     paged = per_layer(2, 60, 900)
     paged.randomize(3)
@@ -117,8 +118,9 @@ def test_many_short_runs_are_one_command(
 def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
-    """One driver call fails, at any point and on any thread; reported frames and blocks may have
-    new owners by then.
+    """One driver call fails, at any point and on any thread.
+
+    By then, reported frames and blocks may have new owners.
     """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
@@ -174,7 +176,7 @@ def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
 def test_a_load_is_behind_until_its_last_piece_is_sent(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks larger than a slot are many pieces, which wait for each other."""
+    """Chunks larger than a slot are split into pieces, which wait for each other."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     monkeypatch.setattr(
         "kvloft.transfer.cuda.mover.Submitter",
@@ -195,8 +197,9 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """Otherwise their requests would get the same offer again and again. One is in flight, and one
-    is queued.
+    """Otherwise vLLM would be offered the same load again and again.
+
+    One load is in flight and one is queued.
     """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)

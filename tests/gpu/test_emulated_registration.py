@@ -1,7 +1,7 @@
-"""Saves and loads while host memory is being pinned, on the emulated GPU. Needs no GPU.
+"""Tests saves and loads while host memory is being pinned, on the emulated GPU. Needs no GPU.
 
-Saves to frames that are not pinned yet wait for them, and none fails unless its blocks are written
-again first.
+Saves to unpinned frames wait until they are pinned. A save fails only if its blocks are rewritten
+first.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ BLOCKS = 60
 
 
 class Pins:
-    """A range that a test pins, frame by frame."""
+    """A memory range that a test pins frame by frame."""
 
     def __init__(self, _: int, size_bytes: int, **options: Any) -> None:
         self.size_bytes, self.num_registered_bytes, self.is_over = size_bytes, 0, False
@@ -74,7 +74,9 @@ class Rig:
         self.mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
 
     def settled(self) -> tuple[list[int], list[int]]:
-        """Tickets saved and failed since the last call, once nothing moves that may move."""
+        """Poll until nothing can progress, and return the tickets saved and failed since the last
+        call.
+        """
         saved, failed = [], []
         for _ in range(400):
             done = self.mover.poll()
@@ -118,7 +120,7 @@ def test_saves_wait_for_their_frames_and_none_fails(rig: Rig) -> None:
     assert rig.mover.usable_bytes == 12 * rig.frames.memory.frame_bytes
     saved, failed = rig.settled()
     assert failed == [] and saved == list(range(1, len(saved) + 1)) and 9 <= len(saved) <= 12, (
-        "pieces of registered frames are sent at once"
+        "pieces of registered frames must be sent immediately"
     )
     rig.pins.pin(BLOCKS)
     assert rig.settled() == (list(range(len(saved) + 1, 31)), [])
@@ -138,16 +140,16 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         rewritten = chance.randrange(40)
         num_registered = rig.pins.num_registered_bytes // rig.pins.frame_bytes
         rig.mover.begin_step((BlockId(rewritten),))
-        rig.mover._compute().synchronize()  # the forward that writes the block again may run now
+        rig.mover._compute().synchronize()  # the forward pass that rewrites the block may run now
         for buffer, offset, stride, size in rig.paged.planes:
             rig.paged.buffers[buffer][
                 offset + rewritten * stride : offset + rewritten * stride + size
             ] = 0x5A
         rig.pins.pin(BLOCKS)
         saved, failed = rig.settled()
-        assert sorted(saved + failed) == list(range(1, 41)), "each once"
+        assert sorted(saved + failed) == list(range(1, 41)), "each ticket must be reported once"
         assert all(ticket - 1 <= max(rewritten + 3, 0) for ticket in failed), (
-            "later ones need not fail"
+            "later saves need not fail"
         )
         if rewritten < num_registered - 3:
             assert failed == []
@@ -155,7 +157,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
             rig.is_kept(copy) for copy in copies if copy.ticket in saved and copy.frame != rewritten
         )
         if rewritten + 1 in saved:
-            assert not rig.is_kept(copies[rewritten]), "saved before it was written again"
+            assert not rig.is_kept(copies[rewritten]), "saved before the block was rewritten"
         rig.mover.close()
 
 
@@ -176,7 +178,7 @@ def test_draining_does_not_wait_for_pinning(rig: Rig) -> None:
     done = rig.mover.drain()
     assert done.saved == [] and sorted(done.failed) == [1, 2, 3, 4, 5, 6]
     rig.submit(chunks(6))
-    assert rig.settled() == ([], []), "later saves wait again"
+    assert rig.settled() == ([], []), "later saves must wait again"
     rig.pins.pin(BLOCKS)
     assert rig.settled() == ([1, 2, 3, 4, 5, 6], [])
     rig.mover.close()
@@ -246,7 +248,7 @@ def test_memory_stays_on_its_numa_node() -> None:
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0):
-        pytest.skip("this system refuses to set a memory policy")
+        pytest.skip("the kernel does not allow setting a memory policy")
     assert not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0)
     assert _core.prefer_numa_node(begin + 2 * mmap.PAGESIZE, 2 * mmap.PAGESIZE, 0)
 
@@ -259,4 +261,6 @@ def test_pages_are_placed_before_they_are_touched(monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(1) as pool:
         registration._touch(begin + 1, mmap.PAGESIZE, 2, pool)
         registration._touch(begin, mmap.PAGESIZE, None, pool)
-    assert calls == [(begin, 2 * mmap.PAGESIZE, 2)], "whole pages, and none without a node"
+    assert calls == [(begin, 2 * mmap.PAGESIZE, 2)], (
+        "expected whole pages, and no call without a node"
+    )

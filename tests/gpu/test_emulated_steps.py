@@ -1,10 +1,10 @@
-"""CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a
-dict of each block's content.
+"""Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load,
+compared with a dict of each block's content.
 
-A save stores the content of its block at the time of the request, whatever is rewritten later; a
-forward pass reads the bytes written last, whatever is loaded in between; a damaged frame is
-reported. One group may have no pages, as on some pipeline stages: only trailers of its frames are
-written, and no blocks. Needs no GPU.
+A save stores the content that its block has when the save is requested; later writes must not
+change it. A forward pass reads the bytes written last, even if blocks are loaded in between. A
+damaged frame is reported. One group may have no pages, as on some pipeline stages: only the
+trailers of its frames are written, and no blocks. Needs no GPU.
 """
 
 import os
@@ -45,13 +45,14 @@ from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 KIND_OF = (0, 1, 0, 2)
-"""For each group, if there are several: the second has the same pages in another order, the fourth
-has none.
+"""Kind of each group, with multiple groups.
+
+The second group has the same pages in a different order, the fourth has none.
 """
 SIZES = (CHUNK, CHUNK, 7)
-"""Blocks of a chunk, by kind."""
+"""Number of blocks in a chunk, by kind."""
 FIELDS = ("magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank")
-"""The fields of a trailer with meaning."""
+"""The trailer fields that have a meaning."""
 SHAPES = {
     "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
@@ -60,7 +61,7 @@ SHAPES = {
 
 
 def no_pages(paged: Paged) -> Paged:
-    """A group that has no layer on this stage."""
+    """Return the layout of a group without layers on this stage."""
     return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
@@ -75,13 +76,13 @@ class Saved:
     group: int = 0
     is_damaged: bool = False
     before: np.ndarray | None = None
-    """The frame's bytes up to the trailer, if the save must not change them."""
+    """The frame's bytes before the trailer, if the save must not change them."""
 
 
 @dataclass
 class Wanted:
-    """A chunk of a load: the expected content of ``blocks`` once it is reported, or that it must be
-    reported as bad.
+    """A chunk of a load: the expected content of ``blocks`` once the load is reported, or the fact
+    that it must be reported as bad.
     """
 
     saved: Saved
@@ -91,7 +92,7 @@ class Wanted:
 
 
 class Pins:
-    """Host memory that the test pins; `wait` and `close` as RegisteredRange."""
+    """Host memory that the test pins. `wait` and `close` behave as in RegisteredRange."""
 
     def __init__(self, size_bytes: int, num_registered_bytes: int) -> None:
         self.size_bytes, self.num_registered_bytes, self.is_over = (
@@ -130,7 +131,10 @@ class Steps(RuleBasedStateMachine):
         few_pieces: bool,
         more_bytes: int,
     ) -> None:
-        """``more_bytes``: additional part bytes for another stage's layers."""
+        """Start the movers.
+
+        ``more_bytes`` are additional shard bytes for another stage's layers.
+        """
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()
@@ -184,7 +188,7 @@ class Steps(RuleBasedStateMachine):
         try:
             self.take(self.mover.drain())
             self.mover.close()
-            assert not self.unsaved and not self.loads, "not everything was reported"
+            assert not self.unsaved and not self.loads, "a save or a load was not reported"
             if not self.gpu.is_broken:
                 self.gpu.run_until(lambda: self.gpu.is_idle)
                 for block, payload in self.held.items():
@@ -250,7 +254,7 @@ class Steps(RuleBasedStateMachine):
             for block in wanted.copy.blocks
         }
         mine = random.sample(sorted(set(range(NUM_BLOCKS)) - loading), NUM_BLOCKS - len(loading))
-        loads = self.choose_loads(random, mine, num_loads)  # takes its blocks from ``mine``
+        loads = self.choose_loads(random, mine, num_loads)  # uses blocks from ``mine``
         written = mine[:num_written]
         read_by_saves = {block for saved in self.unsaved.values() for block in saved.blocks}
         if self.zeroes and not self.gpu.is_broken:
@@ -284,7 +288,7 @@ class Steps(RuleBasedStateMachine):
             self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
 
     def batch(self, copies: list[tuple[int, ChunkCopy]]) -> Any:
-        """Chunks of one group, or of each group."""
+        """Return chunks of one group, or of each group."""
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
@@ -293,8 +297,8 @@ class Steps(RuleBasedStateMachine):
         )
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
-        """Convert blocks from the first group's layout to this group's, or back: the conversion is
-        its own inverse.
+        """Convert blocks from the first group's layout to this group's layout, or back: the
+        conversion is its own inverse.
         """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]
@@ -360,7 +364,10 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def engine_sleeps(self) -> None:
-        """Earlier saves can then be loaded: without this rule, most runs end before a load."""
+        """Complete all earlier saves, so that they can be loaded.
+
+        Without this rule, most runs end before a load.
+        """
         self.take(self.mover.drain())
 
     @rule()
@@ -379,7 +386,7 @@ class Steps(RuleBasedStateMachine):
             saved
             for saved in self.saved
             if saved.frame not in being_loaded and not saved.is_damaged
-        ]  # it may flip back
+        ]  # a second flip may restore the bit
         if idle and random.random() < 0.5:
             saved = random.choice(idle)
             dtype, offset = TRAILER.fields[random.choice(FIELDS)][:2]  # type: ignore[index]
@@ -391,7 +398,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule(num_frames=st.integers(1, 40), is_last=st.booleans())
     def memory_is_pinned(self, num_frames: int, is_last: bool) -> None:
-        """``is_last``: the rest cannot be."""
+        """Pin more memory. ``is_last`` means that the rest cannot be pinned."""
         pins, num_bytes = self.pins, num_frames * self.frames.memory.frame_bytes
         if not pins.is_over:
             pins.num_registered_bytes = min(pins.size_bytes, pins.num_registered_bytes + num_bytes)
@@ -424,8 +431,8 @@ class Steps(RuleBasedStateMachine):
             if w.is_bad or self.gpu.is_broken
             for b in w.copy.blocks
         }
-        assert done.bad_blocks <= suspects, "a chunk that is as it was saved was called bad"
-        self.bad_blocks |= done.bad_blocks  # they may come before their load's end
+        assert done.bad_blocks <= suspects, "an intact chunk was reported as bad"
+        self.bad_blocks |= done.bad_blocks  # can be reported before their load completes
         for result in done.loads:
             chunks = self.loads.pop(result.load_id)
             bad_keys = sorted(key for key, _ in result.bad_keys)
@@ -437,14 +444,14 @@ class Steps(RuleBasedStateMachine):
                 blocks = list(map(int, wanted.copy.blocks))
                 if wanted.is_bad or self.bad_blocks.issuperset(blocks):
                     assert self.bad_blocks.issuperset(blocks), (
-                        "a chunk with wrong content may be read"
+                        "a block with wrong content was not reported as bad"
                     )
                     self.bad_blocks.difference_update(blocks)
                     continue
                 if not len(wanted.payload):
                     continue  # the content is unchanged, as in `held`
                 got = np.concatenate([self.now(block) for block in blocks])
-                assert np.array_equal(got, wanted.payload), "a load returned other bytes"
+                assert np.array_equal(got, wanted.payload), "a load returned wrong bytes"
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))
         for ticket in done.failed:
             self.free.add(self.unsaved.pop(ticket).frame)
@@ -453,11 +460,11 @@ class Steps(RuleBasedStateMachine):
             saved = self.unsaved.pop(ticket)
             assert np.array_equal(
                 self.frames.parts[saved.frame, : len(saved.payload)], saved.payload
-            ), "saved something else"
+            ), "a save stored wrong bytes"
             if saved.before is not None:
                 assert np.array_equal(
                     self.frames.parts[saved.frame, : -TRAILER.itemsize], saved.before
-                ), "more than a trailer"
+                ), "the save wrote more than a trailer"
             page_bytes = [plane[3] for plane in self.kinds[KIND_OF[saved.group]].planes]
             assert int(trailers[saved.frame]["tag"]) == chunk_tag(
                 saved.payload, page_bytes, len(saved.blocks)
@@ -465,17 +472,17 @@ class Steps(RuleBasedStateMachine):
             self.saved.append(saved)
 
     def check_nothing_else_was_written(self) -> None:
-        assert (self.frames.raw[:, 0] == POISON).all(), "another rank's part was written"
+        assert (self.frames.raw[:, 0] == POISON).all(), "another rank's shard was overwritten"
         for saved in self.saved:
             payload = self.frames.parts[saved.frame, : len(saved.payload)]
             assert saved.is_damaged or np.array_equal(payload, saved.payload), (
-                "a saved frame was written again"
+                "a saved frame was overwritten"
             )
         for buffer, (_, offset, stride, size) in zip(self.buffers, self.paged.planes, strict=True):
             is_gap = np.ones(len(buffer), bool)
             for block in range(NUM_BLOCKS):
                 is_gap[offset + block * stride : offset + block * stride + size] = False
-            assert (buffer[is_gap] == POISON).all(), "written between pages"
+            assert (buffer[is_gap] == POISON).all(), "bytes between pages were overwritten"
 
 
 Steps.TestCase.settings = settings(

@@ -1,5 +1,5 @@
-"""Submitters on the emulated GPU: copies are sent without polls and reach the right place. Needs no
-GPU.
+"""Tests submitters on the emulated GPU: copies are sent without polling and arrive in the right
+place. Needs no GPU.
 """
 
 import os
@@ -37,7 +37,7 @@ BLOCKS = 300
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "the submitters did not send it"
+        assert time.monotonic() < deadline, "the submitters did not send the copy"
         time.sleep(2e-3)
 
 
@@ -83,7 +83,7 @@ def test_submitters_send_copies_without_polls(
             and not done.bad_blocks
         )
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
-        mover.begin_step(())  # returns the step's own events
+        mover.begin_step(())  # returns the step's own events to the pool
         assert len(mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
         mover.close()
 
@@ -92,7 +92,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a caller that checks at that moment, such as a bench, sees a copy as done before
-    its last piece starts.
+    its last piece has started.
     """
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
@@ -120,7 +120,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
         assert is_at_last.wait(DEADLINE_S), "no submitter reached the last piece"
         answers: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
-        with suppress(queue.Empty):  # it may wait for the submitter, too
+        with suppress(queue.Empty):  # it may also wait for the submitter
             assert answers.get(timeout=0.3)
         may_send.set()
         until(lambda: not mover.is_behind)
@@ -138,7 +138,7 @@ def test_first_pieces_grow_and_are_less_than_a_piece(
 ) -> None:
     sizes = [0, *jobs.ramp(chunks_per_piece, part_bytes, prepare_us), chunks_per_piece]
     assert sizes == sorted(set(sizes)), (
-        "an empty piece, one that is smaller than the one before it, or more than a piece"
+        "an empty piece, a piece smaller than its predecessor, or a piece too large"
     )
 
 

@@ -1,4 +1,7 @@
-"""The first pieces of a save or a load on an idle link are small, for any request. Needs no GPU."""
+"""Tests that the first pieces of a save or load are small when the link is idle, for any request.
+
+Needs no GPU.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,8 +34,9 @@ PER_PIECE, BLOCKS = 6, 120
 
 
 class Rig:
-    """A mover whose first pieces have 2 and 3 chunks, later ones 6; and the number of chunks of
-    each piece in sending order.
+    """A mover whose first pieces have 2 and 3 chunks and later pieces 6.
+
+    Records the number of chunks of each piece in sending order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +53,7 @@ class Rig:
     def noted(self, submit: Any) -> Any:
         def noting(piece: Any, **more: Any) -> Any:
             assert frames_of(piece) == sorted(frames_of(piece)), (
-                "neighbours in the arena are not one copy"
+                "adjacent frames were not combined into one copy"
             )
             self.sizes.append(piece.num_segments)
             return submit(piece, **more)
@@ -104,7 +108,7 @@ def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
     rig.mover.drain()
     assert rig.submit_saves(3, 17) == [2, 3, 6, 6, 3]
     rig.mover.drain()
-    assert rig.submit_saves(PER_PIECE) == [PER_PIECE], "nothing comes after it"
+    assert rig.submit_saves(PER_PIECE) == [PER_PIECE], "nothing may follow the only piece"
     rig.mover.drain()
     assert rig.submit_saves(PER_PIECE + 1) == [2, 3, 2]
 
@@ -126,7 +130,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
 ) -> None:
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     rig.sent()
-    for _ in range(2):  # the second time the link is idle again
+    for _ in range(2):  # the second time, the link is idle again
         assert rig.submit_loads(*counts) == sizes
         done = rig.mover.drain()
         assert (
@@ -167,7 +171,7 @@ def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPa
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), (
-        "pieces of pinned frames only"
+        "pieces must contain only pinned frames"
     )
     rig.mover._break("as the test wanted it")
     rig.mover.submit_saves([plan])
@@ -175,7 +179,7 @@ def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
-    """They share a piece; bad blocks are discarded."""
+    """The loads share a piece. Invalid blocks are discarded."""
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     wanted = [
         ("a", (0, 70), (1, 71)),
@@ -207,7 +211,7 @@ def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
 
 
 def test_loads_of_other_steps_do_not_shrink_the_first_piece(rig: Rig) -> None:
-    """Their chunks cannot be in it."""
+    """Chunks of loads of other steps cannot be in the first piece."""
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
     loads = [Load(plan, 4) for plan in plans]
     rig.mover._loads.waiting.extend(
@@ -277,7 +281,7 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(
 def test_the_compute_stream_is_the_one_that_is_current_now(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine may switch streams between steps; a mark in another stream orders nothing (I2)."""
+    """An engine may switch streams between steps. A mark in another stream orders nothing (I2)."""
     mover = Rig(monkeypatch).mover
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

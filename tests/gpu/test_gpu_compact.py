@@ -1,5 +1,6 @@
-"""Frames for compressed chunks with frames for raw ones, in one arena. Needs a GPU; the emulated
-one runs the same tests.
+"""Tests frames for compressed chunks and frames for raw chunks in one arena.
+
+Needs a GPU; the same tests run on the emulated GPU.
 """
 
 import mmap
@@ -22,12 +23,14 @@ from kvloft.transfer.frames import RAW, FrameMemory, compact_bytes_for, part_byt
 
 NUM_BLOCKS = 3
 COMPACT, LARGE = 0, 1
-"""Size classes."""
+"""Indices of the size classes."""
 FIRST_LARGE = 1 << 28
 
 
 class TwoSizes:
-    """A mover over an arena of two slabs: the first has compact frames, the second large ones."""
+    """A mover for an arena with two slabs: the first has compact frames, the second has large
+    frames.
+    """
 
     def __init__(self, paged: Paged, *, encodes: bool = True) -> None:
         payload, num_tiles = paged.block_bytes * NUM_BLOCKS, len(tiles_of(paged, NUM_BLOCKS))
@@ -99,7 +102,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
     done = save(rig.mover, copies)
     assert done.misfits == done.failed == [copies[1].ticket]
     end = rig.memory[COMPACT].start(3)
-    assert not rig.bytes[end:].any(), "nothing is written after the frames"
+    assert not rig.bytes[end:].any(), "bytes after the frames were overwritten"
     (large,) = copies_of([rig.first_large], [blocks_of(1)], first_key=9)
     assert save(rig.mover, [large]).saved == [large.ticket]
     done = load(rig.mover, [*copies, large])
@@ -108,7 +111,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
 
 
 def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
-    """Its payload would end after the frame and, in the last frame, after the arena."""
+    """A raw payload would end after the frame and, in the last frame, after the arena."""
     paged = bf16("pages_of_4k")
     rig = TwoSizes(paged)
     fill(paged, "gaussian")
@@ -133,5 +136,7 @@ def test_without_kernels_that_compress_every_chunk_is_a_misfit() -> None:
     assert (done.misfits, done.failed, done.saved) == ([1], [1], [2])
     done = load(rig.mover, copies)
     assert done.bad_blocks == set(copies[0].blocks)
-    assert done.loads[0].bad_keys == ((copies[0].key, "layout"),), "others can read it"
+    assert done.loads[0].bad_keys == ((copies[0].key, "layout"),), (
+        "engines with a different layout can read it"
+    )
     rig.mover.close()

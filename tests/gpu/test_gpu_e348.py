@@ -1,5 +1,5 @@
-"""Encoded parts on a GPU: bits, tags and records against the numpy oracle, any content, page size,
-width, damage.
+"""Tests encoded shards on a GPU: bits, tags and records compared with the numpy oracle, for any
+content, page size, width and damage.
 """
 
 import os
@@ -32,7 +32,7 @@ from test_gpu_mover import check_load, check_partial_loads, check_unregistered, 
 
 NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
 ORACLE_TILES = 300
-"""Tiles of a test whose records are compared."""
+"""Number of tiles in a test whose records are compared."""
 LAYOUTS = {
     "pages_of_4k": lambda: per_layer(5, 29, 4096),
     "pages_of_6k": lambda: one_buffer(3, 31, 6 << 10),
@@ -51,7 +51,7 @@ def some_bf16(paged: Paged, are_bf16: Sequence[bool]) -> Paged:
 
 
 def bf16(name: str) -> Paged:
-    """All planes are encoded, unless the layout says otherwise."""
+    """Return paged KV whose planes are all encoded, unless the layout says otherwise."""
     paged = LAYOUTS[name]()
     return paged if paged.are_bf16 else some_bf16(paged, [True] * len(paged.planes))
 
@@ -79,7 +79,9 @@ def encoded_frames(paged: Paged, num_frames: int, num_blocks: int, **ranks: int)
 def check_part(
     part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int
 ) -> None:
-    """Its records are the oracle's, without gaps or overlaps, and decode to ``payload``."""
+    """Check that the shard's records equal the oracle's, have no gaps or overlaps, and decode to
+    ``payload``.
+    """
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries = part[: 8 * len(tiles)].view("<u8").tolist()
     at, spans = 0, []
@@ -105,7 +107,10 @@ def check_part(
 def check_round_trip(
     paged: Paged, sample: str | e348.Words, blocks_per_chunk: int, *, seed: int = 0, **route
 ) -> float:
-    """Bytes of the encoded parts, as a share of the payload."""
+    """Save, check and load everything.
+
+    Return the size of the encoded shards as a fraction of the payload.
+    """
     num_frames = paged.num_blocks + 3
     frames = encoded_frames(paged, num_frames, blocks_per_chunk)
     mover = make_mover(paged, frames, blocks_per_chunk, encodes=True, **route)
@@ -149,7 +154,7 @@ def test_any_content_round_trips(sample: str) -> None:
 def test_any_page_size_and_width_round_trips(
     layout: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With width 0.6, a part of each chunk is written and read in host memory."""
+    """With width 0.6, a part of each chunk is written to and read from host memory."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
     for sample in ("gaussian", "random words"):
         check_round_trip(
@@ -177,11 +182,11 @@ def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
 
 @pytest.mark.skipif(
     "KV_SMOLLM2" not in os.environ,
-    reason="real keys and values: KV_SMOLLM2=FILE, which tests/gpu/smollm2.py makes",
+    reason="needs real keys and values: KV_SMOLLM2=FILE, written by tests/gpu/smollm2.py",
 )
 @pytest.mark.parametrize("page_kib", [4, 6, 18, 64])
 def test_real_keys_and_values_come_back_and_take_71_percent(page_kib: int) -> None:
-    """Pages of 6 KiB as in vLLM: 16 tokens of K or V of one layer."""
+    """Pages have 6 KiB, as in vLLM: 16 tokens of K or V in one layer."""
     words = np.load(os.environ["KV_SMOLLM2"]).reshape(-1)
     num_planes = 60 if page_kib == 6 else 10
     paged = one_buffer(num_planes, 2 * len(words) // (num_planes * page_kib << 10), page_kib << 10)
@@ -227,8 +232,9 @@ def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Parts are smaller than a payload, and noise does not compress. Bytes after a part are
-    unchanged.
+    """Shards are smaller than a payload, and noise does not compress.
+
+    The bytes after a shard must not change.
     """
     paged = bf16("pages_of_4k")
     frames = Frames(12, part_bytes_for(paged.block_bytes * 3) - 4096, 0, 2)
@@ -261,7 +267,7 @@ def test_partial_loads_write_only_their_blocks() -> None:
 def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No kernel may touch them: their parts are copied whole."""
+    """No kernel may access unregistered frames, so their shards are copied whole."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
     paged = bf16("pages_of_18k")
     frames = encoded_frames(paged, 20, 1)
@@ -285,7 +291,7 @@ def test_ranks_stay_in_their_part() -> None:
 
 
 def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) -> None:
-    """Change stored bytes, mostly of the table."""
+    """Change stored bytes, mostly in the table."""
     kind = rng.choice(
         ("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate")
     )
@@ -315,7 +321,7 @@ def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) ->
 
 @pytest.mark.parametrize("layout", ["pages_of_6k", "mixed"])
 def test_damage_is_a_miss_or_has_no_effect(layout: str) -> None:
-    """Never a fault, never a wrong byte under a matching tag."""
+    """Damage must never cause a fault, nor a wrong byte with a matching tag."""
     num_chunks = 50
     paged = bf16(layout)
     paged = some_bf16(mixed(2 * num_chunks, [plane[3] for plane in paged.planes]), paged.are_bf16)

@@ -1,4 +1,6 @@
-"""Random damage to frames, 10,000 times: the load's tag (or trailer) check detects all of it."""
+"""Damages frames randomly, 10,000 times: the tag (or trailer) check of the load must detect all
+damage.
+"""
 
 import os
 import random
@@ -18,8 +20,9 @@ KINDS = ("bit", "swap", "stale", "skip", "truncate", "shift", "zero")
 def damage(
     kind: str, part: np.ndarray, old: np.ndarray, pages: int, page: int, rng: random.Random
 ) -> None:
-    """Change the payload in ``part`` as a failure of that kind would; ``old`` is another chunk's
-    earlier content.
+    """Change the payload in ``part`` like a failure of the given kind.
+
+    ``old`` is the earlier content of another chunk.
     """
     size = pages * page
     one, two = rng.sample(range(pages), 2)
@@ -65,7 +68,7 @@ def test_every_injected_fault_is_caught() -> None:
         hurt = set()
         for i in range(num_chunks):
             if rng.random() < 0.02:
-                continue  # some stay intact, so that a check that always fails is detected
+                continue  # some chunks stay intact, to detect a check that always fails
             kind = rng.choice(KINDS)
             damage(kind, frames.parts[i], old[i], layers * 2, page, rng)
             if not np.array_equal(frames.parts[i], good[i, 0]):

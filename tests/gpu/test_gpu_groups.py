@@ -1,7 +1,7 @@
-"""CudaMover with several KV cache groups: two kinds of pages over the same memory, one arena and
-one staging area; each byte is compared.
+"""Tests CudaMover with multiple KV cache groups: two kinds of pages over the same memory, one arena
+and one staging area. Every byte is compared.
 
-The emulated GPU runs the same functions (`test_emulated_groups.py`), and random steps of groups
+The same functions run on the emulated GPU (`test_emulated_groups.py`), which also runs random steps
 (`test_emulated_steps.py`).
 """
 
@@ -33,18 +33,21 @@ from kvloft.transfer.cuda.trailers import TRAILER
 
 pytestmark = pytest.mark.gpu
 GROUPS = (0, 1, 0)
-"""Which kind each group's pages are."""
+"""Kind of each group's pages."""
 BLOCKS = 60
 PAGES = [900, 4096, 5000]
 
 
 def half_block(paged: Paged) -> Paged:
-    """A group with fewer layers: the second layer's pages only."""
+    """Return a group with fewer layers: only the second layer's pages."""
     return Paged(paged.buffers, paged.planes[1:], paged.num_blocks, digest=bytes(32))
 
 
 def no_block(paged: Paged) -> Paged:
-    """A group without layers here, as on some pipeline stages: its frames have only a trailer."""
+    """Return a group without layers on this stage, as with some pipeline stages.
+
+    Its frames contain only a trailer.
+    """
     return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
@@ -52,8 +55,9 @@ OTHERS = {"turned": turned, "half": half_block, "none": no_block}
 
 
 class Rig:
-    """Groups over the same memory; each group has a third of the blocks. ``sizes``: blocks of a
-    chunk, by kind.
+    """Groups over the same memory, each with a third of the blocks.
+
+    ``sizes`` is the number of blocks per chunk, by kind.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Rig:
         return self.kinds[GROUPS[group]]
 
     def in_chunks(self, group: int, blocks: list[int]) -> list[list[int]]:
-        """The number of blocks per chunk of each group."""
+        """Return the number of blocks per chunk of each group."""
         size = self.sizes[GROUPS[group]]
         return [blocks[at : at + size] for at in range(0, len(blocks) // size * size, size)]
 
@@ -95,7 +99,7 @@ class Rig:
 
 
 def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> ChunkBatch:
-    """Loads of these chunks into other blocks."""
+    """Return loads of these chunks into other blocks."""
     moved = [
         [
             ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),))
@@ -149,7 +153,7 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
 
 
 def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
-    """Another kind with smaller blocks can have as many."""
+    """Another kind with smaller blocks can have that many blocks per chunk."""
     rig = Rig(4096, "half", sizes=(1, 2))
     rig.paged.randomize(1)
     two = copies_of([0], [[1, 2]])
@@ -190,17 +194,17 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
     done = rig.mover.drain()
     assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [
         (7, (), False)
-    ], "reported once"
+    ], "each load must be reported once"
     assert not done.bad_blocks
     for now, then in zip(rig.paged.buffers, want_pages, strict=True):
         assert torch.equal(now, then)
-    assert rig.save(), "saves still work"
+    assert rig.save(), "saves must still work"
     rig.mover.close()
 
 
 def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
-    """Its gather is queued when the load starts, and its old owner has finished: no step names it
-    as rewritten.
+    """The gather of the save is queued when the load starts, and the block's old owner has
+    finished, so no step reports the block as rewritten.
     """
     rig = Rig(4096, "turned", slot_bytes=3 * 12288)
     rig.paged.randomize(1)
@@ -246,7 +250,9 @@ def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
 def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
-    """The only content of such a frame: nothing else shows that its chunk is another."""
+    """The trailer is the only content of such a frame: only the trailer can reveal the wrong
+    chunk.
+    """
     rig = Rig(4096, "none")
     rig.paged.randomize(3)
     rig.save()
@@ -260,5 +266,5 @@ def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> N
     assert done.bad_blocks == set(broken.blocks)
     assert all(
         torch.equal(now, then) for now, then in zip(rig.paged.buffers, before, strict=True)
-    ), "it has no page to write"
+    ), "the group has no page to write"
     rig.mover.close()

@@ -1,5 +1,5 @@
-"""Saves and loads on a GPU, bit for bit against torch: layouts x page sizes x odd dims x
-permutations, poisoned destinations.
+"""Tests saves and loads on a GPU, compared bit for bit with torch: all layouts, page sizes, odd
+dimensions and permutations, with poisoned destinations.
 """
 
 import random
@@ -56,7 +56,7 @@ ROUTES = {
 def random_chunks(
     paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Some frames and the blocks for each, all different."""
+    """Return some frames, and blocks for each of them, all different."""
     rng = random.Random(seed)
     blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
     chunks = []
@@ -98,7 +98,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
 
 
 def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int) -> None:
-    """Load everything into other blocks of poisoned KV; all other bytes stay poison."""
+    """Load everything into other blocks of poisoned KV. All other bytes must stay poison."""
     paged.poison()
     target = random.Random(seed + 100).sample(range(paged.num_blocks), paged.num_blocks)
     want = paged.snapshot()
@@ -115,8 +115,9 @@ def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int
 
 
 def check_partial_loads(paged: Paged, mover) -> None:
-    """Save four chunks of seven blocks, and load some blocks of each; all other bytes stay
-    poison.
+    """Save four chunks of seven blocks and load some blocks of each.
+
+    All other bytes must stay poison.
     """
     saved = paged.snapshot()
     copies = copies_of([4, 1, 2, 5], [list(range(7 * i, 7 * i + 7)) for i in range(4)])
@@ -167,7 +168,7 @@ def test_ranks_stay_in_their_part(rank: int) -> None:
 
 
 def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
-    """The compute stream is kept busy, so that a gather or writer that does not wait is
+    """The compute stream is kept busy, so that a gather or a writer that does not wait is
     detected.
     """
     paged = block_outermost(4, 64, 64 << 10)
@@ -215,7 +216,7 @@ def test_load_writes_after_the_last_reader() -> None:
 
 
 def test_loads_follow_saves_of_the_same_blocks() -> None:
-    """A block saved for one owner and loaded for the next, with no host wait between."""
+    """A block is saved for one owner and loaded for the next, without a host wait in between."""
     paged = block_outermost(2, 64, 256 << 10)
     frames = Frames(128, part_bytes_for(paged.block_bytes))
     mover = make_mover(paged, frames, 1, ring=(2, 1 << 20))
@@ -240,7 +241,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 
 
 class NothingPinned:
-    """A range without registered memory."""
+    """A memory range in which nothing is registered."""
 
     is_complete = is_over = False
     num_registered_bytes = 0
@@ -256,8 +257,9 @@ class NothingPinned:
 def check_unregistered(
     paged: Paged, frames: Frames, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Any, tuple[ChunkCopy, ...]]:
-    """Frames that are not registered are loaded and not saved to; returns their mover and the
-    chunks in them.
+    """Check that unregistered frames can be loaded but not saved to.
+
+    Return their mover and the chunks in them.
     """
     before = paged.snapshot()
     copies = copies_of(random.Random(4).sample(range(20), 15), [[block] for block in range(15)])

@@ -1,5 +1,5 @@
-"""Order of an engine's work, saves and loads on a GPU, with submitters: random steps compared with
-torch's clones.
+"""Tests the order of an engine's work, saves and loads on a GPU with submitters: random steps are
+compared with torch clones.
 """
 
 import random
@@ -25,11 +25,13 @@ RING = (2, 1 << 20)
 BLOCKS = 64
 DEADLINE_S = 30.0
 LONG_CYCLES = 4_000_000_000
-"""About two seconds on the GPU."""
+"""Number of cycles that take about two seconds on the GPU."""
 
 
 def rig() -> tuple[Paged, Frames, CudaMover]:
-    """64 blocks of 256 KiB, twice as many frames, and staging slots that hold three or four."""
+    """A mover with 64 blocks of 256 KiB, twice as many frames, and staging slots for three or four
+    blocks.
+    """
     paged = block_outermost(4, BLOCKS, 64 << 10)
     frames = Frames(2 * BLOCKS, part_bytes_for(paged.block_bytes))
     return paged, frames, make_mover(paged, frames, 1, ring=RING)
@@ -62,7 +64,7 @@ def test_submitters_send_everything_by_themselves() -> None:
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
-    """The engine's own copies queue after them."""
+    """The engine's own copies queue behind bytes on the GPU."""
     paged, _, mover = rig()
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     paged.randomize(1)
@@ -79,7 +81,7 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
     flying = sum(
         flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flying
     )
-    assert not gate.query(), "the GPU was to be busy"
+    assert not gate.query(), "the GPU should be busy"
     assert 0 < flying <= SLOTS_AHEAD * RING[1] < BLOCKS * paged.block_bytes
     done = mover.drain()
     assert len(done.saved) == (BLOCKS if verb == "save" else 0) and not done.bad_blocks
@@ -88,7 +90,9 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
 
 @pytest.mark.parametrize("is_submitted", ["before", "after"])
 def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submitted: str) -> None:
-    """vLLM submits loads before their step's forward up to 0.29, after it since 0.30."""
+    """vLLM up to 0.29 submits loads before the forward pass of their step, vLLM 0.30 and newer
+    after it.
+    """
     paged, _, mover = rig()
     paged.randomize(1)
     want = paged.snapshot()
@@ -105,7 +109,7 @@ def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submi
         mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     mover.begin_step(())
     until(lambda: bool(mover.poll().loads))
-    assert not gate.query(), "it waited for a forward pass that does not use its blocks"
+    assert not gate.query(), "the load waited for a forward pass that does not use its blocks"
     assert torch.equal(paged.buffers[0], want[0])
     mover.close()
 
@@ -128,16 +132,14 @@ def test_a_save_waits_for_no_later_step() -> None:
         return len(saved) >= BLOCKS
 
     until(first_are_saved)
-    assert not gate.query(), "it waited for a forward that was launched after it"
+    assert not gate.query(), "the load waited for a forward pass launched after it"
     assert set(saved) == {copy.ticket for copy in copies}
     assert len(mover.drain().saved) == 1
     mover.close()
 
 
 class Engine:
-    """Writes, saves and loads blocks at random, and keeps clones of each frame's expected
-    content.
-    """
+    """Writes, saves and loads random blocks, and keeps a clone of each frame's expected content."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -153,8 +155,9 @@ class Engine:
         self.num_saves = self.num_checked = 0
 
     def step(self, number: int) -> None:
-        """One forward pass that rewrites blocks while older copies are in flight; loads go to other
-        blocks.
+        """Run one forward pass that rewrites blocks while older copies are in flight.
+
+        Loads use other blocks.
         """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}

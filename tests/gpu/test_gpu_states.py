@@ -1,9 +1,9 @@
-"""CudaMover with state-space layers and attention: tensors in every layout that vLLM has, with each
-byte compared.
+"""Tests CudaMover with state-space layers and attention: tensors in every layout of vLLM, with
+every byte compared.
 
-A state's page is shorter than attention's, so unused padding follows it; its tensors (convolution
-and recurrence) have separate types and, since vLLM 0.32, are one tensor of bytes. The emulated GPU
-runs the same functions (`test_emulated_states.py`).
+The page of a state is shorter than an attention page, so unused padding follows it. Its tensors
+(convolution and recurrence) have different types and, since vLLM 0.32, form a single byte tensor.
+The emulated GPU runs the same functions (`test_emulated_states.py`).
 """
 
 from itertools import product
@@ -26,8 +26,9 @@ from kvloft.transfer.layout import PagedLayout, read_layout
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, NUM_SLOTS = 37, 2
-"""A group's layers use as many slots; groups share the slots, because a block belongs to one group
-at a time.
+"""Numbers of blocks, and of slots (one per layer of a group).
+
+Groups share the slots, because a block belongs to one group at a time.
 """
 HEADS, TOKENS, HEAD_BYTES = 2, 12, 88
 PAGE = HEADS * TOKENS * HEAD_BYTES
@@ -37,8 +38,8 @@ STRIDES = {
     "layers outermost": (NUM_BLOCKS * PAGE, PAGE),
     "blocks outermost": (PAGE, NUM_SLOTS * PAGE),
 }
-"""Strides of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first
-inside a page.
+"""Strides of a slot and of a block, as in vLLM's layouts L... and BL...; inside a page, heads or
+tokens come first.
 """
 KINDS = ("full", "bytes", "tensors")
 GROUPS = ("full", "bytes", "tensors", "bytes")
@@ -48,8 +49,8 @@ Views = list[torch.Tensor]
 def views_of(
     memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool
 ) -> dict[str, torch.Tensor | Views]:
-    """Each layer's tensors over ``memory`` as an engine registers them: a state as one tensor of
-    bytes, or as one per part.
+    """Return each layer's tensors over ``memory`` as an engine registers them: a state is one byte
+    tensor, or one tensor per part.
     """
     of_slot, of_block = strides
     found: dict[str, torch.Tensor | Views] = {}
@@ -79,7 +80,7 @@ def views_of(
 
 
 class Rig:
-    """Full attention and states over the same memory; each group has some of the blocks."""
+    """Full attention and states over the same memory. Each group has some of the blocks."""
 
     def __init__(self, layout: str, *, heads_first: bool, slot_bytes: int = 1 << 16) -> None:
         self.memory = torch.empty(
@@ -113,7 +114,7 @@ class Rig:
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
-        """Place of a group's bytes in a block: for a state without the padding after it."""
+        """Return where a group's bytes are in a block, without the padding after a state."""
         num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]
@@ -126,7 +127,7 @@ class Rig:
             self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
 
     def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
-        """All chunks, or loads of them into other blocks."""
+        """Return all chunks, or loads of them into other blocks."""
         moved = [
             [c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group]
             for group in self.copies
@@ -138,7 +139,11 @@ class Rig:
     params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)]
 )
 def rig(request: pytest.FixtureRequest) -> Rig:
-    """Pieces of several chunks, and chunks that take a piece each."""
+    """Return a rig.
+
+    With large slots, a piece contains multiple chunks; with small slots, each chunk needs its own
+    piece.
+    """
     layout, heads_first, slot_bytes = request.param
     return Rig(layout, heads_first=heads_first, slot_bytes=slot_bytes)
 
@@ -157,7 +162,7 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
     before = rig.raw.clone()
     rig.step(saves=rig.batches())
     assert len(rig.mover.drain().saved) == NUM_BLOCKS
-    assert torch.equal(rig.raw, before), "a save wrote to pages"
+    assert torch.equal(rig.raw, before), "a save changed a page"
     for group, copies in enumerate(rig.copies):
         for copy in copies:
             payload = torch.cat([before[place] for place in rig.used(group, copy.blocks[0])]).cpu()
@@ -165,7 +170,7 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
                 torch.from_numpy(rig.frames.parts[copy.frame, : len(payload)]), payload
             )
             assert (rig.frames.parts[copy.frame, len(payload) : -128] == POISON).all(), (
-                "written behind a payload"
+                "bytes after a payload were overwritten"
             )
     rig.raw.fill_(POISON)
     wanted = rig.raw.clone()
@@ -189,7 +194,10 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
 
 
 def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
-    """Their keys differ; should they not, their layouts do: each is a miss."""
+    """The keys of the groups differ.
+
+    Even with equal keys, the layouts differ: each load is a miss.
+    """
     rig.raw.random_(0, 256)
     rig.step(saves=rig.batches())
     assert rig.mover.drain().saved

@@ -1,4 +1,6 @@
-"""Order of saves and loads on the GPU, with lanes whose pieces a test finishes. Needs no GPU."""
+"""Tests the order of saves and loads on the GPU with lanes whose pieces complete when the test says
+so. Needs no GPU.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,12 +30,12 @@ from kvloft.transfer.frames import FrameMemory
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 NUM_SLOTS = 2
 LOADED = 64
-"""Frames below are sealed, for loads."""
+"""Number of sealed frames, which are used for loads."""
 
 
 class Clock:
-    """Records commands enqueued on the GPU, in order: the compute stream's marks and waits, and the
-    pieces of both lanes.
+    """Records the commands enqueued on the GPU, in order: the compute stream's marks and waits, and
+    the pieces of both lanes.
     """
 
     def __init__(self) -> None:
@@ -50,13 +52,13 @@ class Clock:
 
 @dataclass
 class Gathered:
-    """The event after a gather."""
+    """The event recorded after a gather."""
 
     number: int
 
 
 class Stream:
-    """A stream of a lane, and the events it waits for."""
+    """A stream of a lane, with the events for which it waits."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -69,7 +71,10 @@ class Stream:
 
 
 class Lane:
-    """Pieces are done after `finish`; a chunk's tag is its frame's number."""
+    """A lane whose pieces are done after `finish`.
+
+    The tag of a chunk is the number of its frame.
+    """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -103,7 +108,7 @@ class Lane:
 
 
 class Queues(RuleBasedStateMachine):
-    """Steps that rewrite, save and load at random, while pieces finish at random."""
+    """Property test: steps rewrite, save and load at random, while pieces finish at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,13 +162,14 @@ class Queues(RuleBasedStateMachine):
         self.next_frame, self.next_load = LOADED, 0
         self.loaded_after: list[
             int
-        ] = []  # of each chunk to load, in order: how many forwards were launched before its step
+            # per chunk to load, in order: number of forward passes launched before its step
+        ] = []
         self.waiting_loads: set[int] = set()
         self.unsaved: dict[int, int] = {}  # ticket -> block
         self.dropped: set[int] = set()  # frames
         self.saved_after: dict[
             int, int
-        ] = {}  # frame -> where in the log its forward had been launched
+        ] = {}  # frame -> position in the log after which its forward pass was launched
 
     def teardown(self) -> None:
         try:
@@ -174,8 +180,10 @@ class Queues(RuleBasedStateMachine):
             self.patch.undo()
 
     def check_awaited(self, stream: Any, blocks: set[int]) -> None:
-        """Every sent gather that can still read ``blocks`` precedes the next command of ``stream``.
-        Gathers in one stream come in their order, and pieces take turns on the streams.
+        """Check that every sent gather that may still read ``blocks`` runs before the next command
+        of ``stream``.
+
+        Gathers in one stream run in order, and pieces alternate between the streams.
         """
         saves: Any = self.mover.saves
         awaited = [saves.num_done - 1] * NUM_SLOTS
@@ -188,7 +196,7 @@ class Queues(RuleBasedStateMachine):
             for i, (piece, _) in enumerate(saves.pieces)
             if i > awaited[i % NUM_SLOTS] and blocks & set(piece.block_ids.tolist())
         ]
-        assert not late, "blocks that a gather still has to read can be overwritten"
+        assert not late, "blocks can be overwritten before a gather has read them"
 
     def load_is_sent(self, piece: Any) -> None:
         self.check_awaited(self.mover.loads.next_kernel_stream(0), set(piece.block_ids.tolist()))
@@ -215,13 +223,13 @@ class Queues(RuleBasedStateMachine):
         self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
         assert read - set(self.mover._shared.done.failed) <= sent, (
-            "a forward pass can write blocks of a save that was not sent yet"
+            "a forward pass can overwrite blocks of a save that was not sent yet"
         )
         self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
         forward_is_first = (
             seed.random() < 0.5
-        )  # vLLM submits loads before the forward up to 0.29, after it since 0.30
+        )  # vLLM up to 0.29 submits loads before the forward pass, 0.30 and newer after it
         if forward_is_first:
             self.clock.log.append(("forward",))
         if num_loads:
@@ -298,8 +306,8 @@ class Queues(RuleBasedStateMachine):
         return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
-        """A save's kernel starts after the forward pass that wrote, but does not wait for later
-        ones; a load's kernel starts after the work before its step.
+        """Check that a save's kernel starts after the forward pass that wrote its blocks but does
+        not wait for later ones, and a load's kernel starts after the work that precedes its step.
         """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
         after: dict[Any, int] = {}

@@ -1,5 +1,5 @@
-"""Cutting chunk copies into pieces: compared with a tile-by-tile model, every byte is copied once
-and to the right place.
+"""Compares how chunk copies are split into pieces with a tile-by-tile model: every byte is copied
+once and to the right place.
 """
 
 import numpy as np
@@ -62,8 +62,9 @@ def cases(draw: st.DrawFn):
 @pytest.mark.parametrize("blocks_per_chunk", [1, 7, MAX_BLOCKS + 1])
 @pytest.mark.parametrize("slot_bytes", [4096, 1 << 20])
 def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_bytes: int) -> None:
-    """With no piece, a load would never end. Nothing is moved for them here, however long their
-    chunks are on other ranks.
+    """Without a piece, a load would never complete.
+
+    No bytes are moved for these chunks here, however large they are on other ranks.
     """
     shape = PieceLimits(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
     copies = [
@@ -105,7 +106,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[PieceLimits, list[ChunkCop
         gather(table, piece, shape, paged, slot)
         copy_out(piece, shape, slot, parts)
         assert piece.begin in (done, done - 1) and piece.end >= done, (
-            "only a single chunk can be split into several pieces"
+            "only a single chunk may be split across pieces"
         )
         done, moved = piece.end, moved + piece.num_bytes
     assert done == len(copies)
@@ -114,7 +115,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[PieceLimits, list[ChunkCop
         want = np.concatenate([paged[b] for b in copy.blocks])
         assert np.array_equal(parts[copy.frame, : len(want)], want)
         assert (parts[copy.frame, len(want) :] == POISON).all(), (
-            "trailers, other ranks' parts or old bytes follow a payload"
+            "bytes after a payload were overwritten"
         )
     for frame in set(range(14)) - {copy.frame for copy in copies}:
         assert (parts[frame] == POISON).all()
@@ -143,7 +144,7 @@ def test_a_slot_smaller_than_a_tile_is_refused() -> None:
 
 
 def test_segments_that_pieces_share_cannot_be_changed() -> None:
-    """A launch that has them already does not write them again."""
+    """A launch that already has the segments does not write them again."""
     shape = PieceLimits(tiles_of([4096]), 1 << 20, 8192, 1, 1000)
     with pytest.raises(ValueError, match="read-only"):
         shape.full_segments["base"][0] = 1

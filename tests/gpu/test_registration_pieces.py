@@ -1,4 +1,4 @@
-"""No frame of any size is in two pieces of registered memory. Needs no GPU."""
+"""Checks that each frame, of any size, is inside one piece of registered memory. Needs no GPU."""
 
 import pytest
 from hypothesis import given
@@ -36,10 +36,10 @@ def test_each_frame_is_in_one_piece(
     for number in range(1, memory.num_frames):
         if number % per_run:
             assert memory.start(number) == memory.start(number - 1) + memory.frame_bytes, (
-                "frames of one run are equally spaced"
+                "the frames of a run must be adjacent"
             )
             before, here = (
                 next(i for i, (begin, num) in enumerate(pieces) if begin <= at < begin + num)
                 for at in (memory.start(number - 1), memory.start(number))
             )
-            assert before == here, "a run is in one piece"
+            assert before == here, "a run must be in one piece"

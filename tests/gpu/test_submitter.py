@@ -1,5 +1,5 @@
-"""The submitter thread alone: it sends when the awaited event has passed, sleeps when nothing is
-queued, and ends. Needs no GPU.
+"""Tests the submitter thread alone: it sends once the awaited event has completed, sleeps while
+nothing is queued, and exits. Needs no GPU.
 """
 
 import os
@@ -13,11 +13,11 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.submitter import Submitter
 
 WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
-"""Longest wait for an expected event."""
+"""Timeout for an expected event."""
 
 
 class Lane:
-    """Counts queued, sent and finished copies; a test sets its events."""
+    """Counts queued, sent and completed copies; a test sets its events."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -67,13 +67,13 @@ def test_sends_once_for_each_event_that_passes(lane: Lane, submitter: Submitter)
     lane.queue(submitter, 3)
     for _ in range(3):
         assert lane.waiting.acquire(timeout=WAIT_S)
-        assert not lane.sent.acquire(blocking=False), "sent before the event had passed"
+        assert not lane.sent.acquire(blocking=False), "sent before the event completed"
         lane.passed.release()
         assert lane.sent.acquire(timeout=WAIT_S)
     assert lane.queued == 0 and not lane.waiting.acquire(timeout=0.05)
     lane.queue(submitter)
     lane.passed.release()
-    assert lane.sent.acquire(timeout=WAIT_S), "woken again"
+    assert lane.sent.acquire(timeout=WAIT_S), "the submitter did not wake up again"
 
 
 def test_the_lock_is_free_while_it_waits(lane: Lane, submitter: Submitter) -> None:
@@ -100,7 +100,7 @@ def test_close_ends_a_thread_that_sleeps_and_one_that_waits(lane: Lane) -> None:
     closes.start()
     while not submitter._closing:
         time.sleep(0.001)
-    assert closes.is_alive(), "it does not wait for the event"
+    assert closes.is_alive(), "close() did not wait for the event"
     lane.passed.release()
     closes.join()
     assert lane.queued == 4

@@ -1,4 +1,4 @@
-"""The GPU and the CPU compute the same tag, although it is implemented twice."""
+"""Checks that the GPU and the CPU implementation compute the same tag."""
 
 import ctypes
 import re

@@ -1,4 +1,6 @@
-"""Trailers written for many frames at once match docs/design/frames.md, byte by byte."""
+"""Checks that trailers written for many frames in one call match docs/design/frames.md, byte by
+byte.
+"""
 
 import mmap
 import struct

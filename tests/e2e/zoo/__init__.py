@@ -1,1 +1,1 @@
-"""Tiny random models of every kind of KV cache group that vLLM serves; README.md lists them."""
+"""Tiny random models with every kind of KV cache group that vLLM supports; README.md lists them."""

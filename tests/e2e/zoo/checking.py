@@ -1,7 +1,7 @@
-"""`kvloft check` of a model of the zoo, with engines that start as a user's do, or that the zygote
-forks (`../forked.py`).
+"""Runs `kvloft check` on a model of the zoo. Its engines are started as for a user, or forked by
+the zygote (`../forked.py`).
 
-Results are in build/models, which scripts/models_table.py reads.
+Results are written to build/models, which scripts/models_table.py reads.
 """
 
 import json
@@ -34,17 +34,17 @@ NOT_SERVED = {
     *((name, "one") for name in STATES),
     ("ngram-mamba2", "auto"),
 }
-"""Unsupported models, with a setting of kv_groups; remove the row when kvloft supports one."""
+"""Unsupported models, with a value of kv_groups. Remove the row when kvloft supports the model."""
 AS_A_USER, FORKED = (
     "import sys; from kvloft.cli import __main__, check_engine; "
     f"{change}sys.exit(__main__.main(sys.argv[1:]))"
     for change in ("", "check_engine.MODULE = 'e2e.forked'; ")
 )
-"""Programs that are `kvloft`."""
+"""Commands that run `kvloft`."""
 
 
 def flags_of(arguments: dict[str, Any]) -> list[str]:
-    """vLLM's flags for arguments of an engine."""
+    """Return vLLM's command-line flags for the arguments of an engine."""
     flags = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -60,8 +60,9 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
 def check(
     name: str, folder: Path, kv_groups: str, zygote: Zygote | None = None
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit status, report and stderr. Without ``zygote`` only models run that need no replaced
-    kernels.
+    """Return the exit status, the report and stderr.
+
+    Without ``zygote``, only models that need no replaced kernels can run.
     """
     model = ZOO[name]
     files = model.write(folder / "files")

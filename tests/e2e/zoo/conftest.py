@@ -1,5 +1,5 @@
-"""The zoo runs if it is selected by name, or with KV_ZOO=all; `make test` runs kvloft check over
-it.
+"""Runs the zoo only if it is selected by name or with KV_ZOO=all; `make test` runs kvloft check on
+all its models.
 """
 
 import os

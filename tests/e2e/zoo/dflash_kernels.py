@@ -1,8 +1,8 @@
-"""Replacements for DFlash that the CPU build lacks: its Triton kernel that lays out a step's draft
-tokens, and norms of several layers at once.
+"""Replaces what DFlash needs and the CPU build lacks: a Triton kernel that arranges a step's draft
+tokens, and norms of multiple layers in one call.
 
-They take the kernels' arguments and write the same results; vLLM's own code around them decides
-drafting.
+The replacements take the kernels' arguments and write the same results. vLLM's surrounding code is
+unchanged.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 
 def masks_to_guess() -> None:
-    """Let vLLM's DFlash proposer run on CPUs."""
+    """Make vLLM's DFlash proposer work on CPUs."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.spec_decode import dflash
 
@@ -20,10 +20,10 @@ def masks_to_guess() -> None:
 
 
 class _Expand:
-    """copy_and_expand_dflash_inputs_kernel."""
+    """Replaces copy_and_expand_dflash_inputs_kernel."""
 
     def register_warmup(self, **_constants: Any) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def __call__(self, **named: Any) -> None:
         bounds, num_queries, num_drafts = (
@@ -62,6 +62,6 @@ class _Expand:
 
 
 def _normed(self: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Norms of (layers, tokens, heads, width) with each layer's weights."""
+    """Return the norms of (layers, tokens, heads, width) with each layer's weights."""
     size = keys.square().mean(-1, keepdim=True) + self._rms_norm_eps
     return keys * torch.rsqrt(size) * self._k_norm_weights[:, None, None]

@@ -1,9 +1,9 @@
-"""Replacements that the CPU build lacks for states with draft tokens: vLLM's two Triton kernels
-that move states, and the rows of draft tokens.
+"""Replaces what Mamba states with draft tokens need and the CPU build lacks: vLLM's two Triton
+kernels that move states, and support for rows of draft tokens.
 
-The replacements take the kernels' arguments and copy the same bytes; vLLM's own code around them
-decides which state goes where. Also provides a drafting method with many right tokens. Must not
-depend on the computation of layers (kernels.py).
+The replacements take the kernels' arguments and copy the same bytes; vLLM's surrounding code
+decides which state moves where. The module also provides a drafting method with many right tokens.
+It does not depend on how layers are computed (kernels.py).
 """
 
 import ctypes
@@ -18,21 +18,26 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's part of a step in one layer."""
+    """One request's share of a step in one layer."""
 
     slots: list[int]
-    """Blocks of states: one, or with drafts one for each token that the step can compute."""
+    """State blocks: a single block or, with draft tokens, one block per token that the step can
+    compute.
+    """
     rejected_from: int = 0
-    """Accepted drafts of the previous step: its later states do not belong to the request."""
+    """Number of draft tokens accepted in the previous step.
+
+    Later states do not belong to the request.
+    """
     is_new: bool = False
-    """There is no state yet."""
+    """True if there is no state yet."""
     is_drafted: bool = False
-    """A part of the step can be rolled back."""
+    """True if a part of the step can be rolled back."""
 
 
 def rows(step: Any) -> Iterator[tuple[Any, Row]]:
-    """Each request's tokens (an index of the step's rows) and row, from vLLM's metadata of gated
-    delta nets.
+    """Yield each request's tokens (an index into the step's rows) and row, from vLLM's metadata of
+    gated delta nets.
     """
     every = torch.arange(step.num_actual_tokens)
     others = every if step.spec_sequence_masks is None else step.non_spec_token_indx
@@ -55,7 +60,7 @@ def rows(step: Any) -> Iterator[tuple[Any, Row]]:
 
 
 def moved_states() -> None:
-    """Let vLLM move states to the position of accepted draft tokens, before and after a step."""
+    """Make vLLM move states to the position of accepted draft tokens, before and after a step."""
     from vllm.v1.worker import mamba_utils
 
     mamba_utils.precopy_mamba_align_fused_kernel = _Launched(_before_a_step)
@@ -64,7 +69,7 @@ def moved_states() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """Is called as a Triton kernel is."""
+    """A function that is launched like a Triton kernel."""
 
     kernel: Callable[..., None]
 
@@ -82,9 +87,9 @@ def _before_a_step(
     HAS_IDX_MAPPING: bool,
     **constants: Any,
 ) -> None:
-    """precopy_mamba_align_fused_kernel."""
+    """Replaces precopy_mamba_align_fused_kernel."""
     *layout, _, num_reqs = more
-    assert not HAS_IDX_MAPPING, "of the runner for GPUs"
+    assert not HAS_IDX_MAPPING, "only the GPU model runner sets HAS_IDX_MAPPING"
     for i in range(num_reqs):
         source, target = int(source_columns[i]), int(columns[i])
         if source >= 0 and source != target:
@@ -113,7 +118,7 @@ def _behind_a_step(
     CONV_STATE_DIM_FIRST: bool,
     **_constants: Any,
 ) -> None:
-    """postprocess_mamba_fused_kernel."""
+    """Replaces postprocess_mamba_fused_kernel."""
     *layout, accepted_out, _, num_reqs = more
     for i, num_accepted in enumerate(accepted[:num_reqs].tolist()):
         running, source = int(computed[i] + scheduled[i] - drafts[i]), int(columns[i])
@@ -137,8 +142,9 @@ def _copy(
     layout: list[Any],
     is_dim_first: bool,
 ) -> None:
-    """_copy_mamba_state_block, of every state of every layer: columns of a block table, and tokens
-    to pass over.
+    """Apply _copy_mamba_state_block to every state of every layer.
+
+    The arguments are columns of a block table and the number of tokens to skip.
     """
 
     def block(group: int, column: int) -> int:
@@ -160,7 +166,7 @@ def _copy(
 
 
 def drafted_convolutions() -> None:
-    """Let Mamba2 layers start after the accepted draft tokens: vLLM's convolution for CPUs ignores
+    """Make Mamba2 layers start after the accepted draft tokens: vLLM's CPU convolution ignores
     their number.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
@@ -188,8 +194,8 @@ def drafted_convolutions() -> None:
 
 
 def drafted_scans() -> None:
-    """Let Mamba2 layers continue from the state after the accepted draft tokens, and keep the state
-    after each token.
+    """Make Mamba2 layers continue from the state after the accepted draft tokens, and keep the
+    state after each token.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -220,14 +226,17 @@ def drafted_scans() -> None:
 
 
 BOOK = "ZOO_BOOK"
-"""Environment variable: a file of texts, one per line as JSON. Nothing is looked up without it."""
+"""Environment variable that names a file of texts, one JSON line each.
+
+Drafting looks up nothing without it.
+"""
 
 
 def well_read_ngram() -> None:
-    """Let ngram drafting also search texts that the tests recorded: in random texts it finds almost
+    """Make ngram drafting also search texts recorded by the tests: in random texts it finds almost
     nothing.
 
-    Every fifth token found there is wrong, so that steps accept none, some, and all of their draft
+    Every fifth token found there is wrong, so that steps accept none, some, or all of their draft
     tokens.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
@@ -253,15 +262,15 @@ def well_read_ngram() -> None:
 
 
 class Book:
-    """The tests' recorded texts, read as they grow."""
+    """The texts recorded by the tests, read while the file grows."""
 
     def __init__(self) -> None:
         self._path, self._at = os.environ.get(BOOK), 0
         self._texts: list[list[int]] = []
 
     def after(self, begin: list[int], num_tokens: int) -> list[int]:
-        """Return the continuation of ``begin`` in the first text that contains it, with
-        mistakes.
+        """Return the continuation of ``begin`` in the first text that contains it, with deliberate
+        errors.
         """
         if not self._path:
             return []

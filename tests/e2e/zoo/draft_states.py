@@ -1,9 +1,10 @@
-"""Qwen3-Next with draft models that have KV, right by construction, as in drafts.py.
+"""Qwen3-Next with draft models that have KV and are correct by construction, as in drafts.py.
 
 The target's first layer has full attention and decides almost everything; the gated delta nets
-after it add a little. Its predictor (MTP) is a copy of that first layer, including experts: vLLM
-keeps both layers in one group and marks it as draft. Other draft models copy the first layer of a
-target in which a Llama's layer does the same (`plain_weights`); there vLLM marks no group.
+after it add little. Its predictor (MTP) is a copy of the first layer, including the experts: vLLM
+puts both layers into one group and marks it as a draft group. Other draft models copy the first
+layer of a target in which this layer equals a Llama layer (`plain_weights`); there vLLM marks no
+group.
 """
 
 from typing import Any
@@ -19,16 +20,17 @@ from .states import QK_NORM, delta_net, qwen3_next_config, qwen_experts
 
 LAYERS = ("full", "state", "state", "state")
 MORE_LAYERS = (*LAYERS, "state", "state")
-"""Layers in this order put all full-attention layers into one group: DFlash has four, which must be
-in the same group.
+"""Layers in an order that puts all full-attention layers into one group.
+
+DFlash has four, which must be in the same group.
 """
 STATES_GAIN = 0.18
 """Weight of a gated delta net, relative to that in qwen3-next."""
 
 
 def qwen3_next_mtp_config() -> dict[str, Any]:
-    """Experts in the first layer only: the predictor's is numbered 0, too, and vLLM wants experts
-    in it.
+    """Put experts only into the first layer: the predictor's layer also has number 0, and vLLM
+    expects experts in it.
     """
     return qwen3_next_config(LAYERS, experts_in=0)
 
@@ -57,7 +59,7 @@ def _delta_nets(made: Weights, experts_in: int = 0, num_layers: int = len(LAYERS
 
 
 def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
-    """The target, and a predictor whose norm of the embedding returns the embedding and ignores
+    """Return the target and a predictor whose embedding norm returns the embedding and ignores
     hidden states.
     """
     made = weights(seed)
@@ -65,7 +67,7 @@ def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # so that a norm is one factor
+    )  # so that a norm is a single factor
     first = "model.layers.0."
     _first_layer(made, first)
     _delta_nets(made)
@@ -82,13 +84,15 @@ def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
 
 
 def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
-    """The first layer has neither a gate nor experts."""
+    """Return a config in which the first layer has neither a gate nor experts."""
     return qwen3_next_config(layers) | {"attn_output_gate": False}
 
 
 def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
-    """The target. Norms of queries and keys only multiply: each head rotates a third of its input,
-    and thirds have equal size.
+    """Return the target's weights.
+
+    Norms of queries and keys only multiply: each head rotates a third of its input, and all thirds
+    have equal norm.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
@@ -107,7 +111,7 @@ def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
 
 
 def _turning(rng: np.random.Generator, num_heads: int) -> Any:
-    """Heads that each rotate and enlarge a third of the input."""
+    """Return heads that each rotate and enlarge a third of the input."""
     made = np.zeros((num_heads, HEAD_DIM, HIDDEN), np.float32)
     for nth, head in enumerate(made):
         turn, _ = np.linalg.qr(rng.standard_normal((HEAD_DIM, HEAD_DIM)))
@@ -116,7 +120,7 @@ def _turning(rng: np.random.Generator, num_heads: int) -> Any:
 
 
 def small_weights() -> Tensors:
-    """A Llama of one layer between the target's ends."""
+    """Return a Llama with one layer between the target's embedding and head."""
     target = plain_weights()
     ends = {name: target[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     norms = (
@@ -129,30 +133,32 @@ def small_weights() -> Tensors:
 
 
 def eagle_weights() -> Tensors:
-    """EAGLE's layer over this target."""
+    """Return EAGLE's layer for this target."""
     return drafts.eagle_weights(plain_weights())
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3 with explicit layers: vLLM's default layers are three only in a larger model."""
+    """Return EAGLE-3 with explicit layers: vLLM's default picks three distinct layers only in a
+    larger model.
+    """
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 
 def eagle3_weights() -> Tensors:
-    """EAGLE-3's layer over this target."""
+    """Return EAGLE-3's layer for this target."""
     return drafts.eagle3_weights(plain_weights())
 
 
 def long_config() -> dict[str, Any]:
-    """The target of DFlash."""
+    """Return the config of DFlash's target."""
     return plain_config(MORE_LAYERS)
 
 
 def long_weights() -> Tensors:
-    """The target of DFlash."""
+    """Return the weights of DFlash's target."""
     return plain_weights(layers=MORE_LAYERS)
 
 
 def dflash_weights() -> Tensors:
-    """DFlash's layers over the first layer of both targets."""
+    """Return DFlash's layers for the first layer of this target."""
     return drafts.dflash_weights(long_weights())

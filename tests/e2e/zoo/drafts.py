@@ -1,9 +1,10 @@
 """Draft models that are right most of the time, by construction and without training.
 
-The target is a Llama whose first layer decides almost everything: later ones add little. A draft
-model at position p has token p and its own KV of tokens 1 to p, so it copies the target's first
-layer and computes almost the target's result: the closer, the less the target's later layers add
-(REST_GAIN). Its KV matters as much as the target's: without a page of it, it drafts wrong tokens.
+The target is a Llama whose first layer decides almost everything; later layers add little. At
+position p, a draft model has token p and its own KV of tokens 1 to p. It copies the target's first
+layer and therefore computes almost the target's result. The less the target's later layers add
+(REST_GAIN), the closer the results. Its KV matters as much as the target's: without one of its
+pages, it drafts wrong tokens.
 """
 
 from typing import Any
@@ -19,8 +20,8 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""For DFlash: the mask token, the number of copying layers, and how they find the previous
-position.
+"""Parameters of DFlash: the mask token, the number of copying layers, and how these layers find the
+previous position.
 """
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -34,18 +35,20 @@ PROJECTIONS = (
 
 
 def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
-    """A Llama."""
+    """Return the config of a Llama."""
     return config("LlamaForCausalLM", "llama", num_hidden_layers=num_layers) | more
 
 
 def windows_config() -> dict[str, Any]:
-    """The same Llama with windows in all layers but the first, which the drafter copies."""
+    """Return the same Llama with windows in all layers except the first, which the draft model
+    copies.
+    """
     kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
     return llama_config(layer_types=kinds, sliding_window=WINDOW)
 
 
 def qwen3_config() -> dict[str, Any]:
-    """The same model as a Qwen3, whose heads are normed like those of DFlash's layers."""
+    """Return the same model as a Qwen3, which normalizes heads like DFlash's layers."""
     return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
@@ -55,7 +58,7 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # so that a norm is one factor, for EAGLE
+    )  # so that a norm is a single factor, for EAGLE
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
@@ -67,27 +70,27 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
 
 
 def llama_weights(seed: int = 51) -> Tensors:
-    """The target."""
+    """Return the weights of the target."""
     return _target(seed).tensors
 
 
 def windows_weights() -> Tensors:
-    """With windows of greater weight."""
+    """Return the same weights, but layers with windows add more."""
     return _target(51, WINDOWS_GAIN).tensors
 
 
 def first_layer(target: Tensors, at: str = "") -> Tensors:
-    """Projections of the target's first layer, named as under ``at``."""
+    """Return the projections of the target's first layer, named as if under ``at``."""
     return {f"{at}{name}.weight": target[f"model.layers.0.{name}.weight"] for name in PROJECTIONS}
 
 
 def small_config() -> dict[str, Any]:
-    """A separate draft model: the target's first layer between its ends."""
+    """Return a separate draft model: the target's first layer between its embedding and head."""
     return llama_config(1)
 
 
 def small_weights() -> Tensors:
-    """Tensors of the target, except its later layers."""
+    """Return the target's tensors without the later layers."""
     return {
         name: t
         for name, t in llama_weights().items()
@@ -96,12 +99,14 @@ def small_weights() -> Tensors:
 
 
 def eagle_config() -> dict[str, Any]:
-    """EAGLE: one layer over the embedding and the target's last hidden state."""
+    """EAGLE: one layer that reads the embedding and the target's last hidden state."""
     return llama_config(1)
 
 
 def eagle_weights(target: Tensors | None = None) -> Tensors:
-    """EAGLE's layer has no first norm: its embedding is already normed, and its branches are scaled
+    """Return EAGLE's layer.
+
+    It has no first norm: its embedding is already normalized, and its branches are scaled
     accordingly.
     """
     made = first_layer(target or llama_weights(), "layers.0.")
@@ -115,15 +120,17 @@ def eagle_weights(target: Tensors | None = None) -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3: attention over the embedding and a mixture of three of the target's hidden states; a
-    separate head.
+    """EAGLE-3: attention over the embedding and a mixture of three hidden states of the target,
+    with a separate head.
     """
     return llama_config(1, draft_vocab_size=VOCAB)
 
 
 def eagle3_weights(target: Tensors | None = None) -> Tensors:
-    """The mixture is almost zero, so only the embedding in the residual is missing: wrong a little
-    more often than EAGLE.
+    """Return EAGLE-3's weights.
+
+    The mixture is almost zero, so only the embedding in the residual is missing: slightly less
+    accurate than EAGLE.
     """
     target = target or llama_weights()
     made = first_layer(target, "midlayer.")
@@ -142,8 +149,8 @@ def eagle3_weights(target: Tensors | None = None) -> Tensors:
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with one layer that predicts the next token but one. vLLM checks the
-    architecture only; transformers has no such model.
+    """MiMo: a Qwen2 with one layer that predicts the token after the next. vLLM only checks the
+    architecture; transformers has no such model.
     """
     return config(
         "MiMoForCausalLM",
@@ -155,7 +162,7 @@ def mimo_config() -> dict[str, Any]:
 
 
 def mimo_weights(seed: int = 52) -> Tensors:
-    """The target, and a predictor whose norm of the embedding returns the embedding."""
+    """Return the target and a predictor whose embedding norm returns the embedding."""
     made = _target(seed)
     at = "model.mtp_layers.0."
     made.tensors |= first_layer(made.tensors, at)
@@ -181,7 +188,7 @@ def _head_norms(at: str, gain: float) -> Tensors:
 
 
 def qwen3_weights() -> Tensors:
-    """The target. The token that stands for a token to be guessed has almost no weight."""
+    """Return the target's weights. The mask token has almost no weight."""
     made = _target(53, REST_GAIN / 2)
     for layer in range(NUM_LAYERS):
         made.tensors |= _head_norms(f"model.layers.{layer}.", QK_GAIN)
@@ -190,8 +197,9 @@ def qwen3_weights() -> Tensors:
 
 
 def dflash_config() -> dict[str, Any]:
-    """DFlash: draft tokens replace masks. Its KV of the prompt is computed from the target's hidden
-    states: here the embeddings.
+    """DFlash: draft tokens replace masks.
+
+    Its prompt KV is computed from the target's hidden states, which here are the embeddings.
     """
     return config(
         "DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True
@@ -199,8 +207,8 @@ def dflash_config() -> dict[str, Any]:
 
 
 def dflash_weights(target: Tensors | None = None) -> Tensors:
-    """Layers that each copy a part of the embedding before a mask into it, and the target's first
-    layer one position further.
+    """Return layers that each copy a part of the preceding embedding into a mask, followed by the
+    target's first layer one position further.
     """
     target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
     made: Tensors = {
@@ -239,7 +247,7 @@ def dflash_weights(target: Tensors | None = None) -> Tensors:
 
 
 def _turned(queries: Any) -> Any:
-    """Return queries (rows) that match, at their position, the keys that these match at the
+    """Return queries (rows) that match at their position the keys that ``queries`` match at the
     previous position.
     """
     half = HEAD_DIM // 2

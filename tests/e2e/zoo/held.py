@@ -1,8 +1,8 @@
-"""Forward passes that a test holds, in engines whose workers are processes: the test decides how
-long a step takes.
+"""Forward passes that a test can hold, in engines with worker processes: the test decides how long
+a step takes.
 
-They communicate through the folder KV_HOLD: while it has a file `hold`, a forward pass writes
-`PID.held` and waits. Each chunk written to a frame is a line in `PID.stored`.
+Communication uses the directory KV_HOLD. While it contains a file `hold`, a forward pass writes
+`PID.held` and waits. Each chunk written to a frame adds a line to `PID.stored`.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def held_forwards() -> None:
-    """Let each forward pass of a Llama wait, and count the chunks that its process stores."""
+    """Make each forward pass of a Llama wait, and count the chunks that its process stores."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     from kvloft.transfer.frames import PrivatePart

@@ -1,10 +1,10 @@
-"""Replacements for the CPU build's state kernels; run in an engine's process, before the model is
-built.
+"""Replaces the CPU build's state kernels; runs in an engine's process before the model is built.
 
-vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a
-cold one's. Its Mamba2 scan returns the last state only, but prefix caching needs one inside a
-prompt, which a Triton kernel then stores. The functions here do the same arithmetic in float32, for
-any start of a step. Scheduler, slots, layout and the rest are vLLM's.
+vLLM's CPU kernel for gated delta nets only supports bfloat16 and is not exact: the output after a
+hit differs from the output after a miss. Its Mamba2 scan returns only the last state, but prefix
+caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The functions here do
+the same arithmetic in float32, for any start of a step. vLLM still does everything else, such as
+scheduling, slots and layout.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from .held import held_forwards as held_forwards
 
 
 def exact_delta_net() -> None:
-    """Let gated delta nets be computed in float32, token by token."""
+    """Compute gated delta nets in float32, token by token."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.utils.torch_utils import LayerNameType
 
@@ -42,7 +42,7 @@ def exact_delta_net() -> None:
 
 
 def delta_net_and_masks() -> None:
-    """Both, for DFlash with gated delta nets."""
+    """Apply both replacements, for DFlash with gated delta nets."""
     exact_delta_net()
     masks_to_guess()
 
@@ -69,8 +69,10 @@ def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: A
 
 
 def _convolve(layer: Any, row: Row, x: Any) -> Any:
-    """Convolution over time; the state is the input of the last tokens, and with drafts of as many
-    more as can be rejected.
+    """Compute the convolution over time.
+
+    The state contains the inputs of the last tokens and, with draft tokens, of as many more as can
+    be rejected.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -88,8 +90,10 @@ def _convolve(layer: Any, row: Row, x: Any) -> Any:
 
 
 def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
-    """The recurrence; the state is one matrix per head, keys by values. With draft tokens each
-    token's state has a separate slot.
+    """Compute the recurrence.
+
+    The state is one matrix per head, keys by values. With draft tokens, each token's state has a
+    separate slot.
     """
     states = layer.kv_cache[1]
     states = states.view(states.shape[0], states.shape[1], states.shape[3], states.shape[2])
@@ -127,7 +131,7 @@ def _normed(x: Any) -> Any:
 
 
 def mamba2_checkpoints() -> None:
-    """Let Mamba2 layers keep the state of a prompt's last full block, as on a GPU."""
+    """Make Mamba2 layers keep the state at the last full block of a prompt, as on a GPU."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops import ssd_combined
 
@@ -182,6 +186,6 @@ def _store_checkpoint(
         if not offset:
             continue
         slot, end = int(checkpoint.state_indices[row]), int(starts[row]) + offset
-        assert offset >= state_len, "a checkpoint directly after the step's begin"
+        assert offset >= state_len, "the checkpoint is too close to the start of the step"
         conv_state[slot, :, :state_len] = x[:, end - state_len : end]
         ssm_state[slot] = chunk_states[int(chunk[row])]

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 without experts: multi-head latent attention, one latent vector and one rotated key a
-token for all heads.
+"""DeepSeek-V2 without experts: multi-head latent attention, with one latent vector and one rotated
+key per token for all heads.
 
-The CPU's kernel supports one size only: 512 latent values and 64 rotated ones, in blocks of 16
+The CPU kernel supports a single size: 512 latent values and 64 rotated values, in blocks of 16
 tokens.
 """
 
@@ -15,7 +15,10 @@ LATENT, ROTATED, PLAIN, VALUE, NUM_LAYERS = 512, 64, 32, 32, 2
 
 
 def deepseek_v2_config() -> dict[str, Any]:
-    """Queries straight from the hidden state; each layer's feed-forward is dense."""
+    """Queries are projected directly from the hidden state.
+
+    Each layer has a dense feed-forward network.
+    """
     fields = config(
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
@@ -39,7 +42,9 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """A block of the cache has ``kv_a_proj_with_mqa`` of its tokens, with its first part normed."""
+    """A block of the cache contains the ``kv_a_proj_with_mqa`` of its tokens, with the first part
+    normalized.
+    """
     made = weights(seed)
     made.ends()
     for layer in range(NUM_LAYERS):

@@ -1,7 +1,7 @@
 """Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, which has a state and KV
 in every layer.
 
-The decay of each state is slow (a hundred tokens and more), so that the start of a prompt still
+Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
 affects its end.
 """
 
@@ -15,7 +15,7 @@ from .parts import Heads, Tensors, Weights, config, weights
 from .states import CONV_WIDTH, LAYERS
 
 MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
-"""Heads times dimension is twice the hidden size."""
+"""Number of heads times dimension is twice the hidden size."""
 STATE: dict[str, Any] = {
     "mamba_n_heads": MAMBA_HEADS,
     "mamba_d_head": MAMBA_DIM,
@@ -24,7 +24,7 @@ STATE: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 64,
 }
-"""Settings of the state, as Granite and Falcon name them."""
+"""Settings of the state, named as in Granite and Falcon."""
 
 
 def _mamba2(made: Weights, at: str, *, norm: bool = True) -> None:
@@ -41,7 +41,7 @@ def _mamba2(made: Weights, at: str, *, norm: bool = True) -> None:
 
 
 def granite4_config() -> dict[str, Any]:
-    """Granite 4 hybrid without experts; attention has no positions."""
+    """Granite 4 hybrid without experts; attention uses no position encoding."""
     return config(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -59,7 +59,7 @@ def granite4_config() -> dict[str, Any]:
 
 
 def granite4_weights(seed: int = 32) -> Tensors:
-    """The gate and the up projection of a feed-forward layer are one tensor."""
+    """The gate and the up projection of a feed-forward layer share one tensor."""
     made = weights(seed)
     made.ends()
     for layer, kind in enumerate(LAYERS):
@@ -95,7 +95,7 @@ def nemotron_h_config() -> dict[str, Any]:
 
 
 def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Separate names: backbone, mixer, norm_f."""
+    """Nemotron-H uses different names: backbone, mixer, norm_f."""
     made = weights(seed)
     made.ends(norm="backbone.norm_f")
     made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
@@ -116,8 +116,8 @@ FALCON_LAYERS = 2
 
 
 def falcon_h1_config() -> dict[str, Any]:
-    """Falcon-H1: each layer adds the results of attention and of Mamba2 for the same input; no norm
-    inside Mamba2.
+    """Falcon-H1: each layer adds the outputs of attention and Mamba2 for the same input; Mamba2 has
+    no inner norm.
     """
     return config(
         "FalconH1ForCausalLM",
@@ -129,7 +129,7 @@ def falcon_h1_config() -> dict[str, Any]:
 
 
 def falcon_h1_weights(seed: int = 35) -> Tensors:
-    """Attention under self_attn, the state under mamba."""
+    """Attention weights are under self_attn, state weights under mamba."""
     made = weights(seed)
     made.ends(norm="model.final_layernorm")
     for layer in range(FALCON_LAYERS):
@@ -137,10 +137,10 @@ def falcon_h1_weights(seed: int = 35) -> Tensors:
         made.norms(at, "input_layernorm", "pre_ff_layernorm")
         made.attention(
             at + "self_attn.", Heads(out_gain=8.0)
-        )  # so that it outweighs the state that it is added to
+        )  # so that it outweighs the state to which it is added
         _mamba2(made, at + "mamba.", norm=False)
         made.mlp(at + "feed_forward.")
     return made.tensors
 
 
-assert NUM_HEADS * HEAD_DIM == HIDDEN, "Granite has no head_dim of its own"
+assert NUM_HEADS * HEAD_DIM == HIDDEN, "Granite has no head_dim setting"

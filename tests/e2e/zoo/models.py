@@ -1,6 +1,6 @@
 """The zoo: each model with its engine arguments and the groups that vLLM 0.32.0 forms for it.
 
-The tests run `chosen` of ``ZOO``; README.md lists the models that are not in it and why.
+The tests run `chosen` of ``ZOO``; README.md lists the models that are missing and why.
 """
 
 import os
@@ -18,9 +18,7 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The drafting of an engine. ``files`` is the place of its weights: "draft", "target", or
-    none.
-    """
+    """How an engine drafts. ``files`` is where its weights are: "draft", "target", or none."""
 
     method: str
     num_tokens: int
@@ -29,43 +27,47 @@ class Draft:
     weights: Make | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
-    """In the names of its layers, and of no other; empty: it has no KV."""
+    """Part of the names of the draft model's layers, and of no other layer.
+
+    Empty if the draft model has no KV.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """One model. ``kinds`` are its groups, in vLLM's order, as probe.groups names them."""
+    """One model. ``kinds`` lists its groups in vLLM's order, as probe.groups names them."""
 
     name: str
     config: Config
     weights: Make
     kinds: tuple[str, ...]
     hit_tokens: int = 32
-    """Hits of vLLM's own cache are multiples of it."""
+    """Hits in vLLM's own cache are multiples of this."""
     arguments: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
-    """Function of kernels.py that the engine's process calls first."""
+    """Name of the function in kernels.py that the engine's process calls first."""
     draft: Draft | None = None
     kv_groups: str = "all"
     """kvloft's `kv_groups` setting."""
     alone: bool = False
-    """vLLM's CPU build answers it differently in a batch, without any cache: run one request at a
-    time.
+    """True if vLLM's CPU build gives a different output in a batch, even without any cache.
+
+    Requests then run one at a time.
     """
 
     def write(self, folder: Path) -> Path:
-        """Write the model's files and those of its draft model; return the model's folder."""
+        """Write the files of the model and its draft model, and return the model's directory."""
         if self.draft and self.draft.config and self.draft.weights:
             write(folder / "draft", self.draft.config(), self.draft.weights())
         return write(folder / "model", self.config(), self.weights())
 
     def plain(self) -> dict[str, Any]:
-        """Arguments of an engine without any cache and without a drafter: the truth."""
+        """Return the arguments of an engine without a cache or draft model: the reference."""
         return SMALL | {k: v for k, v in self.arguments.items() if k != "mamba_cache_mode"}
 
     def engine(self, folder: Path) -> dict[str, Any]:
-        """Arguments of an engine with vLLM's prefix cache, and with the drafter, for the model in
-        ``folder``.
+        """Return the arguments of an engine with vLLM's prefix cache and the draft model, for the
+        model in ``folder``.
         """
         arguments = SMALL | {"enable_prefix_caching": True} | self.arguments
         if self.draft is None:
@@ -81,7 +83,9 @@ class ZooModel:
         }
 
     def own_hit(self, num_tokens: int) -> int:
-        """Tokens that vLLM's own prefix cache finds for an immediately repeated prompt."""
+        """Return how many tokens vLLM's own prefix cache finds when a prompt is repeated
+        immediately.
+        """
         whole = (num_tokens - 1) // self.hit_tokens * self.hit_tokens
         return (
             max(0, whole - self.hit_tokens)
@@ -93,20 +97,21 @@ class ZooModel:
 
     @property
     def drops_a_block(self) -> bool:
-        """Whether vLLM drops the last block of a hit, because the draft model's KV there depends on
-        the token after it.
+        """True if vLLM drops the last block of a hit, because the draft model's KV in it depends on
+        the next token.
         """
         return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 
     @property
     def is_cached_by_vllm(self) -> bool:
-        """Whether vLLM's own prefix cache serves it: on CPUs it switches that off for latent
-        attention.
+        """True if vLLM's own prefix cache supports the model.
+
+        On CPUs, vLLM disables it for latent attention.
         """
         return "latent" not in self.kinds
 
     def target_layers(self, layers: list[str]) -> list[str]:
-        """Those of ``layers`` that are not the drafter's."""
+        """Return the ``layers`` that do not belong to the draft model."""
         return [
             name
             for name in layers
@@ -120,11 +125,11 @@ NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
-"""Name part of a draft layer numbered after the target's."""
+"""Part of the name of a draft layer that is numbered after the target's layers."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
-"""The layer of DFlash that reads the prompt."""
+"""The DFlash layer that reads the prompt."""
 DRAFT_LAYER = f".layers.{len(draft_states.LAYERS)}."
-"""The draft layer after a target with states."""
+"""The draft layer after a target with Mamba states."""
 NUM_LONG_LAYERS = len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
 THREE_STATES = (*("state (align)",) * 3, "full")
 TWO_STATES = ("full", *("state (align)",) * 2)
@@ -266,10 +271,12 @@ ZOO = {
 }
 
 USUAL = ("gemma3",)
-"""The models of every test run; KV_ZOO=all runs all."""
+"""Models used in every test run; KV_ZOO=all runs all models."""
 IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 
 def chosen() -> list[str]:
-    """Names of the models that tests use: the usual ones, or all with KV_ZOO=all."""
+    """Return the names of the models that tests use: the usual models, or all models with
+    KV_ZOO=all.
+    """
     return sorted(ZOO if IS_WHOLE else USUAL)

@@ -1,7 +1,7 @@
-"""Parts of the zoo's models: random tensors by name, and common config fields.
+"""Building blocks of the zoo's models: random tensors by name, and common config fields.
 
-Scales are those of ../tiny.py unless a model says otherwise: sharp attention with more weight than
-the residual, so that greedy output depends on every page. Must not depend on vLLM or kvloft.
+Scales are those of ../tiny.py unless a model says otherwise: sharp attention that outweighs the
+residual, so that greedy output depends on every page. This module must not import vLLM or kvloft.
 """
 
 import json
@@ -31,8 +31,9 @@ Tensors = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and gains of one attention layer. ``q_rows`` is for a query projection that also has a
-    gate.
+    """Sizes and gains of one attention layer.
+
+    ``q_rows`` is the size of a query projection that also contains a gate.
     """
 
     width: int = HIDDEN
@@ -47,30 +48,30 @@ class Heads:
 
 @dataclass(slots=True)
 class Weights:
-    """Tensors by their Hugging Face names, drawn in the order of requests."""
+    """Tensors by their Hugging Face names, drawn in the order in which they are requested."""
 
     rng: np.random.Generator
     tensors: Tensors = field(default_factory=dict)
 
     def normal(self, name: str, *shape: int, std: float) -> None:
-        """Independent normal values."""
+        """Return independent normally distributed values."""
         self.tensors[name] = (self.rng.standard_normal(shape) * std).astype(np.float32)
 
     def dense(self, name: str, rows: int, cols: int, gain: float = 1.0) -> None:
-        """A projection that keeps the size of its input, times ``gain``."""
+        """Add a projection that preserves the norm of its input, times ``gain``."""
         self.normal(name + ".weight", rows, cols, std=gain / float(np.sqrt(cols)))
 
     def fill(self, name: str, *shape: int, value: float = 1.0) -> None:
-        """One value everywhere."""
+        """Add a tensor filled with one value."""
         self.tensors[name] = np.full(shape, value, dtype=np.float32)
 
     def norms(self, at: str, *names: str, width: int = HIDDEN, value: float = 1.0) -> None:
-        """Weights of norms named ``at`` + name."""
+        """Add norm weights named ``at`` + name."""
         for name in names:
             self.fill(f"{at}{name}.weight", width, value=value)
 
     def attention(self, at: str, heads: Heads | None = None) -> None:
-        """q, k, v and o under ``at``."""
+        """Add q, k, v and o under ``at``."""
         h = heads or Heads()
         self.dense(at + "q_proj", h.num * h.dim * (2 if h.gated else 1), h.width, h.qk_gain)
         self.dense(at + "k_proj", h.num_kv * h.dim, h.width, h.qk_gain)
@@ -78,7 +79,7 @@ class Weights:
         self.dense(at + "o_proj", h.width, h.num * h.dim, h.out_gain)
 
     def mlp(self, at: str, ffn: int = FFN, width: int = HIDDEN) -> None:
-        """gate, up and down under ``at``."""
+        """Add gate, up and down under ``at``."""
         self.dense(at + "gate_proj", ffn, width)
         self.dense(at + "up_proj", ffn, width)
         self.dense(at + "down_proj", width, ffn)
@@ -91,19 +92,22 @@ class Weights:
         norm: str = "model.norm",
         one: float = 1.0,
     ) -> None:
-        """Embedding, final norm (``one`` is the value that multiplies by one) and head."""
+        """Add the embedding, the final norm and the head.
+
+        ``one`` is the norm weight that multiplies by one.
+        """
         self.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=embed_std)
         self.fill(norm + ".weight", HIDDEN, value=one)
         self.dense("lm_head", VOCAB, HIDDEN, head_gain)
 
 
 def weights(seed: int) -> Weights:
-    """An empty set of tensors with its own random generator."""
+    """Return an empty set of tensors with its own random generator."""
     return Weights(np.random.default_rng(seed))
 
 
 def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
-    """Fields of config.json that most families share, and ``more``."""
+    """Return the fields of config.json that most families share, plus ``more``."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -127,7 +131,7 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write a model's folder; returns it."""
+    """Write a model's directory and return it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

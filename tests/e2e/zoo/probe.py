@@ -1,5 +1,5 @@
-"""Queries of an engine from inside its process: its groups, the blocks of a hit, and damage to one
-page.
+"""Inspects an engine from inside its process: its groups, the blocks of a hit, and the effect of
+damaging a page.
 
 Each public function is called as ``function(llm_engine, **arguments)`` and returns JSON.
 """
@@ -10,7 +10,9 @@ Kind = str
 
 
 def groups(llm: Any) -> dict[str, Any]:
-    """vLLM's KV cache config: one entry per group, in vLLM's order, and common fields."""
+    """Return vLLM's KV cache config: one entry per group, in vLLM's order, and the common
+    fields.
+    """
     scheduler = llm.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
     manager = scheduler.kv_cache_manager
@@ -52,8 +54,8 @@ def _kind(spec: Any) -> Kind:
 
 
 def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """A prompt's hit in vLLM's own prefix cache: tokens, and each group's block ids, 0 if it needs
-    none.
+    """Return a prompt's hit in vLLM's own prefix cache: the number of tokens, and each group's
+    block ids (0 for blocks that are not needed).
     """
     scheduler = llm.engine_core.engine_core.scheduler
     blocks, num_tokens, _ = scheduler.kv_cache_manager.get_computed_blocks(_request(llm, ids))
@@ -65,7 +67,9 @@ def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def tables(llm: Any) -> list[list[int]]:
-    """Return each group's block ids of the only running request, 0 if a block is not needed."""
+    """Return each group's block ids of the only running request (0 for blocks that are not
+    needed).
+    """
     manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
     (request,) = llm.engine_core.engine_core.scheduler.running
     return [list(blocks) for blocks in manager.get_block_ids(request.request_id)]
@@ -88,8 +92,8 @@ def _request(llm: Any, ids: list[int]) -> Any:
 
 
 def damage(llm: Any, group: int, block: int, layers: list[str] | None = None, seed: int = 0) -> int:
-    """Overwrite a page of a group in all its layers, or in ``layers``, with values of the same
-    size; returns their number.
+    """Overwrite a page of a group in all its layers, or in ``layers``, with values of similar
+    magnitude. Return the number of values overwritten.
     """
     return sum(llm.collective_rpc(_damage, args=(group, block, layers, seed)))
 

@@ -1,7 +1,7 @@
 """Models with a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
-(convolutions); also mamba2.py.
+(convolutions); see also mamba2.py.
 
-The decay of each state is slow (a hundred tokens and more), so that the start of a prompt still
+Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
 affects its end.
 """
 
@@ -18,12 +18,13 @@ GDN_KEY_HEADS, GDN_VALUE_HEADS, GDN_DIM, CONV_WIDTH = 1, 2, 32, 4
 
 
 QK_NORM = 0.6
-"""Norms of Qwen3-Next multiply by one more than this."""
+"""Norms of Qwen3-Next multiply by 1 + weight."""
 
 
 def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) -> dict[str, Any]:
-    """Qwen3-Next: three gated delta nets to one layer of full attention; experts in one layer,
-    usually the last.
+    """Qwen3-Next: three gated delta nets per full-attention layer.
+
+    One layer has experts, usually the last.
     """
     return config(
         "Qwen3NextForCausalLM",
@@ -47,7 +48,7 @@ def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) ->
 
 
 def delta_net(made: Weights, at: str) -> None:
-    """A gated delta net under ``at``."""
+    """Add a gated delta net under ``at``."""
     keys, values = GDN_KEY_HEADS * GDN_DIM, GDN_VALUE_HEADS * GDN_DIM
     made.dense(at + "in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
     made.dense(at + "in_proj_ba", 2 * GDN_VALUE_HEADS, HIDDEN)
@@ -59,7 +60,7 @@ def delta_net(made: Weights, at: str) -> None:
 
 
 def qwen_experts(made: Weights, at: str) -> None:
-    """Experts under ``at``: one chosen for each token, one shared."""
+    """Add experts under ``at``: one is selected per token, one is shared."""
     made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
     made.dense(at + "shared_expert_gate", 1, HIDDEN)
     made.mlp(at + "shared_expert.")
@@ -70,7 +71,7 @@ def qwen_experts(made: Weights, at: str) -> None:
 def qwen3_next_weights(
     seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False
 ) -> Tensors:
-    """Norms multiply by one more than their weight; queries come with a gate."""
+    """Return the weights. Norms multiply by 1 + weight; query projections contain a gate."""
     made = weights(seed)
     made.ends(one=0.0)
     for layer, kind in enumerate(layers):
@@ -92,7 +93,7 @@ LFM_WIDTH = 3
 
 
 def lfm2_config() -> dict[str, Any]:
-    """LFM2: the state of a layer is the input of its convolution's last two tokens."""
+    """LFM2: the state of a layer contains its convolution's inputs for the last two tokens."""
     return config(
         "Lfm2ForCausalLM",
         "lfm2",
@@ -107,7 +108,9 @@ def lfm2_config() -> dict[str, Any]:
 
 
 def lfm2_weights(seed: int = 34) -> Tensors:
-    """Norms of queries and keys; feed-forward layers are w1, w2 and w3; the head is the
+    """Return the weights.
+
+    Queries and keys are normalized; feed-forward layers are w1, w2 and w3; the head is the
     embedding.
     """
     made = weights(seed)
@@ -120,7 +123,7 @@ def lfm2_weights(seed: int = 34) -> Tensors:
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
             made.dense(
                 at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1)
-            )  # each one outweighs the earlier ones
+            )  # each layer outweighs the earlier layers
         else:
             made.attention(at + "self_attn.", Heads(out_gain=12.0))
             made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(

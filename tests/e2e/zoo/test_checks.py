@@ -1,4 +1,4 @@
-"""`kvloft check` reports whether every tiny model is supported, and docs/models.md agrees."""
+"""Checks with `kvloft check` which tiny models are supported, and that docs/models.md agrees."""
 
 import importlib.util
 from pathlib import Path
@@ -14,14 +14,14 @@ from .models import IS_WHOLE, ZOO
 WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
-"""Models that are also checked with kv_groups=one: those with several groups."""
+"""Models with multiple groups, which are also checked with kv_groups=one."""
 TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _release(vllm_release: tuple[int, int]) -> None:
     if vllm_release != (0, 32):
-        pytest.skip("the zoo's models are made for vLLM 0.32")
+        pytest.skip("the zoo's models require vLLM 0.32")
 
 
 @pytest.mark.parametrize(("name", "kv_groups"), TRIED)

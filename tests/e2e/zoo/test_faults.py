@@ -1,8 +1,7 @@
-"""Wrong answers of vLLM 0.32 alone on hits of its own prefix cache, which is why kvloft rejects
-these settings (vllm/support.py).
+"""Shows wrong outputs of vLLM 0.32 without kvloft, on hits of its own prefix cache.
 
-kvloft is in none of these engines. If a test here fails, vLLM has fixed it: then try to support the
-setting.
+These defects are the reason why kvloft rejects the settings (vllm/support.py). If a test here
+fails, vLLM has fixed the defect, and kvloft may be able to support the setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +22,9 @@ pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="KV_ZOO=all runs every mode
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """An engine of a model with vLLM's prefix cache and its drafter, and the truth."""
+    """Start an engine of a model with vLLM's prefix cache and its draft model; return it and the
+    reference outputs.
+    """
     running: list[tuple[Engine, Truth]] = []
 
     def launch(model: ZooModel, **more: Any) -> tuple[Engine, Truth]:
@@ -49,12 +50,14 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Other prompts, whose batch rows the hitting requests take over."""
+"""Orders of other prompts, whose batch rows are reused by the requests with a hit."""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
-    """Prompts with 1, 2 and 20 tokens after a hit, which start together when three of five others
-    end.
+    """Return how many hits give wrong outputs.
+
+    The prompts have 1, 2 and 20 tokens after the hit and start together when three of five other
+    requests finish.
     """
     hits = [
         prompt(truth, 9300 + i, rest, 12)
@@ -91,11 +94,11 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
 def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     name: str, is_wrong: bool, start: Start
 ) -> None:
-    """vLLM pads a prompt's last token with draft tokens, to be rejected. After the row of another
-    prompt's rest, its row counts as a prompt.
+    """vLLM pads a prompt's last token with draft tokens that will be rejected. If the token's row
+    follows a row with the rest of another prompt, vLLM treats it as part of a prompt as well.
 
     Then only the state after the padding is kept. Gated delta nets check whether a row is a draft
-    token, and not its position.
+    token, not its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
@@ -105,10 +108,10 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
 def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(
     is_async: bool, start: Start
 ) -> None:
-    """They are copied to the host at the end of a step and sorted like the next step's rows, twice
-    if they arrive early.
+    """The counts are copied to the host at the end of a step and reordered like the next step's
+    rows, twice if they arrive early.
 
-    On a CPU they always are; on a GPU that is a race.
+    On a CPU they always arrive early; on a GPU this is a race.
     """
     engine, truth = start(ZOO["mtp-states"], async_scheduling=is_async, max_num_batched_tokens=512)
     prompts = [prompt(truth, 9100 + i, 60 + 37 * i % 260, 6 + 5 * i % 30) for i in range(24)]

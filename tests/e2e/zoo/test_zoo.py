@@ -1,8 +1,8 @@
-"""The zoo: vLLM forms the groups that models.py names, and the output depends on every page that a
-hit needs.
+"""Tests the zoo itself: vLLM forms the groups named in models.py, and the output depends on every
+page that a hit needs.
 
-Without this a cache test proves nothing: a model whose output does not depend on a page would hide
-a wrong page. kvloft is in none of these engines.
+Cache tests rely on this: a model whose output does not depend on a page would hide a wrong page. No
+engine here uses kvloft.
 """
 
 from collections.abc import Iterator
@@ -18,42 +18,43 @@ from .draft_kernels import BOOK
 from .models import ZOO, ZooModel, chosen
 
 NUM_TOKENS = 418
-"""For each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and
-a tail of two tokens.
+"""Length of each prompt: more than one block beyond every window, half a chunk beyond the last
+complete chunk, and a tail of two tokens.
 """
 PROMPTS = (500, 501, 502)
-"""Seeds: sharp attention sometimes skips a page, so a page counts if one of these prompts reads
-it.
+"""Seeds of the prompts.
+
+Sharp attention sometimes skips a page, so one prompt that reads the page is enough.
 """
 PROMPTS_OF_A_DRAFTER = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Cage:
-    """One model with an engine that has vLLM's own prefix cache, and the truth."""
+    """A model with an engine that uses vLLM's own prefix cache, and its reference outputs."""
 
     model: ZooModel
     engine: Engine
     truth: Truth
 
     def prompt(self, seed: int, num_tokens: int = NUM_TOKENS, max_tokens: int = 12) -> Req:
-        """A prompt whose output does not depend on rounding."""
+        """Return a prompt whose output does not depend on rounding."""
         return self.truth.pick(
             lambda s: Req(random_ids(s, num_tokens), max_tokens=max_tokens), seed
         )
 
     def cold(self, *requests: Req) -> list[Result]:
-        """Results with an empty prefix cache."""
+        """Return the results with an empty prefix cache."""
         assert self.engine.reset()
         return self.engine.ask_each(*(r.again() for r in requests))
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """vLLM's groups; see probe.groups."""
+        """Return vLLM's groups; see probe.groups."""
         return self.engine.probe("groups")["groups"]
 
     def hit(self, request: Req) -> dict[str, Any]:
-        """A prompt's hit in vLLM's own cache; see probe.hit."""
+        """Return a prompt's hit in vLLM's own cache; see probe.hit."""
         return self.engine.probe("hit", ids=list(request.ids or ()))
 
     def damage(self, group: int, block: int) -> None:
@@ -66,7 +67,7 @@ class Cage:
         )
 
     def begin(self, request: Req) -> list[list[int]]:
-        """Compute a prompt; return the block tables of the request, which keeps running."""
+        """Compute a prompt and return the block tables of the request, which keeps running."""
         assert self.engine.reset()
         self.engine.add(request)
         while self.engine.state()["computed"][request.id] < request.num_prompt_tokens:
@@ -74,8 +75,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Accepted draft tokens of one request: cold, on a hit, or on a hit with random draft
-        KV.
+        """Return the number of accepted draft tokens of one request: cold, after a hit, or after a
+        hit with random draft KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":
@@ -95,7 +96,7 @@ class Cage:
 def cage(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cage]:
-    """Each chosen model in turn."""
+    """Yield each chosen model in turn."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
     plain = model.plain()
@@ -112,12 +113,12 @@ def cage(
 
 
 def some(of: list[int]) -> list[int]:
-    """First, middle and last."""
+    """Return the first, the middle and the last element."""
     return sorted({of[0], of[len(of) // 2], of[-1]}) if of else []
 
 
 def needed(kind: str, num_tokens: int, block: int) -> range:
-    """Which blocks of a group a hit of ``num_tokens`` needs, by its kind."""
+    """Return the blocks that a hit of ``num_tokens`` needs in a group of the given kind."""
     last = num_tokens // block
     name, _, size = kind.partition(" ")
     if name == "window":
@@ -161,11 +162,11 @@ def test_answers_do_not_depend_on_rounding(cage: Cage) -> None:
 
 def test_the_answer_of_a_hit_depends_on_every_page(cage: Cage) -> None:
     if not cage.model.is_cached_by_vllm:
-        pytest.skip("vLLM's CPU platform switches its prefix cache off for latent attention")
+        pytest.skip("vLLM disables its prefix cache for latent attention on CPUs")
     for group, kind in enumerate(cage.model.kinds):
         cage.cold(cage.prompt(500))
         there = [i for i, block in enumerate(cage.hit(cage.prompt(500))["blocks"][group]) if block]
-        assert there, f"a hit needs nothing of group {group}: choose another length"
+        assert there, f"a hit needs no block of group {group}: choose a different length"
         for index in some(there):
             assert any(hit_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), (
                 f"{group} {kind} {index}"
@@ -173,15 +174,17 @@ def test_the_answer_of_a_hit_depends_on_every_page(cage: Cage) -> None:
 
 
 def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """Whether a hit's output changes after block ``index`` of ``group`` is overwritten."""
+    """True if a hit's output changes after block ``index`` of ``group`` is overwritten."""
     cage.cold(request)
     cage.damage(group, cage.hit(request)["blocks"][group][index])
     return cage.engine.ask(request.again())[0].tokens != cage.truth.tokens(request)
 
 
 def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -> None:
-    """The same between prefill and decode. A state's group also has blocks for earlier boundaries
-    and drafts; one of them is read.
+    """Like the test above, but between prefill and decode.
+
+    A Mamba group also has blocks for earlier boundaries and draft tokens; only one of its blocks is
+    read.
     """
     for group, kind in enumerate(cage.model.kinds):
         block_tokens = cage.groups[group]["block_tokens"]
@@ -196,8 +199,8 @@ def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -
 
 
 def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """Whether a request's output changes after block ``index`` of ``group`` is overwritten after
-    its prompt.
+    """True if a request's output changes after block ``index`` of ``group`` is overwritten between
+    prefill and decode.
     """
     running = request.again()
     table = cage.begin(running)[group]
@@ -206,12 +209,12 @@ def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
-    """With lost pages of a draft model, tokens stay right, but fewer drafts are accepted. So a
-    cache of draft KV is judged by that.
+    """Without the pages of its draft model, an engine's tokens stay right, but it accepts fewer
+    draft tokens. Caching of draft KV is therefore judged by the acceptance rate.
     """
     draft = cage.model.draft
     if draft is None or not draft.layer:
-        pytest.skip("no drafter with KV of its own")
+        pytest.skip("no draft model with its own KV")
     requests = [cage.prompt(700 + i, 300 + 7 * i, 24) for i in range(PROMPTS_OF_A_DRAFTER)]
     shares = dict[str, float]()
     for how in ("cold", "hit", "damaged"):

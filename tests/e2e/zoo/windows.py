@@ -1,7 +1,7 @@
 """Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
-(chunks) in some layers, Mistral (windows) in every one.
+(chunks) in some layers, Mistral (windows) in every layer.
 
-The order of layers decides vLLM's groups: each has as many layers as the rarest kind.
+The order of the layers determines vLLM's groups: each group has as many layers as the rarest kind.
 """
 
 from typing import Any
@@ -18,13 +18,14 @@ THREE_AND_ONE = ("local", "local", "local", "full") * 2
 ONE_AND_ONE = ("local", "full") * 2
 
 GEMMA_QK_NORM, GEMMA_BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by one more than this: sharp attention, and branches with more weight than
-the residual.
+"""Gemma's norms multiply by 1 + weight.
+
+These weights give sharp attention, and branches that outweigh the residual.
 """
 
 
 def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
-    """Gemma 3; ``layers`` selects those with a window."""
+    """Gemma 3; ``layers`` selects the layers with a window."""
     fields = config(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -45,7 +46,10 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
 def gemma3_weights(
     seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS
 ) -> Tensors:
-    """Norms on both sides of each branch, of queries and of keys; the head is the embedding."""
+    """Return the weights.
+
+    Both sides of each branch, queries and keys have norms; the head is the embedding.
+    """
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm", value=0.0)
@@ -65,7 +69,7 @@ GPT_OSS_EXPERTS = 4
 
 
 def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
-    """GPT-OSS: every other layer has the window; YaRN that scales nothing."""
+    """GPT-OSS: every other layer has a window; YaRN has no effect."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -90,7 +94,10 @@ def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def gpt_oss_weights(seed: int = 22) -> Tensors:
-    """Experts in one tensor a projection, with biases; a sink for each head."""
+    """Return the weights.
+
+    Each projection's experts share one tensor and have biases; each head has a sink.
+    """
     made = weights(seed)
     made.ends()
     heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
@@ -112,8 +119,8 @@ def gpt_oss_weights(seed: int = 22) -> Tensors:
 
 
 def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
-    """Llama 4's text model without experts: three layers of four attend within chunks of ``chunk``
-    tokens, with positions.
+    """Llama 4's text model without experts: three of four layers attend within chunks of ``chunk``
+    tokens, with position encoding.
     """
     return config(
         "Llama4ForCausalLM",
@@ -134,7 +141,7 @@ def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
 
 
 def llama4_weights(seed: int = 23) -> Tensors:
-    """A Llama with another name for its feed-forward layer."""
+    """Return the weights of a Llama with a different name for the feed-forward layer."""
     made = weights(seed)
     made.ends()
     for layer in range(len(THREE_AND_ONE)):
@@ -149,8 +156,8 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Mistral 7B of 2023: every layer has the window, so vLLM forms one group and none of full
-    attention.
+    """Mistral 7B of 2023: every layer has a window, so vLLM forms a single group and no
+    full-attention group.
     """
     return config(
         "MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window
@@ -158,7 +165,7 @@ def mistral_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def mistral_weights(seed: int = 24) -> Tensors:
-    """A Llama's."""
+    """Return the weights, which are those of a Llama."""
     made = weights(seed)
     made.ends()
     for layer in range(MISTRAL_LAYERS):
@@ -172,7 +179,7 @@ def mistral_weights(seed: int = 24) -> Tensors:
 def gemma4_config(
     window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM
 ) -> dict[str, Any]:
-    """Gemma 4's text model without experts: heads of full attention have another width, so pages
+    """Gemma 4's text model without experts: full-attention heads have a different width, so pages
     would differ in size.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -196,7 +203,7 @@ def gemma4_config(
 
 
 def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> Tensors:
-    """As Gemma 3's, but norms multiply by their weights, and scores are not scaled."""
+    """Like Gemma 3's weights, but norms multiply by their weight and scores are not scaled."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm")
@@ -217,13 +224,13 @@ def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HE
 
 
 WIDE = {"head": 2 * HEAD_DIM, "full_head": HEAD_DIM}
-"""As in the large Gemma 4, windows keep more bytes per token than full attention and therefore have
-shorter blocks.
+"""As in the large Gemma 4, window layers have more bytes per token than full-attention layers and
+therefore shorter blocks.
 """
 
 
 def wide_gemma4_config(window: int = 96) -> dict[str, Any]:
-    """Three blocks of a window are a chunk and a half."""
+    """Return a config in which three window blocks are one and a half chunks."""
     return gemma4_config(window, **WIDE)
 
 
