@@ -1,8 +1,8 @@
-"""The correctness machine with mostly hits: earlier prompts are requested again, unchanged, cut, or
-with another turn.
+"""The correctness machine with mostly hits: earlier prompts are requested again, unchanged,
+truncated, or with another turn.
 
-All other rules of `ServedMachine` apply too, with shapes of the same kinds. It provides the many
-hits of the long form; this file has only the rules for them and their data.
+All rules of `ServedMachine` apply too, with shapes of the same kinds. This module only adds the
+rules for repeated requests and their data; it produces most of the hits in the long run.
 """
 
 from collections import Counter
@@ -24,14 +24,15 @@ again = {
     "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
     "ahead": st.integers(0, 8),
 }
-"""Repeat ``count`` earlier requests, from the ``first``-last on; ``cut`` drops this many tokens,
-one more per request, up to ten.
+"""Arguments of a rule that repeats ``count`` earlier requests, starting at the ``first``-last.
+
+``cut`` removes this many tokens, one more per request, up to ten.
 """
 
 
 @st.composite
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Shapes of the served models; some run many requests in one step."""
+    """Draw shapes of supported models; some of them run many requests in one step."""
     shape = draw(served_groups(names))
     return replace(
         shape,
@@ -41,7 +42,7 @@ def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
 
 
 class BusyMachine(ServedMachine):
-    """See the module."""
+    """The machine with repeated requests; see the module."""
 
     shapes_of = staticmethod(busy_groups)
     shapes = busy_groups()
@@ -50,7 +51,7 @@ class BusyMachine(ServedMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Spec] = []
-        """Over all engines on one disk."""
+        """Requests of all engines on one disk."""
 
     def _ask(self, spec: Spec) -> None:
         self.asked.append(spec)
@@ -68,8 +69,9 @@ class BusyMachine(ServedMachine):
     @precondition(lambda self: self.engine)
     @rule(**again, patience=st.integers(0, 40))
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
-        """Empties vLLM's own cache, in an idle engine or under running requests, which then hit,
-        too.
+        """Clear vLLM's own cache, in an idle engine or under running requests.
+
+        The running requests then hit, too.
         """
         while patience and self.engine.unfinished:
             self._run(1)
@@ -78,8 +80,10 @@ class BusyMachine(ServedMachine):
         self.ask_again(**how)
 
     def _changed(self, spec: Spec, nth: int, cut: int, is_next_turn: bool, max_tokens: int) -> Spec:
-        """The next turn contains the answer, or its start. Embeddings and sessions are unchanged;
-        media items stay whole.
+        """Return a changed request.
+
+        The next turn contains the output, or its beginning. Embeddings and sessions are unchanged;
+        media items stay complete.
         """
         if spec.embeds is not None or spec.turns:
             return spec
@@ -98,7 +102,7 @@ class BusyMachine(ServedMachine):
 
 
 def busy(name: str) -> type[Machine]:
-    """The machine for one kind of group set, with separate counts."""
+    """Return the machine for one kind of group set, with its own counters."""
     return type("BusyMachine", (BusyMachine,), {"shapes": busy_groups((name,)), "seen": Counter()})
 
 

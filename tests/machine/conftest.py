@@ -1,8 +1,9 @@
-"""The correctness machine in bounded form, if vLLM is installed; `make model-check` runs all of it.
+"""Runs a bounded form of the correctness machine if vLLM is installed; `make model-check` runs all
+of it.
 
-Runs only if it is selected by name: it imports vLLM's whole scheduler, whose log and environment
-other tests would inherit. The import below must come before any other part of vLLM, because some
-releases fail otherwise.
+The tests run only if they are selected by name: they import vLLM's whole scheduler, and other tests
+would inherit its logging and environment. The import below must precede any other import of vLLM,
+because some releases fail otherwise.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Bugs with a draft model that has its own KV, each put into kvloft by one patch."""
+"""Bugs with a draft model that has its own KV. Each is injected into kvloft by one patch."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ DRAFT_MUTANTS: list[Mutant] = []
 
 
 def mutant(bug: str, says: str) -> Any:
-    """Add the patch to the table under its function's name."""
+    """Add the patch to the table under the name of its function."""
 
     def add(patch: Patch) -> Patch:
         DRAFT_MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
@@ -43,7 +43,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
     def drafted(original: Any, self: Any) -> Any:
-        """Past `confirmed_tokens`, which notices tokens that are taken back."""
+        """Bypass `confirmed_tokens`, which detects tokens that are rolled back."""
         return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
 
     def view(original: Any, output: Any, *more: Any) -> Any:

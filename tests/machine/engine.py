@@ -1,9 +1,9 @@
 """The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager,
 kvloft's real connector in both roles on its real store, and workers with memory of symbols.
 
-Acts as vLLM's engine core: sync steps, or two batches in flight. All messages to and from a worker
-are pickled, as between processes. After each step the ledger must have no breach; `assert_at_rest`
-checks that everything was released.
+Behaves like vLLM's engine core, with synchronous steps or two batches in flight. All messages to
+and from a worker are pickled, as between processes. After each step the ledger must have no breach;
+`assert_at_rest` checks that everything was released.
 """
 
 import pickle
@@ -52,20 +52,20 @@ from .worker import Worker
 
 @dataclass
 class Outcome:
-    """A request's output, and its end (None: still running)."""
+    """A request's output and finish reason (None while it runs)."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """The request was preempted with its last step in flight: the tokens of the previous step were
-    known too late for a save.
+    """True if the request was preempted with its last step in flight: the tokens of the previous
+    step arrived too late for a save.
     """
 
 
 @contextmanager
 def all_is_tried() -> Iterator[None]:
-    """Includes configurations that kvloft rejects because they were never tested with a model."""
+    """Enable configurations that kvloft rejects because they were never tested with a model."""
     refused = ("_of_drafts_with_states", "_of_drafts_with_block_sizes")
     with pytest.MonkeyPatch.context() as patch:
         for name in refused:
@@ -74,8 +74,10 @@ def all_is_tried() -> Iterator[None]:
 
 
 class Engine:
-    """See the module. ``model``: a folder with a config.json; ``disk``: a folder for the disk tier;
-    ``ledger``: that of the previous engine.
+    """The engine; see the module.
+
+    ``model`` is a directory with a config.json, ``disk`` is a directory for the disk tier, and
+    ``ledger`` is the ledger of the previous engine.
     """
 
     store_type: ClassVar[type[SteadyStore]] = SteadyStore
@@ -93,17 +95,20 @@ class Engine:
         self.trouble = Trouble(random.Random(seed))
         self.now, self.step_s = 0.0, 0.05
         self.is_broken = False
-        """A step found a breach; the engine is not used again."""
+        """True once a step has found a breach; the engine is not used after that."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.admissions: list[tuple[str, int, bool]] = []
-        """Request, tokens that are loaded, and whether it had been preempted; in vLLM's order."""
+        """In vLLM's order: the request, the number of tokens to load, and whether the request had
+        been preempted.
+        """
         self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = (
             self.num_hits
         ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
-        """First token and number of tokens of loads whose requests have not run since; these are
-        hits if their content was loaded.
+        """First token and number of tokens of loads whose requests have not run since.
+
+        A load becomes a hit once its content was loaded.
         """
         self._config, self._kv_config = (
             vllm_config(model, shape, disk, self.ledger.namespace),
@@ -118,19 +123,19 @@ class Engine:
             self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
         self._flying: deque[tuple[Any, Any]] = deque()
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
-        """Ranks' reports of steps whose results are still in flight."""
+        """Reports of ranks about steps whose results are still in flight."""
         self._states: dict[str, list[State]] = {}
-        """For each request, the states that vLLM offers in the planned step."""
+        """The states that vLLM offers in the planned step, by request."""
         self._steps_without_tokens = 0
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
             self.core = self.half.core
             assert self.core._store is self.store, (
-                "kvloft opened its store without the machine, which would see nothing"
+                "kvloft opened its store itself, so the machine cannot observe it"
             )
-            assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
+            assert self.core._clock() == self.now, "kvloft does not use the machine's clock"
             assert self.half._adapters._looks._timeout_s < 30.0
-            # With a short timeout, a busy machine's file system would decide the result.
+            # With a short timeout, the file system of a busy machine would decide the result.
             self.half._adapters._looks = LooksInTime(30.0)
             self._aggregator = KVOutputAggregator.from_connector(
                 self.scheduler.connector, shape.num_ranks
@@ -138,7 +143,7 @@ class Engine:
             self._watch()
 
     def _make_scheduler(self, hash_block: int) -> Any:
-        """With kvloft's clock and store under the machine's hands."""
+        """Make a scheduler whose clock and store are controlled by the machine."""
         original = scheduler_half.time, store._core
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
         store._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
@@ -185,13 +190,13 @@ class Engine:
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
-        """Whether vLLM still holds all ``blocks`` for the request, aborted or not."""
+        """True if vLLM still holds all ``blocks`` for the request, aborted or not."""
         return set(blocks) <= set(
             chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id))
         )
 
     def _watch(self) -> None:
-        """The ledger checks all offers and admissions."""
+        """Make the ledger check all offers and admissions."""
         connector = self.scheduler.connector
         match, admit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
@@ -210,7 +215,7 @@ class Engine:
             assert answer is None or is_async == (answer > 0)
             if (
                 answer == 0 and self.core._admission.loads.first_without_blocks is not None
-            ):  # it computes
+            ):  # kvloft lets it compute
                 self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]
             if spec.skips_cache:
@@ -258,10 +263,10 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """reset_prefix_cache; with ``connector`` and no computed request left, other weights are
-        loaded afterwards.
+        """Call reset_prefix_cache. With ``connector``, and if no computed request is left, load
+        different weights afterwards.
 
-        vLLM rejects it for running requests while a load or a batch holds blocks.
+        vLLM rejects a reset of running requests while a load or a batch holds blocks.
         """
         try:
             done = self.scheduler.reset_prefix_cache(
@@ -281,7 +286,7 @@ class Engine:
 
     @property
     def loading(self) -> list[str]:
-        """Requests that wait for a load."""
+        """Return the requests that wait for a load."""
         waits, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests
         return [
             req_id
@@ -305,14 +310,16 @@ class Engine:
                 w.connector._worker.hook_errors for w in self.workers
             )
             assert not errors or self.trouble.crash, (
-                "an exception was turned into a miss; see the log"
+                "an exception was converted into a miss; see the log"
             )
         self.is_broken = False
 
     def _end_a_session_that_blocks(self) -> None:
-        """Sessions between two turns keep their blocks, and vLLM does not preempt them: a few can
-        fill the pool and wait for each other without end, with or without a connector. A user would
-        end one.
+        """End a session that blocks others.
+
+        Sessions between two turns keep their blocks, and vLLM does not preempt them. With or
+        without a connector, a few sessions can fill the pool and deadlock; a user would end one of
+        them.
         """
         self._steps_without_tokens += 1
         sessions = (
@@ -325,8 +332,10 @@ class Engine:
             self.abort(sessions[0])
 
     def _lost_session(self) -> str | None:
-        """Under async scheduling, vLLM 0.32 drops a session from every queue if it was preempted in
-        the step that ends its turn, with or without a connector. Its user would end it.
+        """Return a session that vLLM lost.
+
+        With async scheduling, vLLM 0.32 drops a session from every queue if it is preempted in the
+        step that ends its turn, with or without a connector. The user would end the session.
         """
         scheduler = self.scheduler
         queued = {
@@ -385,10 +394,10 @@ class Engine:
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _count_hits(self) -> None:
-        """A hit is a load that was admitted, succeeded, and was compared on every rank: the
-        request's first step starts after it.
+        """Count hits: loads that were admitted, succeeded, and were compared on every rank before
+        the request's first step.
 
-        With full attention alone vLLM may compute its last token again.
+        With only full attention, vLLM may compute the last loaded token again.
         """
         for work in self.workers[0].works:
             local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
@@ -416,8 +425,10 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Return True if a block is at the place of the state after ``num_tokens``: vLLM may have
-        freed it in the same pass, and allocated it again, even to the same request.
+        """Return True if the block is at the position of the state after ``num_tokens``.
+
+        vLLM may have freed the block in the same pass and allocated it again, even to the same
+        request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -466,7 +477,7 @@ class Engine:
                     self._ended(self.specs[one.request_id], outcome, str(one.finish_reason))
 
     def _ended(self, spec: Spec, outcome: Outcome, reason: str) -> None:
-        """One input of a session was answered, or the whole request."""
+        """Handle the end of a request, or of one input of a session."""
         if reason == "length" and outcome.turns < len(spec.turns):
             turn = spec.turns[outcome.turns]
             outcome.turns += 1
@@ -477,8 +488,10 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 3000) -> None:
-        """Step until nothing is left to do. Each session may block the others for a hundred steps
-        until it is ended; of hundreds of requests each may take some steps alone.
+        """Step until nothing is left to do.
+
+        Each session may block the others for a hundred steps until it is ended. With hundreds of
+        requests, each may take some steps on its own.
         """
         sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
         for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
@@ -489,12 +502,12 @@ class Engine:
             self.step()
         raise AssertionError(f"the engine does not become idle: {self.unfinished}")
 
-    # -- the end
+    # -- the end of a test
     # -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Without further faults, everything must finish with right results and leave nothing
-        behind.
+        """Run without further faults: every request must finish with the right output, and nothing
+        may be left behind.
         """
         self.trouble.end()
         self.step_s = 1.0
@@ -506,8 +519,10 @@ class Engine:
         assert not self.ledger.breaches, self.ledger.breaches[:3]
 
     def _check_outcomes(self) -> None:
-        """Every request's output is right, or a prefix of it if it was aborted or its load failed;
-        and its KV is stored.
+        """Check the outcome of every request.
+
+        The output is right, or a prefix of the right output if the request was aborted or its load
+        failed; and its KV is stored.
         """
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]
@@ -516,7 +531,8 @@ class Engine:
                 assert outcome.tokens == truth, f"{req_id} gave another answer"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
-                    # Drafts that the last step accepted are known when the blocks are free already.
+                    # Draft tokens accepted in the last step are reported after the blocks were
+                    # freed.
                     late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
                     whole = min(
                         len(prefix) - late, len(spec.contents) if spec.saves else len(prefix)
@@ -552,7 +568,7 @@ class Engine:
         assert not self.core.has_work_in_flight
         assert not self.core._requests
         stats: dict[str, int] = {}
-        for _ in range(500):  # reads without a waiting request can end later
+        for _ in range(500):  # reads that no request waits for may complete later
             stats = self.store.stats()
             if not stats["pins"] and not stats["frames_reserved"]:
                 break

@@ -1,7 +1,7 @@
-"""Bugs of several KV cache groups, each put into vLLM's own cache: they break what a connector with
-groups relies on.
+"""Bugs with multiple KV cache groups. Each is injected into vLLM's own cache by one patch and
+breaks a guarantee that a connector with groups relies on.
 
-They check the oracle: a machine that detects none of them would detect none of kvloft's
+They check the oracle: a machine that detects none of them would detect none of kvloft's bugs
 (`served_mutants.py`).
 """
 
@@ -17,7 +17,7 @@ GROUP_MUTANTS: list[Mutant] = []
 
 
 def mutant(bug: str, says: str, *where: str) -> Any:
-    """Add the patch to the table under its function's name."""
+    """Add the patch to the table under the name of its function."""
 
     def add(patch: Patch) -> Patch:
         GROUP_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
@@ -27,14 +27,14 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 
 
 def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
-    """``change(blocks, length, kwargs)`` changes a group's own hit."""
+    """Let ``change(blocks, length, kwargs)`` change a group's own hit."""
     original = manager.find_longest_cache_hit
 
     def find(cls: Any, **kwargs: Any) -> Any:
         found = original(**kwargs)
         is_pair = (
             isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int)
-        )  # not so in 0.30
+        )  # vLLM 0.30 does not return a pair
         blocks, length = (
             found if is_pair else (found, len(found[0]) * kwargs["kv_cache_spec"].block_size)
         )

@@ -1,6 +1,7 @@
-"""KV cache groups as in real models, and the positions that a token attends to in each kind.
+"""KV cache groups as in real models, and the positions that a token attends to in each kind of
+group.
 
-This is the machine's model of vLLM; it must use neither vLLM nor kvloft.
+This is the machine's model of vLLM, so it must import neither vLLM nor kvloft.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target,
-    of a drafter, or both.
+    """One KV cache group.
 
-    Layers of drafters: "draft" of EAGLE and MTP, "dflash", or "model" of a draft model.
+    ``size`` is the number of tokens in a window or a local chunk. ``layers`` are layers of the
+    target, of a draft model, or of both. Draft layers are "draft" for EAGLE and MTP, "dflash", or
+    "model" for a separate draft model.
     """
 
     kind: Literal["full", "window", "local", "state"] = "full"
@@ -27,18 +29,19 @@ class Group:
 
     @property
     def drafter(self) -> str | None:
-        """Which drafter has layers here."""
+        """Return which kind of draft model has layers in this group."""
         return next((layer for layer in self.layers if layer != "target"), None)
 
     def reads_from(self, position: int) -> int:
-        """The first position that the token at ``position`` attends to."""
+        """Return the first position that the token at ``position`` attends to."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position // self.size * self.size if self.kind == "local" else 0
 
     def needs_from(self, end: int) -> int:
-        """The first position whose block a hit of ``end`` tokens needs; for states only the last
-        block.
+        """Return the first position whose block is needed by a hit of ``end`` tokens.
+
+        For Mamba states, only the last block is needed.
         """
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
@@ -104,27 +107,31 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window and state": (STATE, Group("window", size=6)),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
-"""With a draft model, if there is one."""
+"""Groups of each model, including those of its draft model."""
 
 
 def are_grouped(groups: tuple[Group, ...]) -> bool:
-    """Whether a hit needs more than every block of one table."""
+    """True if a hit needs more than every block of one table."""
     return len(groups) > 1 or groups[0].kind != "full"
 
 
 def are_served(groups: tuple[Group, ...]) -> bool:
-    """Whether kvloft serves them; the others show that the machine's model of vLLM is right."""
+    """True if kvloft supports the groups.
+
+    Unsupported groups show that the machine's model of vLLM is right.
+    """
     kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
     return bool(kinds & {"full", "window"}) and (len(sizes) == 1 or kinds <= {"full", "window"})
 
 
 def unit_tokens(groups: tuple[Group, ...]) -> int:
-    """Hits with several groups end at multiples of it."""
+    """Return the unit: with multiple groups, hits end at multiples of it."""
     return lcm(*(group.block_tokens for group in groups))
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Tokens after a block that its KV depends on. KV of DFlash and of a draft model at a position
-    depends on tokens up to it.
+    """Return how many tokens after a block its KV depends on.
+
+    KV of DFlash and of a separate draft model depends only on tokens up to its position.
     """
     return int(any("draft" in group.layers for group in groups))

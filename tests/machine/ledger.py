@@ -1,8 +1,8 @@
-"""The machine's records of all plans, saves, offers and reports, and the breaches that it found.
+"""The machine's records of all plans, saves, offers and reports, and the breaches that it finds.
 
-Breaches are collected and not raised, because they are found inside hooks, where the connector
-turns exceptions into misses. Uses plans and vLLM's block tables; must not depend on how kvloft
-makes a plan or how a store keeps chunks.
+Breaches are collected instead of raised, because they are found inside hooks, where the connector
+turns exceptions into misses. The ledger uses plans and vLLM's block tables; it does not depend on
+how kvloft makes a plan or how a store keeps chunks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +16,18 @@ from .groups import Group, are_grouped, lookahead
 from .symbols import Prefix
 
 State = tuple[int, int, int]
-"""A state that vLLM offers: group, block, tokens."""
+"""A state that vLLM offers: group, block, and number of tokens."""
 
 
 def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
-    """Each chunk of a plan, with its group."""
+    """Yield each chunk of a plan with its group."""
     for group, batch in chunks.by_group() if chunks else ():
         yield from ((group, copy) for copy in batch)
 
 
 @dataclass
 class Planned:
-    """A planned save: its frame's expected content, and the ranks that reported it."""
+    """A planned save: the expected content of its frame, and the ranks that have reported it."""
 
     key: bytes
     words: list[int]
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """Shared by all engines that run one after another on one disk."""
+    """The records shared by all engines that run one after another on one disk."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -49,25 +49,26 @@ class Ledger:
     num_lives: int = 1
     breaches: list[str] = field(default_factory=list)
     truth: dict[bytes, list[int]] = field(default_factory=dict)
-    """Content of each key's frame under the current weights."""
+    """Expected frame content for each key, with the current weights."""
     saved: set[int] = field(default_factory=set)
-    """Symbols of prefixes that were saved to their ends."""
+    """Symbols of prefixes whose last chunk was saved."""
     tickets: dict[int, Planned] = field(default_factory=dict)
     loads: dict[int, set[int]] = field(default_factory=dict)
-    """Ranks that reported a load."""
+    """Ranks that have reported each load."""
     asked: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """First token and number of tokens of each request's load."""
+    """First token and number of tokens of each admitted load, by request."""
     before: dict[int, int] = field(default_factory=dict)
-    """For KV in a draft model's layers: its prefix without the next token, including KV of earlier
-    engines, whose frames are loaded again.
+    """For KV in a draft model's layers: the prefix without the next token.
+
+    Includes KV of earlier engines, whose frames are loaded again.
     """
     why_lossy: str | None = None
-    """Why saved chunks may be missing now; None if none may be."""
+    """Why saved chunks may be missing at the moment, or None if none may be missing."""
     doubtful: set[str] = field(default_factory=set)
-    """Requests for which a load failed: they need not be offered anything."""
+    """Requests whose load failed. kvloft need not offer them anything."""
     standing: set[str] = field(default_factory=set)
-    """Requests with an offer of an earlier step that is still valid: later saves are not in it."""
+    """Requests with a valid offer from an earlier step, which does not include later saves."""
     num_saved: int = 0
     num_offered: int = 0
 
@@ -79,7 +80,7 @@ class Ledger:
         self.why_lossy = self.why_lossy or why
 
     def new_life(self, *, has_new_weights: bool) -> None:
-        """A restart: tickets, loads and requests of the old engine end."""
+        """Start a new engine: tickets, loads and requests of the old engine become invalid."""
         self.num_lives += 1
         if has_new_weights:
             self.namespace += "w"
@@ -90,29 +91,31 @@ class Ledger:
         self.admitted.clear()
 
     def new_weights(self) -> None:
-        """All stored chunks are wrong from now on."""
+        """Change the weights: all stored chunks become invalid."""
         self.weights = (self.weights + 0x5DEECE66D) & ((1 << 61) - 1)
         self.truth.clear()
         self.saved.clear()
 
     def kv(self, symbol: int, group: int = 0) -> int:
-        """The content of memory at a position, for a group."""
+        """Return the expected memory content at a position, for a group."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
     @cached_property
     def _main(self) -> int:
-        """The first full-attention group, or without one the first sliding-window group."""
+        """Return the first full-attention group or, if there is none, the first sliding-window
+        group.
+        """
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     @cached_property
     def ahead(self) -> int:
-        """Tokens after a block that its KV depends on."""
+        """Number of tokens after a block that its KV depends on."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """The content of blocks of positions [begin, end) in a group, block by block, layer by
-        layer.
+        """Return the content of a group's blocks for positions [begin, end), block by block and
+        layer by layer.
         """
         found, group = list[int](), self.groups[number]
         block = group.block_tokens
@@ -128,8 +131,8 @@ class Ledger:
         return found
 
     def ends(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """The symbol of each block's end in [begin, end): the prefix up to the last token that its
-        KV depends on.
+        """Return the symbol of each block's end in [begin, end): the prefix up to the last token
+        that its KV depends on.
         """
         block = self.groups[number].block_tokens
         return [
@@ -148,11 +151,11 @@ class Ledger:
         computed: int,
         states: Iterable[State] = (),
     ) -> None:
-        """A save names whole blocks of its request (I6), with tokens that are all known and
-        computed in this step (I2, I7).
+        """Check a save.
 
-        ``states`` are the request's states that vLLM offers in this step; state groups have no
-        others.
+        A save names complete blocks of its request (I6), whose tokens are all known and computed in
+        this step (I2, I7). ``states`` are the request's states that vLLM offers in this step; Mamba
+        groups save no other states.
         """
         for number, copy in copies(save.chunks):
             table, blocks, block = (
@@ -187,7 +190,9 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Tokens of the state in the block, according to vLLM; 0 if it offers none."""
+        """Return the number of tokens of the state in the block, according to vLLM, or 0 if vLLM
+        does not offer it.
+        """
         return next(
             (
                 num_tokens
@@ -200,14 +205,14 @@ class Ledger:
     def check_states(
         self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int
     ) -> None:
-        """States that vLLM offered in this step are saved now or earlier, up to ``limit`` tokens,
-        unless chunks may be missing.
+        """Check that states offered by vLLM in this step are saved now or were saved earlier, up to
+        ``limit`` tokens, unless chunks may be missing.
         """
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
             is_known = num_tokens + self.ahead <= min(
                 limit + self.ahead, len(prefix)
-            )  # with a draft model, the token after it too
+            )  # with a draft model, the token after it must be known too
             is_kept = (
                 not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
             )
@@ -244,7 +249,9 @@ class Ledger:
         )
 
     def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]]) -> None:
-        """A load fills exactly its allocated blocks, each with the chunk of its place (I1, I6)."""
+        """Check that a load fills exactly its allocated blocks, each with the chunk for its
+        position (I1, I6).
+        """
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
         self.loads[load.load_id] = set()
         begin, count = self.admitted.get(load.req_id, (0, 0))
@@ -256,7 +263,8 @@ class Ledger:
             wanted = list(
                 tables[number][first // group.block_tokens : (begin + count) // group.block_tokens]
             )
-            # with several groups nothing is loaded, and lost blocks are reported in the main group
+            # With multiple groups, nothing is loaded, and lost blocks are reported in the main
+            # group.
             if load.lost:
                 is_main = number == self._main
                 named, wanted = (
@@ -294,7 +302,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------
 
     def landed(self, ticket: int, words: list[int]) -> None:
-        """A rank gathered a save into its frame."""
+        """Record that a rank has gathered a save into its frame."""
         planned = self.tickets.get(ticket)
         self.expect(planned is not None, f"a copy for ticket {ticket}, which no step planned")
         if planned is not None:
@@ -304,7 +312,7 @@ class Ledger:
             )
 
     def check_report(self, rank: int, report: Any) -> None:
-        """Each ticket and load is reported once by each rank (I10)."""
+        """Check that each rank reports each ticket and each load once (I10)."""
         for ticket in (*report.saved, *report.failed):
             planned = self.tickets.get(ticket)
             if planned is None or rank in planned.reported:
@@ -337,8 +345,8 @@ class Ledger:
     def check_offer(
         self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int
     ) -> None:
-        """All offered tokens were saved; and all saved tokens are offered, unless chunks may be
-        missing.
+        """Check that all offered tokens were saved and, unless chunks may be missing, that all
+        saved tokens are offered.
         """
         self.asked[req_id] = (local, answer)
         if answer is None:
@@ -346,7 +354,7 @@ class Ledger:
         total = local + answer
         most = len(prefix) - are_grouped(
             self.groups
-        )  # with several groups, or windows only, vLLM cannot go back a token
+        )  # with multiple groups, or only windows, vLLM cannot go back by one token
         if answer:
             self.num_offered += 1
             is_possible = total <= most and answer % unit == 0
@@ -370,8 +378,8 @@ class Ledger:
             )
 
     def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
-        """Whether all chunks of a group were saved that a hit of ``end`` tokens needs from
-        ``begin`` on.
+        """True if all chunks of a group were saved that a hit of ``end`` tokens needs, starting at
+        ``begin``.
         """
         block = self.groups[number].block_tokens
         begin = max(begin, self.groups[number].needs_from(end) // block * block)
@@ -379,8 +387,8 @@ class Ledger:
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Tokens of the deepest hit: units that were saved and not removed, and the other chunks
-        that it needs.
+        """Return the number of tokens of the deepest hit, counting units that were saved and not
+        removed, and the other chunks that the hit needs.
         """
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
@@ -398,9 +406,10 @@ class Ledger:
         return found
 
     def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, unit: int) -> None:
-        """A finished request is stored except for its last token, unless chunks may be missing.
+        """Check that all tokens of a finished request except the last are stored, unless chunks may
+        be missing.
 
-        For states, only those that vLLM offers are stored.
+        Mamba groups store only the states that vLLM offers.
         """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % unit
@@ -410,7 +419,7 @@ class Ledger:
             )
 
     def check_at_rest(self) -> None:
-        """Every rank reported everything (I10)."""
+        """Check that every rank has reported everything (I10)."""
         for ticket, planned in self.tickets.items():
             self.expect(
                 len(planned.reported) == self.num_ranks,

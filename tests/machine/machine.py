@@ -1,5 +1,5 @@
-"""The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it
-with a budget and fixed seeds.
+"""The correctness machine's choices: a hypothesis state machine over `Engine`, and a function that
+runs it with a budget and fixed seeds.
 
 Every rule is an event that can happen to an engine at any time. Hypothesis makes all random
 choices, so that failures shrink.
@@ -33,19 +33,20 @@ from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_conten
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
-"""Prompts are beginnings of a few stories, so that they share prefixes; the last one diverges from
-the first at position 9.
+"""Prompts are beginnings of a few stories, so that they share prefixes.
+
+The last story diverges from the first at position 9.
 """
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
 
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
-"""Also with one group that keeps only a part of a prefix."""
+"""Includes models with a single group that keeps only a part of a prefix."""
 SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
-"""With all of a drafter's layers in the one group."""
+"""Models whose draft layers are all in the only group."""
 drafter_tokens = st.sampled_from([None, None, 24])
-"""Prompts have up to 40."""
+"""Prompts have up to 40 tokens."""
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -53,14 +54,15 @@ MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 def make_spec(
     name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]
 ) -> Spec:
-    """A request with a prefix of a story, other inputs of its KV, or another kind of life."""
+    """Return a request with a prefix of a story, and with the given flavor."""
     ids = STORIES[story][:length]
     return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
 
 
 def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
-    """The request with other inputs of its KV, or with another kind of life. ``more`` chooses, or
-    is a session's next input.
+    """Apply a flavor: other inputs that its KV depends on, or a different kind of lifetime.
+
+    ``more`` selects among variants, or is the next input of a session.
     """
     ids, length = plain.contents, len(plain.contents)
     if flavour == "salt":
@@ -70,7 +72,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour == "item":
-        size = min(6, length)  # vLLM: one identifier, one size
+        size = min(6, length)  # in vLLM, one identifier has one size
         item = Item(f"{IMAGES[more[0] % 2]}-{size}", min(2, length - size), size)
         span = range(item.start, item.start + item.length)
         contents = tuple(
@@ -92,7 +94,10 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
 
 
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
-    """Embedding rows; equal ids have equal rows, so that embeddings share prefixes."""
+    """Replace tokens by embedding rows.
+
+    Equal ids have equal rows, so that embeddings share prefixes.
+    """
     ids = plain.contents
     rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
     mask = tuple(i % 3 == 0 for i in ids) if mixed else None
@@ -105,7 +110,7 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
 
 @st.composite
 def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
-    """One group of full attention, with a drafter's layers in it or without."""
+    """Draw shapes with a single full-attention group, with or without draft layers in it."""
     groups = GROUPS[draw(st.sampled_from(DRAFTERS))] if has_drafter else (FULL,)
     num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
     return Shape(
@@ -127,7 +132,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
 
 @st.composite
 def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
-    """vLLM with hybrid models and draft models, without kvloft."""
+    """Draw shapes of vLLM with hybrid models and draft models, without kvloft."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -148,7 +153,10 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 
 @st.composite
 def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Several groups, which kvloft supports. Several hundred frames keep all saves."""
+    """Draw shapes with multiple groups that kvloft supports.
+
+    Several hundred frames hold all saves.
+    """
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
     num_drafts = draw(
@@ -173,8 +181,10 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
 
 
 class Arrival(NamedTuple):
-    """A request to be. ``course``: its flavour's place in the menu, below 0 none; ``more``: a
-    session's next input.
+    """A future request.
+
+    ``course`` is the index of its flavor in the menu, or negative for none; ``more`` is the next
+    input of a session.
     """
 
     story: int
@@ -199,21 +209,24 @@ crowds = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """See the module; subclasses define the shapes."""
+    """The state machine; see the module. Subclasses define the shapes."""
 
     shapes: ClassVar[Any] = one_group()
     shapes_of: ClassVar[Any]
-    """Shapes with one of some groups, by their names; of machines with several groups."""
+    """Returns a strategy for shapes with one of the named group sets.
+
+    Only for machines with multiple groups.
+    """
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
-    """Counts over all engines so far."""
+    """Event counts over all engines so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.disk: tempfile.TemporaryDirectory[str] | None = None
         self.num_arrived = 0
         self.menu: list[str] = []
-        """Flavours of this engine's requests: few, so that they meet each other."""
+        """Flavors of this engine's requests. There are only a few, so that equal flavors meet."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -246,8 +259,8 @@ class Machine(RuleBasedStateMachine):
         shape = self.engine.shape
         flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
-            # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's
-            # next input
+            # vLLM does not support embeddings with draft tokens, and keeps KV of truncated draft
+            # tokens under a session's next input.
             flavour = "plain"
         length = max(1, min(arrival.length, self.most_tokens()))
         max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
@@ -259,7 +272,7 @@ class Machine(RuleBasedStateMachine):
         )
 
     def most_tokens(self) -> int:
-        """Of a prompt."""
+        """Return the maximum number of tokens in a prompt."""
         longest = self.engine.shape.longest
         return longest - 24 if longest > 32 else longest // 2
 
@@ -273,8 +286,9 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """At most ``budget`` tokens per step, so some requests get none; copies are at most
-        ``delay`` steps late.
+        """Run steps with at most ``budget`` tokens each, so that some requests get none.
+
+        Copies are at most ``delay`` steps late.
         """
         engine = self.engine
         engine.trouble.max_delay = delay
@@ -291,7 +305,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.unfinished)
     @rule(which=st.integers(0, 20), ahead=st.integers(0, 3), loads=st.booleans())
     def abort(self, which: int, ahead: int, loads: bool) -> None:
-        """Prefers a request with a load in progress, if there is one and ``loads`` is set."""
+        """Abort a request. With ``loads``, prefer a request with a load in progress."""
         living = (self.engine.loading if loads else []) or self.engine.unfinished
         self.engine.abort(living[which % len(living)])
         self._run(ahead)
@@ -326,7 +340,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
     @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
     def dead_worker_writes(self, rate: float, count: int) -> None:
-        """Writes to frames that belong to this engine by now, as after a store released them too
+        """Write to frames that now belong to this engine, as if a store had released them too
         early.
         """
         self.engine.trouble.strangers = rate
@@ -357,8 +371,9 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """The engine ends with all its requests; the next one finds the chunks on disk, unless it
-        has other weights.
+        """End the engine with all its requests.
+
+        The next engine finds the chunks on disk, unless it has different weights.
         """
         engine = self.engine
         for req_id in engine.unfinished:
@@ -411,14 +426,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class DraftMachine(Machine):
-    """kvloft with a draft model whose layers are in the one group."""
+    """kvloft with a draft model whose layers are in the only group."""
 
     shapes = one_group(has_drafter=True)
     seen: ClassVar[Counter[str]] = Counter()
 
 
 class ServedMachine(Machine):
-    """kvloft with several groups."""
+    """kvloft with multiple groups."""
 
     shapes_of = staticmethod(served_groups)
     shapes = served_groups()
@@ -426,8 +441,8 @@ class ServedMachine(Machine):
 
 
 class GroupMachine(Machine):
-    """Engines with several groups and without kvloft: vLLM's own prefix cache against the machine's
-    model of its kinds.
+    """Engines with multiple groups and without kvloft: compares vLLM's own prefix cache with the
+    machine's model of its groups.
     """
 
     shapes_of = staticmethod(several_groups)
@@ -443,8 +458,9 @@ def check(
     steps: int = 30,
     shrinks: bool = True,
 ) -> None:
-    """Run the machine ``lives`` times; the same runs for the same seed. Raise an error with the
-    breaches found.
+    """Run the machine ``lives`` times; equal seeds give equal runs.
+
+    Raises an error with the breaches found.
     """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     chosen = settings(

@@ -1,10 +1,10 @@
 """Paged memory of symbols: one pool of blocks that all groups share, and the reads and writes of a
 forward pass in each kind of layer.
 
-This is the machine's model of vLLM's kernels. Attention: KV at every position. State, mode "align":
-a block has the state after some number of tokens and is moved between columns of the table before a
-forward pass, as `preprocess_mamba` does. Draft layers: KV at a position depends on the token after
-it; rejected draft tokens and positions drafted ahead have garbage.
+This is the machine's model of vLLM's kernels. Attention layers have KV at every position. For Mamba
+states in mode "align", a block contains the state after some number of tokens, which is moved
+between columns of the table before a forward pass, as in `preprocess_mamba`. In draft layers, KV at
+a position depends on the next token; positions of rejected or future draft tokens contain garbage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ from .symbols import GARBAGE, POISON, extend
 
 
 class WrongKV(AssertionError):
-    """A block was read that does not hold its content."""
+    """A forward pass read a block with the wrong content."""
 
 
 @dataclass
 class Work:
-    """One request's share of a step: positions [start, stop), then drafts."""
+    """One request's share of a step: positions [start, stop), followed by draft tokens."""
 
     req_id: str
     state: Any
@@ -39,8 +39,10 @@ class Work:
 
 
 class Memory:
-    """``planes``: one tensor [blocks, words] for each layer of a group; groups share them, block by
-    block.
+    """Memory for all groups.
+
+    ``planes`` has one tensor [blocks, words] per layer of a group. Groups share the tensors block
+    by block.
     """
 
     def __init__(self, shape: Shape, ledger: Ledger) -> None:
@@ -55,7 +57,9 @@ class Memory:
         self.num_checked = self.num_of_others = 0
 
     def kv_caches(self) -> dict[str, Any]:
-        """Tensors as a runner registers them: one per layer, or a list for a layer with states."""
+        """Return the tensors as a runner registers them: one per layer, or a list for a layer with
+        Mamba states.
+        """
         found: dict[str, Any] = {}
         for number, group in enumerate(self._shape.groups):
             size = group.block_tokens
@@ -79,8 +83,8 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def write(self, work: Work) -> None:
-        """KV of the target's layers at all scheduled positions, draft tokens after the known ones;
-        then states.
+        """Write KV of the target's layers at all scheduled positions, with draft tokens after the
+        known tokens; then write the states.
         """
         prefix = work.state.prefix
         symbols = prefix.symbols[work.start : work.stop]
@@ -113,7 +117,9 @@ class Memory:
             words[block, position % size] = value
 
     def check(self, work: Work) -> None:
-        """The scheduled tokens attend to their prefix in every attention group of the target."""
+        """Check that the scheduled tokens attend to their prefix in every attention group of the
+        target.
+        """
         for number, group in enumerate(self._shape.groups):
             if group.kind != "state" and "target" in group.layers:
                 begin = group.reads_from(work.start)
@@ -122,12 +128,13 @@ class Memory:
                 )
 
     def check_drafter(self, work: Work) -> None:
-        """The same for the draft model's layers, which run after sampling; EAGLE's KV of a position
-        includes the next token.
+        """Like `check`, but for the draft model's layers, which run after sampling.
+
+        EAGLE's KV of a position includes the next token.
         """
         if self._shape.drafter_tokens:
-            # vLLM's own cache serves blocks of steps without the drafter, which cost acceptance
-            # only
+            # vLLM's own cache also serves blocks of steps without the draft model, which only
+            # reduce acceptance.
             return
         for number, group in enumerate(self._shape.groups):
             if group.drafter is not None:
@@ -175,9 +182,9 @@ class Memory:
         another continuation of the same prefix.
 
         vLLM's own cache returns such blocks: if two requests computed the same block, a hit takes
-        one request's block and, as the proof of the continuation, the other's next block. It costs
-        only the acceptance of draft tokens. kvloft's saves and loads must be exact: the ledger
-        checks them.
+        one request's block and, as the proof of the continuation, the other request's next block.
+        This only reduces the acceptance of draft tokens. kvloft's saves and loads must be exact;
+        the ledger checks them.
         """
         if group.layers[plane] != "draft":
             return False
@@ -197,7 +204,7 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def begin_states(self, work: Work) -> None:
-        """Move the running state to the column of this step, and check that it is the state after
+        """Move the running state to this step's column, and check that it is the state after
         exactly ``start`` tokens.
         """
         state = work.state
@@ -226,8 +233,9 @@ class Memory:
             state.accepted = 1
 
     def _write_states(self, number: int, group: Group, work: Work, symbols: Sequence[int]) -> None:
-        """The state after the known tokens; with draft tokens, one after each further token, in the
-        next columns.
+        """Write the state after the known tokens.
+
+        With draft tokens, also write the state after each draft token, in the following columns.
         """
         table, column = work.state.tables[number], work.state.columns[number]
         for i in range(len(work.drafts) + 1):
@@ -241,8 +249,8 @@ class Memory:
             self._words[0][table[column + i], :2] = (value, after)
 
     def end_step(self, work: Work, *, has_drafter: bool = True) -> None:
-        """After sampling: the drafter's layers, and the state at a block's end that accepted drafts
-        passed.
+        """Do the work after sampling: the draft model's layers, and the state at a block's end that
+        accepted draft tokens have passed.
         """
         state = work.state
         for number, group in enumerate(self._shape.groups):
@@ -253,7 +261,7 @@ class Memory:
                     self._write_draft_layer(number, group, work, plane, state.computed)
 
     def _settle_state(self, number: int, group: Group, work: Work) -> None:
-        """As vLLM's `postprocess_mamba`."""
+        """Settle the state like vLLM's `postprocess_mamba`."""
         state, size = work.state, group.block_tokens
         table, column = state.tables[number], state.columns[number]
         boundary = state.computed // size * size
@@ -266,8 +274,10 @@ class Memory:
     def _write_draft_layer(
         self, number: int, group: Group, work: Work, plane: int, computed: int
     ) -> None:
-        """A confirmed position includes its next token, if needed; rejected and future draft
-        positions have garbage.
+        """Write a draft layer.
+
+        KV of a confirmed position includes its next token, if needed; positions of rejected and
+        future draft tokens contain garbage.
         """
         symbols, layer = work.state.prefix.symbols, group.layers[plane]
         shift = int(layer == "draft")

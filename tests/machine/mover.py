@@ -1,8 +1,8 @@
-"""kvloft's real CpuMover with the timing of a GPU's: a save reads its blocks when it is submitted,
-when they are about to be rewritten, or when it completes; a load completes any time before it is
-reported.
+"""kvloft's real CpuMover with the timing of a GPU.
 
-The ledger records the content of saved frames. Must not depend on the scheduler.
+A save reads its blocks when it is submitted, when they are about to be rewritten, or when it
+completes. A load completes at any time before it is reported. The ledger records the content of
+saved frames. This module does not depend on the scheduler.
 """
 
 import random
@@ -23,7 +23,7 @@ from .ledger import Ledger
 
 @dataclass
 class Trouble:
-    """Rate of failed copies, and maximum delay of copies."""
+    """Rates of faults in copies, and the maximum delay of copies."""
 
     random: random.Random
     max_delay: int = 0
@@ -33,10 +33,10 @@ class Trouble:
     num_saves_failed: int = 0
     num_loads_failed: int = 0
     damaged: set[bytes] = field(default_factory=set)
-    """Keys of frames that were damaged on purpose."""
+    """Keys of frames that were damaged deliberately."""
     strangers: float = 0.0
-    """How often a dead engine's worker writes to a frame between a copy and its check, of saves and
-    loads alike.
+    """Probability that a dead engine's worker writes to a frame between a copy and its check, for
+    both saves and loads.
     """
 
     def delay(self) -> int:
@@ -46,7 +46,7 @@ class Trouble:
         return rate > 0 and self.random.random() < rate
 
     def end(self) -> None:
-        """From now on, no copy fails."""
+        """Disable all faults: no later copy fails."""
         self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = (
             0,
             0.0,
@@ -57,8 +57,8 @@ class Trouble:
 
 
 class Haunted:
-    """An arena, with a dead engine's worker that writes to a frame just before it is sealed and
-    just after it was checked.
+    """An arena in which a dead engine's worker writes to a frame just before it is sealed and just
+    after it was checked.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Haunted:
     def check(self, part: dict[str, Any]) -> Any:
         problem = self._arena.check(part)
         if self._write(part["key"]):
-            self._trouble.damaged.add(part["key"])  # for the next load
+            self._trouble.damaged.add(part["key"])  # damaged for the next load
         return problem
 
     def _write(self, key: bytes) -> bool:
-        frame = self._frame_of.get(key)  # None if another group's mover has it
+        frame = self._frame_of.get(key)  # None if a different group's mover has it
         if frame is None or not self._trouble.happens(self._trouble.strangers):
             return False
         self._frames.part(frame)[:8] ^= 1
@@ -89,7 +89,7 @@ class Haunted:
 
 @dataclass(eq=False)
 class Saving:
-    """One chunk being copied to a frame."""
+    """One chunk that is being copied to a frame."""
 
     delay: int
     req_id: Any
@@ -99,10 +99,10 @@ class Saving:
 
 
 class SlowMover:
-    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` returns whether vLLM still
-    holds them for the request.
+    """Implements ``kvloft.transfer.mover.Mover``.
 
-    With ``is_early`` saves read their blocks before the next step begins.
+    ``owns(req_id, blocks)`` returns whether vLLM still holds the blocks for the request. With
+    ``is_early``, saves read their blocks before the next step begins.
     """
 
     usable_bytes = None
@@ -126,7 +126,7 @@ class SlowMover:
             part._arena = Haunted(part._arena, *haunted)  # type: ignore[assignment]
         frames._arena = Haunted(frames.memory.owner, *haunted)  # type: ignore[attr-defined]
         self._saves, self._is_early = list[Saving](), is_early
-        """In flight, for all groups: a block belongs to one group at a time."""
+        """Saves in flight in all groups: a block belongs to one group at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
@@ -134,7 +134,7 @@ class SlowMover:
         self._gather_before(rewritten)
 
     def _gather_before(self, rewritten: Sequence[int]) -> None:
-        """Gather blocks now that are about to be rewritten: the fence of a GPU mover (I2)."""
+        """Gather blocks that are about to be rewritten: the fence of a GPU mover (I2)."""
         for saving in [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]:
             self._saves.remove(saving)
             self._gather(saving)

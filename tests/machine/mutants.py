@@ -1,7 +1,7 @@
-"""Real bugs of KV connectors, each put into kvloft by one patch: the correctness machine must
-detect every one.
+"""Real bugs of KV connectors. Each is injected into kvloft by one patch, and the correctness
+machine must detect every one of them.
 
-``says`` is the expected message, so that a patch that only crashes proves nothing. If a product
+``says`` is the expected message, because a patch that only crashes proves nothing. If a product
 change removes a patch's target, the test fails: update the mutant, never delete it.
 """
 
@@ -32,8 +32,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``bug``: as reported in the field; ``says``: a regular expression for the machine's
-    message.
+    """One mutant.
+
+    ``bug`` describes the bug as reported in the field; ``says`` is a regular expression for the
+    machine's message.
     """
 
     name: str
@@ -41,16 +43,16 @@ class Mutant:
     says: str
     patch: Patch
     where: tuple[str, ...] = ()
-    """Names of the groups to test with; none: all."""
+    """Names of the groups to test with; empty for all."""
 
 
 MUTANTS: list[Mutant] = []
 BARE = r"^AssertionError\s*$"
-"""An assertion of vLLM's own, which would end the engine."""
+"""One of vLLM's own assertions, which would end the engine."""
 
 
 def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
-    """Add the patch to the table under its function's name."""
+    """Add the patch to the table under the name of its function."""
 
     def add(patch: Patch) -> Patch:
         MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
@@ -60,7 +62,7 @@ def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
 
 
 def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """``around(original, *args, **kwargs)`` replaces a function, method or property."""
+    """Replace a function, method or property by ``around(original, *args, **kwargs)``."""
     original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     if isinstance(original, property):
         mp.setattr(owner, name, property(lambda self: around(original.fget, self)))
@@ -69,7 +71,7 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]) -> None:
-    """``change(num_tokens, local_tokens, unit_tokens)`` replaces the offered ``num_tokens``."""
+    """Replace the offered ``num_tokens`` by ``change(num_tokens, local_tokens, unit_tokens)``."""
 
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         answer: Answer = original(self, request, local_tokens, **more)
@@ -306,7 +308,7 @@ def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
 
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
-    """Seals and checks a frame in place, without a private copy."""
+    """Seal and check a frame in place, without a private copy."""
     memory = part._frames.memory
     offset = memory.start(copy.frame) + memory.part_offset
     return part._describe(copy, *layout) | {"offset": offset}

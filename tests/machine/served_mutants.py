@@ -1,4 +1,7 @@
-"""Bugs of a cache that serves several KV cache groups, each put into kvloft by one patch."""
+"""Bugs of a cache that supports multiple KV cache groups.
+
+Each is injected into kvloft by one patch.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +36,14 @@ OF_DRAFT_MODELS = ("state and draft model", "states, draft model with attention"
 DRAFTED_STATES = (*STATES, *NEXT_TO_STATES, *OF_DRAFT_MODELS, "state, dflash with attention")
 OF_DFLASH = ("window and dflash", "dflash with a window")
 ONLY_WINDOWS = ("one window", "two windows")
-"""No group keeps a whole prefix."""
+"""Models in which no group keeps a whole prefix."""
 HALF_BLOCKS = ("window of half blocks", "windows from the midst of a chunk")
-"""Chunks have two blocks of a window."""
+"""Models whose chunks contain two window blocks."""
 LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
 def mutant(bug: str, says: str, *where: str) -> Any:
-    """Add the patch to the table under its function's name."""
+    """Add the patch to the table under the name of its function."""
 
     def add(patch: Patch) -> Patch:
         SERVED_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
@@ -58,12 +61,12 @@ Row = tuple[int | None, str, int, int, int, int]
 
 
 def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
-    """``change(row)`` changes the session's row of each group."""
+    """Let ``change(row)`` change the session's row for each group."""
     swap(mp, store, "groups_of", lambda original, shape: list(map(change, original(shape))))
 
 
 def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
-    """``change(reach, unit_tokens)`` for groups of a kind."""
+    """Let ``change(reach, unit_tokens)`` change the reach of the groups of a kind."""
     change_groups(
         mp,
         lambda row: (
@@ -73,7 +76,7 @@ def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int],
 
 
 def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
-    """The picked group needs no blocks at a hit."""
+    """Make a hit need no blocks of the selected group."""
 
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)
@@ -87,7 +90,7 @@ def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
 
 
 def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) -> None:
-    """For groups with block tables: states are saved one by one."""
+    """Save nothing of groups with block tables. Mamba states are saved individually."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         tables_of = lambda tables: [  # noqa: E731
@@ -265,7 +268,7 @@ def blocks_of_a_chunk_are_reversed(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
-    """For the window: its table is read one block too far."""
+    """Read the window's table one block too far."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         move = (  # noqa: E731
@@ -307,7 +310,7 @@ def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
-    """Offers half a unit more than is stored."""
+    """Offer half a unit more than is stored."""
 
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens // 2)
 
@@ -341,7 +344,7 @@ def all_groups_use_the_main_table(mp: pytest.MonkeyPatch) -> None:
     *WINDOWS,
 )
 def window_is_saved_after_it_was_freed(mp: pytest.MonkeyPatch) -> None:
-    """Uses tables that only grow, one step late."""
+    """Use tables that only grow, one step late."""
     seen: dict[str, list[list[int]]] = {}
 
     def refresh(original: Any, request: Any, step: Any) -> bool:
@@ -398,8 +401,9 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
-    """``pick(row, block)``: the block to save instead of ``block``, which is in a group's ``row``
-    of the table.
+    """Let ``pick(row, block)`` choose which block to save instead of ``block``.
+
+    ``row`` is the group's row of the block table.
     """
     tables: list[Any] = []
 
@@ -445,7 +449,7 @@ def state_is_saved_before_accepted_drafts_are_copied(mp: pytest.MonkeyPatch) -> 
 
 
 def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
-    """Replaces the planner's check of the group's row of the table."""
+    """Replace the planner's check of the group's row of the block table."""
 
     def is_in_table(self: Any, request: Any, state: Any) -> bool:
         return is_there(request.blocks.tables[state.group], state.block)
@@ -478,7 +482,7 @@ def state_is_saved_from_a_reallocated_block(mp: pytest.MonkeyPatch) -> None:
     *DRAFTED_STATES,
 )
 def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
-    """Reads the column after the state's own, where vLLM keeps states after draft tokens."""
+    """Read the column after the state's own column, where vLLM keeps states after draft tokens."""
     states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
 
 

@@ -1,4 +1,4 @@
-"""The fixed parts of one engine: KV cache groups, scheduler, store; and vLLM's configuration for
+"""The fixed parts of one engine (KV cache groups, scheduler, store), and vLLM's configuration for
 them.
 """
 
@@ -31,15 +31,15 @@ VERSION = next(
     for found in importlib.metadata.distributions(name=name)
 )
 HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
-"""kvloft serves several groups with this release."""
+"""True if kvloft supports multiple groups with this release of vLLM."""
 
 
 METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_model"}
-"""vLLM's method names, by the draft layers that a group has."""
+"""vLLM's method names, by the kind of a group's draft layers."""
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
-    """vLLM's; a page has 8 bytes per token, which is one symbol."""
+    """Return vLLM's spec of a group. A page has 8 bytes per token, which is one symbol."""
     if group.kind == "state":
         return MambaSpec(
             block_size=group.block_tokens,
@@ -64,9 +64,10 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration of engine and cache. ``early_results``: results of transfers are taken
-    before sampling and the draft model, and saves come after those, as in vLLM's first runner with
-    draft tokens.
+    """One configuration of engine and cache.
+
+    ``early_results`` means that results of transfers are taken before sampling and the draft model,
+    and saves come after both, as in Model Runner V1 with draft tokens.
     """
 
     groups: tuple[Group, ...] = (Group(),)
@@ -83,15 +84,19 @@ class Shape:
     has_disk: bool = False
     early_results: bool = False
     drafter_tokens: int | None = None
-    """The longest request with which the draft model runs; steps with a longer one omit it. None if
-    it always runs.
+    """Maximum length of a request with which the draft model runs; steps with a longer request skip
+    it. None if it always runs.
     """
     marks_drafts: bool = True
-    """vLLM marks the group with the draft layer, as with MTP; False: it treats every group as one,
-    as with EAGLE.
+    """True if vLLM marks the group with the draft layer, as with MTP.
+
+    False if it treats every group as a draft group, as with EAGLE.
     """
     kv_groups: Literal["one", "all"] = "one"
-    """kvloft's setting. Several groups with "one": an engine without a connector."""
+    """kvloft's `kv_groups` setting.
+
+    Multiple groups with "one" mean an engine without a connector.
+    """
 
     @property
     def has_connector(self) -> bool:
@@ -101,13 +106,13 @@ class Shape:
 
     @property
     def unit(self) -> int:
-        """Tokens from one key to the next."""
+        """Number of tokens from one key to the next."""
         return unit_tokens(self.groups)
 
     @property
     def longest(self) -> int:
-        """Tokens that one request may have: its blocks of all groups, and those for its drafts, fit
-        into the pool.
+        """Maximum number of tokens in one request: its blocks of all groups, including blocks for
+        its draft tokens, fit into the pool.
         """
         room = (
             (self.num_blocks - 1) // len(self.groups)
@@ -117,8 +122,8 @@ class Shape:
         return max(8, room * min(group.block_tokens for group in self.groups))
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
-        """Whether steps of a request with ``num_tokens`` tokens may run without the draft model:
-        kvloft may assume so some tokens earlier than vLLM.
+        """True if steps of a request with ``num_tokens`` tokens may skip the draft model. kvloft
+        may assume this some tokens earlier than vLLM.
         """
         return (
             self.drafter_tokens is not None
@@ -127,14 +132,12 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """The drafting method whose layers are in a group; None: draft tokens come from tokens
-        only.
-        """
+        """The drafting method whose layers are in a group, or None if drafting uses no layers."""
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 
 def model_folder(path: Path) -> Path:
-    """A model folder with a config and no weights: nothing is ever computed with it."""
+    """Return a model directory with a config and no weights: no model is ever run."""
     (path / "config.json").write_text(
         json.dumps(
             {
@@ -174,7 +177,7 @@ def kv_config(shape: Shape) -> KVCacheConfig:
 
 
 def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
-    """A VllmConfig for this shape. Slow parts are computed once, and changed in copies."""
+    """Return a VllmConfig for this shape. Slow parts are computed once and changed in copies."""
     base = _base(model)
     config = copy.copy(base)
     config.model_config = copy.copy(base.model_config)
@@ -205,7 +208,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {
         "host_size": shape.host_frames * shape.num_ranks * 4096
-    }  # a part of every shape fits into 4 KiB
+    }  # a shard of every shape fits into 4 KiB
     extra |= {"namespace": namespace, "kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(
@@ -219,7 +222,7 @@ def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTrans
 
 @lru_cache(maxsize=1)
 def _base(model: Path) -> Any:
-    """A VllmConfig for a CPU, with drafts by n-gram."""
+    """Return a VllmConfig for a CPU with ngram drafting."""
     drafts = {
         "method": "ngram",
         "num_speculative_tokens": 2,

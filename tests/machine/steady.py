@@ -1,7 +1,7 @@
-"""kvloft's real Session, made repeatable: the machine decides when disk reads end, and losses are
-recorded in the ledger.
+"""kvloft's real Session made deterministic: the machine decides when disk reads complete, and
+losses are recorded in the ledger.
 
-All calls go to the real store, without a model. Must not depend on vLLM.
+All calls go to the real store; no model is involved. This module must not import vLLM.
 """
 
 import random
@@ -12,7 +12,7 @@ from .ledger import Ledger
 
 
 class SteadyLease:
-    """A real lease that reports chunks from disk as pending for ``patience`` polls, and then as
+    """A real lease that reports chunks from disk as pending for ``patience`` polls, then as
     ready.
     """
 
@@ -38,8 +38,9 @@ class SteadyLease:
 
 
 class SteadyStore:
-    """See ``kvloft._core.Session``, which does everything. ``patience``: polls that a disk read
-    takes.
+    """Wraps ``kvloft._core.Session``, which does all the work.
+
+    ``patience`` is the number of polls that a disk read takes.
     """
 
     def __init__(
@@ -49,14 +50,16 @@ class SteadyStore:
         self._ledger, self._has_disk = ledger, has_disk
         self.patience = 0
         self.is_kind = False
-        """Reads end immediately."""
+        """True if reads complete immediately."""
         self.keys: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
     def settle_disk(self) -> None:
-        """Writes end here, so that evictable chunks do not depend on a thread."""
+        """Wait for all disk writes, so that the set of evictable chunks does not depend on a
+        thread.
+        """
         if self._has_disk:
             assert self.session.flush(30.0), "the disk does not become idle"
 
@@ -64,8 +67,10 @@ class SteadyStore:
         return self.session.deepest_hit(chain, host_units, stored_units)
 
     def acquire(self, chain: Any, num_units: int) -> SteadyLease:
-        """Several groups need all chunks: the part in host memory does not count, so it waits for
-        all.
+        """Acquire a lease.
+
+        With multiple groups, all chunks are needed at the same time, so a part in host memory is
+        not enough: the lease waits for all chunks.
         """
         self.settle_disk()
         host, _ = self.session.lookup(chain)
@@ -108,7 +113,9 @@ class SteadyStore:
 
 
 class UnkindStore(SteadyStore):
-    """Sometimes evicts, refuses frames and delays reads, as a store can at any time."""
+    """A store that sometimes evicts, rejects reservations and delays reads, as a store may at any
+    time.
+    """
 
     def __init__(
         self, session: Any, ledger: Ledger, groups: Sequence[Any], *, has_disk: bool

@@ -1,9 +1,9 @@
-"""The model that the correctness machine runs: KV is the identity of the prefix that wrote it, and
-so is the next token.
+"""The model that the correctness machine runs: both KV and the next token are functions of the
+prefix.
 
 A symbol identifies a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is
-the symbol, mixed with the group's number and the weights' version. As the oracle, it must not
-depend on vLLM or kvloft.
+the symbol combined with the group's number and the version of the weights. As the oracle, this
+module must not import vLLM or kvloft.
 """
 
 from collections.abc import Sequence
@@ -15,49 +15,51 @@ from typing import Any
 VOCAB = 40
 ADAPTERS = ("lora", "rola")
 POISON = -1
-"""Content of memory before the first write; rejected draft tokens leave `GARBAGE`."""
+"""Content of memory before the first write. Rejected draft tokens leave `GARBAGE`."""
 GARBAGE = -2
 _MASK = (1 << 62) - 1
 
 
 def digest(value: object) -> int:
-    """62 bits of ``value``."""
+    """Return a 62-bit hash of ``value``."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") & _MASK
 
 
 @lru_cache
 def root(adapter: str | None, salt: str | None) -> int:
-    """Symbol of the empty prefix."""
+    """Return the symbol of the empty prefix."""
     return digest((adapter, salt))
 
 
 def extend(symbol: int, content: int) -> int:
-    """Symbol of a prefix with one more position; ``content`` is a token id, or identifies a row or
-    an item.
+    """Return the symbol of a prefix extended by one position.
+
+    ``content`` is a token id, or identifies an embedding row or a media item.
     """
     mixed = (symbol * 6364136223846793005 + content * 1442695040888963407 + 1) & _MASK
     return mixed ^ (mixed >> 29)
 
 
 def next_token(symbol: int) -> int:
-    """The result of greedy decoding after a prefix, for any weights."""
+    """Return the token that greedy decoding gives after a prefix, for any weights."""
     return 3 + (symbol >> 7) % (VOCAB - 3)
 
 
 def row_content(row: bytes) -> int:
-    """Content of an embedding row: never a token id."""
+    """Return the content of an embedding row, which never equals a token id."""
     return VOCAB + digest(row)
 
 
 def item_content(token: int, identifier: str, at: int) -> int:
-    """Content of position ``at`` of a media item: never a token id."""
+    """Return the content at offset ``at`` in a media item, which never equals a token id."""
     return VOCAB + digest((token, identifier, at))
 
 
 @dataclass
 class Prefix:
-    """Contents of one request's positions, and their symbols; ``symbols[i]`` stands for positions 0
-    to i.
+    """Contents of one request's positions and their symbols.
+
+    ``symbols[i]`` identifies positions 0 to i.
     """
 
     start: int
@@ -84,7 +86,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Turn:
-    """A further input of a streaming session: its tokens, and the number of tokens to generate."""
+    """A further input of a streaming session: its tokens and the number of tokens to generate."""
 
     ids: tuple[int, ...]
     max_tokens: int
@@ -101,8 +103,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Spec:
-    """One request: contents of its prompt, and vLLM's input for it. ``turns`` make it a streaming
-    session.
+    """One request: the contents of its prompt, and vLLM's input for it.
+
+    With ``turns``, it is a streaming session.
     """
 
     id: str
@@ -120,7 +123,7 @@ class Spec:
 
     @property
     def most_tokens(self) -> int:
-        """Symbols of the prompt and all output, over all turns."""
+        """Maximum number of positions of the prompt and all outputs, over all turns."""
         return (
             len(self.contents)
             + self.max_tokens
@@ -128,13 +131,16 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Symbols of the prompt and the ids after it; ``ids`` start at position 0."""
+        """Return the symbols of the prompt and the ids after it. ``ids`` start at position 0."""
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix
 
     def truth(self) -> list[int]:
-        """All output tokens, over all turns; a session drops its last one before each new turn."""
+        """Return all output tokens over all turns.
+
+        A session drops the last token of a turn before the next turn.
+        """
         prefix, said = self.prefix(), list[int]()
         _say(prefix, self.max_tokens, said)
         for turn in self.turns:

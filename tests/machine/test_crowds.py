@@ -1,4 +1,6 @@
-"""Crowds of requests on vLLM's real scheduler: their loads, their blocks, and their order."""
+"""Tests many simultaneous requests on vLLM's real scheduler: their loads, their blocks, and their
+order.
+"""
 
 import random
 from pathlib import Path
@@ -27,7 +29,7 @@ def prefix(num_blocks: int, salt: int = 0) -> tuple[int, ...]:
 
 
 def serve_before(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
-    """Serve prompts one after the other, and empty vLLM's own cache."""
+    """Serve the prompts one after another, then clear vLLM's own cache."""
     for i, prompt in enumerate(prompts):
         engine.add(spec(f"before{i}", (*prompt, 3), 1))
         engine.run()
@@ -66,11 +68,13 @@ def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -
 def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """More requests than host memory holds, after a request that runs and saves its output."""
+    """Sends requests that need more than host memory, after a request that keeps running and saving
+    its output.
+    """
     monkeypatch.setattr(
         DiskPacing, "pays", lambda *_, **__: True
-    )  # symbols are computed faster than any disk reads them
-    num_prompts, num_blocks, frames = 30, 16, 200  # the disk takes some 970
+    )  # computing symbols is faster than reading them from any disk
+    num_prompts, num_blocks, frames = 30, 16, 200  # the disk holds about 970 chunks
     shape = Shape(
         async_scheduling=is_async,
         num_blocks=90,
@@ -84,7 +88,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     prompts = [prefix(num_blocks, salt) for salt in range(1, num_prompts + 1)]
     serve_before(
         engine, [*prompts, *(prefix(num_blocks, 100 + i) for i in range(13))]
-    )  # the last fill host memory
+    )  # the last prompts fill host memory
     engine.core.counters.clear()
     engine.store.patience = 3
     engine.add(spec("runs", (3, 4, 5), 300))
@@ -102,8 +106,8 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Of requests with a turn at the same time, the first one whose reads end runs first, and no
-    # other overtakes it.
+    # Among requests with a turn at the same time, the first request whose reads complete runs
+    # first; no other request overtakes it.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)
@@ -115,7 +119,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> None:
-    """vLLM admits more loads than running slots, and cannot preempt them."""
+    """vLLM admits more loads than it has running slots, and it cannot preempt these requests."""
     shape = Shape(
         async_scheduling=is_async,
         num_blocks=220,

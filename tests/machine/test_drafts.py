@@ -1,5 +1,5 @@
-"""A drafter's KV of a position depends on the token after it: scenes on vLLM's real cache with a
-drafter's layer in the group.
+"""Scenarios on vLLM's real cache with a draft layer in the group: the draft model's KV at a
+position depends on the next token.
 """
 
 import pytest
@@ -21,10 +21,10 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
 
 
 def scene(*lengths: int, forgets: bool = False) -> Engine:
-    """Run requests one after another, each with a prefix of one story of the given length; its own
-    answer follows.
+    """Run requests one after another. Each has a prefix of one story with the given length,
+    followed by its own output.
 
-    kvloft ``forgets`` all chunks before the last request.
+    With ``forgets``, kvloft loses all chunks before the last request.
     """
     engine = Engine(MODEL, SHAPE, 1)
     for i, length in enumerate(lengths):
@@ -46,7 +46,7 @@ def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
 def test_kv_is_wrong_without_dropping_the_last_block(
     monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]
 ) -> None:
-    """vLLM #46971, #55503: the scene detects it. vLLM 0.33 adds the next token to keys, but only
+    """Reproduces vLLM #46971 and #55503. vLLM 0.33 includes the next token in keys, but only
     without a connector.
     """
     groups_that_drop = "drop_eagle_group_ids" if vllm_release >= (0, 33) else "eagle_group_ids"
@@ -61,9 +61,10 @@ def test_kv_is_wrong_without_dropping_the_last_block(
 
 
 def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
-    """The second request computes the first block again, but the third gets the first one's block.
+    """The second request computes the first block again, but the third request hits the first
+    request's block.
 
-    If this fails, vLLM has fixed it: then remove `Memory._are_of_others`.
+    If this test fails, vLLM has fixed the bug; then remove `Memory._are_of_others`.
     """
     assert others(scene(4, 9, 13)) > 0
 
@@ -71,8 +72,9 @@ def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_con
 def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_its_writers() -> (
     None
 ):
-    """The third request hits the first one's block: its last position is wrong under its own key,
-    and later blocks depend on it.
+    """The third request hits the first request's block.
+
+    Its last position is wrong for the third request's key, and later blocks depend on it.
     """
     assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
 
@@ -82,10 +84,10 @@ def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continua
 
 
 def test_a_block_is_not_trusted_after_a_finished_request_wrote_to_it() -> None:
-    """As the test with lengths 4, 9 and 13, where each block once held the first one's under the
-    third one's next token.
+    """Like the test with lengths 4, 9 and 13, but each block once had the first request's key with
+    the third request's next token.
 
-    The first request leaves before its next token is known to kvloft, and its block is in vLLM's
+    The first request finishes before kvloft sees its next token, and its block stays in vLLM's
     cache.
     """
     engine = Engine(MODEL, SHAPE, 1)

@@ -1,8 +1,9 @@
-"""Loads of several groups that fill the GPU's pool: vLLM's real scheduler must not get stuck.
+"""Tests loads of multiple groups that fill the GPU's pool: vLLM's real scheduler must not deadlock.
 
-With windows and local chunks vLLM 0.32 keeps too few blocks free for requests with finished loads,
-and frees the blocks of a failed load only when its request is first in a queue, where it stops if
-all tokens do not fit at once. In both cases later loads keep their blocks and are never reached.
+With windows and local chunks, vLLM 0.32 keeps too few blocks free for requests with finished loads.
+It frees the blocks of a failed load only when the request is first in a queue, and stops there if
+not all of its tokens fit in one step. In both cases later loads keep their blocks and are never
+reached.
 """
 
 import pytest
@@ -25,15 +26,16 @@ KINDS = (
 UNEQUAL = ("window of half blocks", "window of long blocks", "two windows of different blocks")
 pytestmark = pytest.mark.skipif(
     not HAS_GROUPS,
-    reason="only vLLM 0.32 and newer give connectors enough information about several groups",
+    reason="only vLLM 0.32 and newer give connectors enough information about multiple groups",
 )
 
 
 def serve(
     names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0
 ) -> Engine:
-    """Serve requests with one prefix (``stored`` tokens of it are stored) in a pool of
-    ``blocks`` blocks a group, sync or async.
+    """Serve requests that share one prefix whose first ``stored`` tokens are stored.
+
+    The pool has ``blocks`` blocks per group; odd numbers use async scheduling.
     """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
     shape = Shape(
@@ -65,7 +67,7 @@ def test_requests_with_failed_loads_yield_to_others(names: str, load_failure: fl
 
 
 def test_room_is_counted_in_each_groups_own_blocks() -> None:
-    """In the longest ones, two loads would seem to fit and then get stuck."""
+    """Counted in the longest blocks, two loads would seem to fit and then deadlock."""
     serve("window of longer blocks", 15, 48, (50, 50))
 
 

@@ -1,5 +1,6 @@
-"""The correctness machine on the unbroken product, bounded; MODEL_HOURS makes it long (`make
-model-check HOURS=n`).
+"""Runs the correctness machine on the unmodified product, bounded.
+
+MODEL_HOURS makes the run longer (`make model-check HOURS=n`).
 """
 
 import gc
@@ -16,7 +17,7 @@ from .shape import HAS_GROUPS
 
 HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
-"""Lives of an engine a machine: some ten CPU seconds."""
+"""Number of engine lifetimes per machine: about ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
     "one group": Machine,
     "drafter": DraftMachine,
@@ -33,12 +34,12 @@ WANTED = {
     "no connector": SEEN,
     "asked again": BESIDE_KVLOFT | {"hits with several groups"},
 }
-"""Events that must have happened for a meaningful run."""
+"""Events that must occur for a run to be meaningful."""
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Counts of each machine, starting at zero."""
+    """Event counters of each machine, starting at zero."""
     name: str = request.param
     if name in ("several groups", "asked again") and not HAS_GROUPS:
         pytest.skip(
@@ -57,7 +58,7 @@ def test_every_block_that_is_read_holds_its_content(kind: str) -> None:
     )
 
 
-@pytest.mark.skipif(not HOURS, reason="the long form: make model-check HOURS=n")
+@pytest.mark.skipif(not HOURS, reason="long run: make model-check HOURS=n")
 def test_for_hours() -> None:
     deadline = time.monotonic() + HOURS * 3600
     round_number = int(os.environ.get("MODEL_SEED", "1000"))
@@ -66,7 +67,7 @@ def test_for_hours() -> None:
     ) * HAS_GROUPS
     while time.monotonic() < deadline:
         round_number += 1
-        for nth, machine in enumerate(machines):  # several groups have the most failure modes
+        for nth, machine in enumerate(machines):  # multiple groups have the most failure modes
             check(
                 machine,
                 examples=50 if machine in BUSY.values() else 25,
@@ -87,6 +88,6 @@ def test_for_hours() -> None:
         print(f"  hits with many repeated requests: {hits}", flush=True)
         if (
             not gc.get_freeze_count()
-        ):  # vLLM is imported by now, and need not be searched for garbage again and again
+        ):  # vLLM is imported by now and need not be searched for garbage again and again
             gc.collect()
             gc.freeze()

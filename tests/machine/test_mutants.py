@@ -1,6 +1,6 @@
-"""The correctness machine detects each mutant, by its effect.
+"""Checks that the correctness machine detects each mutant by its effect.
 
-``IN_CI`` has the cheapest; MODEL_MUTANTS=all (`make model-check`) runs every one.
+``IN_CI`` contains the cheapest mutants; MODEL_MUTANTS=all (`make model-check`) runs all of them.
 """
 
 import os
@@ -36,11 +36,11 @@ IN_CI = {
     "all_groups_use_the_main_table",
     "unit_is_the_main_groups_block",
 }
-"""The cheapest to see: each costs less than a CPU second."""
+"""The cheapest mutants to detect: each takes less than one CPU second."""
 
 
 def chosen(mutants: list[Mutant]) -> list[Mutant]:
-    """Those that this run is for."""
+    """Return the mutants for this run."""
     return [mutant for mutant in mutants if IS_WHOLE or mutant.name in IN_CI]
 
 
@@ -67,7 +67,7 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
 
 @pytest.mark.skipif(
     not HAS_GROUPS,
-    reason="only vLLM 0.32 and newer give connectors enough information about several groups",
+    reason="only vLLM 0.32 and newer give connectors enough information about multiple groups",
 )
 @pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("machine", [ServedMachine, BusyMachine] if IS_WHOLE else [ServedMachine])
@@ -77,12 +77,12 @@ def test_the_machine_detects_with_served_groups(machine: type[Machine], mutant: 
 
 def judge(mutant: Mutant, machine: type[Machine]) -> None:
     said = verdict(mutant, machine)
-    assert said is not None, f"not seen: {mutant.bug}"
-    assert re.search(mutant.says, said), f"detected, but with another message: {said}"
+    assert said is not None, f"not detected: {mutant.bug}"
+    assert re.search(mutant.says, said), f"detected, but with a different message: {said}"
 
 
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
-    """The machine's message for a mutant; None: not detected."""
+    """Return the machine's message for a mutant, or None if it is not detected."""
     if mutant.where:
         machine = type(machine.__name__, (machine,), {"shapes": machine.shapes_of(mutant.where)})
     with pytest.MonkeyPatch.context() as mp:
@@ -91,7 +91,7 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
             try:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
-                found = getattr(error, "exceptions", [error])  # of a failure that did not repeat
+                found = getattr(error, "exceptions", [error])  # of a failure that did not reproduce
                 return "".join(traceback.format_exception_only(found[0])).partition(
                     "Failing test case"
                 )[0]

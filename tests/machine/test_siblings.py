@@ -1,5 +1,5 @@
-"""Inside vLLM's real MultiConnector and scheduler: kvloft's waits do not withhold a sibling's
-tokens.
+"""Tests kvloft inside vLLM's real MultiConnector and scheduler: while kvloft waits, it must not
+withhold a sibling's tokens.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class NeverReady:
 
 
 class HungDisk:
-    """A store with every prefix on a disk that does not answer."""
+    """A store that has every prefix on a disk that does not respond."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -58,7 +58,7 @@ class HungDisk:
 
 
 class Sibling(KVConnectorBase_V1):
-    """Another connector, with some tokens of every prompt: two blocks by default."""
+    """Another connector, which has some tokens of every prompt: two blocks by default."""
 
     has: ClassVar[int | None] = 2 * BLOCK
     given: ClassVar[list[int]] = []
@@ -82,8 +82,9 @@ class Sibling(KVConnectorBase_V1):
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes vLLM's scheduler with kvloft over a hung disk: alone, or before a sibling; the request
-    waits in it.
+    """Make vLLM's scheduler with kvloft on a hung disk, alone or before a sibling.
+
+    A request waits in it.
     """
     session = _core.Session
     monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(session(**settings)))
@@ -160,7 +161,7 @@ def test_a_request_waits_for_its_disk_with_a_sibling_without_tokens(
     assert waiting.requests["r"].status.name == "WAITING"
     monkeypatch.setattr(Sibling, "has", 2 * BLOCK)
     waiting.schedule()
-    assert Sibling.given == [2 * BLOCK], "and accepts the sibling's tokens as soon as there are any"
+    assert Sibling.given == [2 * BLOCK], "must accept the sibling's tokens once they are available"
 
 
 def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) -> None:
@@ -176,5 +177,5 @@ def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) ->
         params.extra_args["kv_transfer_params"],
     )
     assert waiting.schedule().total_num_scheduled_tokens > 0, (
-        "it computes tokens that no load provides"
+        "the request must compute tokens that no load provides"
     )

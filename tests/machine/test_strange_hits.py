@@ -1,5 +1,5 @@
-"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) spoils one answer: kvloft saves nothing
-that depends on it.
+"""Tests wrong hits of vLLM's prefix cache (vLLM #49377, #49449): the output is wrong, but kvloft
+saves nothing that depends on the hit.
 """
 
 from typing import Any
@@ -27,7 +27,9 @@ PROMPT = STORIES[0][:13]
 def add(
     engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2
 ) -> Any:
-    """Add a request whose first blocks have the ``stale`` hashes of another; return its hashes."""
+    """Add a request whose first blocks have the ``stale`` hashes of another request, and return its
+    hashes.
+    """
     spec = Spec(name, ids, num_tokens, ids)
     engine.specs[name], engine.outcomes[name] = spec, Outcome()
     request = make_request(spec, engine._hasher)
@@ -43,7 +45,9 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = ()) -> A
 
 
 def engine_of(shape: Shape) -> Engine:
-    """Loads nothing, so that all hits are of vLLM's own cache."""
+    """Return an engine in which kvloft loads nothing, so that all hits come from vLLM's own
+    cache.
+    """
     engine = Engine(MODEL, shape, 1)
     engine.core._loads_allowed = False
     engine.ledger.lose("nothing is loaded")
@@ -51,19 +55,20 @@ def engine_of(shape: Shape) -> Engine:
 
 
 def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool) -> None:
-    """A request gets another prompt's first blocks; ``is_stored``: kvloft has its own first blocks
-    stored.
+    """Run a request that gets another prompt's first blocks.
+
+    With ``is_stored``, kvloft has stored the right first blocks.
     """
     if is_stored:
         serve(engine, "own", PROMPT[:9])
         engine.reset(running=False, connector=False)
     hashes = serve(engine, "other", STORIES[1][:13])
-    monkeypatch.setattr(Memory, "check", lambda *_: None)  # the answer is wrong because of vLLM
+    monkeypatch.setattr(Memory, "check", lambda *_: None)  # the output is wrong because of vLLM
     monkeypatch.setattr(Memory, "check_drafter", lambda *_: None)
     num_saved = engine.ledger.num_saved
     serve(engine, "wrong", PROMPT, stale=list(hashes[:2]))
     serve(engine, "next", PROMPT, stale=list(hashes[:2]))
-    assert engine.ledger.num_saved == num_saved, "everything after a wrong block is wrong"
+    assert engine.ledger.num_saved == num_saved, "nothing after a wrong block may be saved"
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -86,8 +91,9 @@ def test_the_scene_detects_wrong_kv_without_the_check_of_writers(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
-    """The store lost everything, as with a new server, for finished requests and for requests of
-    the same step.
+    """The store has lost everything, as with a new server.
+
+    Covers finished requests and requests of the same step.
     """
     engine = engine_of(shape)
     serve(engine, "first", PROMPT)
@@ -108,7 +114,7 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
 
 
 def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:
-    """Another request's load holds a block, so vLLM preempts and keeps its cache."""
+    """Another request's load holds a block, so vLLM preempts the request and keeps its cache."""
     engine = Engine(MODEL, Shape(num_blocks=16), 1)
     for name, length, num_tokens in (("first", 16, 5), ("second", 4, 1)):
         add(engine, name, STORIES[0][:length], num_tokens=num_tokens)

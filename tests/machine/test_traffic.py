@@ -1,9 +1,9 @@
-"""Random traffic through the correctness machine's engine, in every shape: no wrong KV is read, and
-the engine ends idle.
+"""Sends random traffic through the correctness machine's engine in every shape: no wrong KV is
+read, and the engine becomes idle in the end.
 
-Where hypothesis chooses few events and many shapes (`test_machine.py`), here a seed makes dozens of
+Hypothesis chooses few events and many shapes (`test_machine.py`). Here, a seed makes dozens of
 requests meet in one engine: arrivals, aborts, preemptions, resets, late and failed transfers,
-rejected drafts, streaming sessions. A failure names its seed and repeats.
+rejected draft tokens, streaming sessions. A failure reports its seed and is reproducible.
 """
 
 import os
@@ -31,13 +31,13 @@ NUM_SEEDS = int(os.environ.get("TRAFFIC_SEEDS", "3"))
 
 
 class UnkindEngine(Engine):
-    """Its store evicts, refuses and delays whenever a store may."""
+    """An engine whose store evicts, rejects reservations and delays reads whenever a store may."""
 
     store_type = UnkindStore
 
 
 class Traffic:
-    """Requests over a few shared beginnings, so that prefixes are found again."""
+    """Requests with a few shared beginnings, so that prefixes are hits."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self._random = random.Random(seed)
@@ -64,7 +64,9 @@ class Traffic:
         kind = pick.random()
         if (
             self._shape.num_drafts or kind >= 0.25
-        ):  # vLLM takes no embeddings with drafts, and keeps KV of cut-off ones
+            # vLLM does not support embeddings with draft tokens, and keeps KV of truncated draft
+            # tokens
+        ):
             return flavoured(plain, "adapter", (1,)) if pick.random() < 0.25 else plain
         if kind < 0.15:
             return flavoured(plain, "mixed" if kind < 0.07 else "rows", ())
@@ -79,7 +81,7 @@ def drive(
     troubled: bool = True,
     traffic: Traffic | None = None,
 ) -> None:
-    """Random events until all requests have finished."""
+    """Cause random events until all requests have finished."""
     events = random.Random(seed + 2)
     traffic = traffic or Traffic(seed, engine.shape)
     waiting = num_requests
@@ -101,7 +103,7 @@ def drive(
 
 
 def engine_of(shape: Shape, seed: int, kind: type[Engine] = Engine) -> Engine:
-    """An engine with the seed's troubles."""
+    """Return an engine with the faults chosen by the seed."""
     pick = random.Random(seed)
     engine = kind(MODEL, shape, seed)
     engine.trouble.max_delay = pick.choice([0, 3])
@@ -110,7 +112,7 @@ def engine_of(shape: Shape, seed: int, kind: type[Engine] = Engine) -> Engine:
 
 
 def shape_of(name: str, seed: int) -> Shape:
-    """The named shape with the seed's sizes."""
+    """Return the named shape with the sizes chosen by the seed."""
     pick = random.Random(seed)
     return replace(
         SHAPES[name],
@@ -160,7 +162,7 @@ def test_a_mover_that_raises_costs_misses_and_hangs_no_request(seed: int) -> Non
 
 
 def test_traffic_meets_the_troubles_it_is_meant_for() -> None:
-    """Guards the tests above against growing tame."""
+    """Checks that the tests above keep producing faults."""
     loaded = resumed = preempted = failed_loads = failed_saves = 0
     for seed in range(4):
         engine = engine_of(

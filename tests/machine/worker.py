@@ -1,4 +1,5 @@
-"""A worker of the correctness machine: vLLM's model runner contract over paged memory of symbols.
+"""A worker of the correctness machine: implements vLLM's model runner contract on paged memory of
+symbols.
 
 It supports both shapes of scheduler output, verifies draft tokens, and runs the real connector's
 worker side in the hook order of its runner. Every block that a scheduled token attends to is
@@ -18,11 +19,11 @@ from .symbols import Prefix, Spec, extend, next_token
 
 @dataclass
 class Running:
-    """A model runner's state of a request: contents so far (confirmed and sampled), a block table
-    per group, draft tokens.
+    """A model runner's state of a request: confirmed and sampled contents, a block table per group,
+    draft tokens.
 
-    ``computed``: tokens with confirmed KV. ``columns``: the column of each state group's running
-    state.
+    ``computed`` is the number of tokens with confirmed KV. ``columns`` contains the column of the
+    running state, per Mamba group.
     """
 
     spec: Spec
@@ -35,7 +36,7 @@ class Running:
 
 
 class Worker:
-    """One rank. ``connector`` None: an engine without one."""
+    """One rank. ``connector`` is None for an engine without a connector."""
 
     def __init__(
         self,
@@ -53,15 +54,15 @@ class Worker:
             luck,
         )
         self.acceptance = 0.6
-        """How often a draft is right."""
+        """Probability that a draft token is right."""
         self.running: dict[str, Running] = {}
         self.works: list[Work] = []
-        """Of the last step."""
+        """The work of the last step."""
         self._has_drafter = True
-        """It runs in this step."""
+        """True if the draft model runs in this step."""
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
-        """Run one step; ``metadata`` is the connector's, as received."""
+        """Run one step. ``metadata`` is the connector metadata as received."""
         connector = self.connector
         if connector is not None and not self._shape.v2:
             connector.handle_preemptions(metadata)
@@ -144,11 +145,13 @@ class Worker:
             spec, spec.prefix(ids), [list(table) for table in blocks], computed
         )
 
-    # -- the forward
+    # -- forward pass
     # ----------------------------------------------------------------------------------------------
 
     def _forward(self, output: Any) -> list[Work]:
-        """States are read first, then all writes and all reads happen: requests can read blocks
+        """Run the forward pass.
+
+        States are read first, followed by all writes and then all reads: a request can read blocks
         that others write in the same step.
         """
         works = self._works(output)
@@ -161,8 +164,9 @@ class Worker:
         return works
 
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
-        """After the forward pass, and with a draft model after the connector's results: then its
-        layers run.
+        """Sample after the forward pass.
+
+        With a draft model, sample after the connector's results are taken, and then run its layers.
         """
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works if self._has_drafter else ():
@@ -177,8 +181,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # Under async scheduling, vLLM counts drafts in flight as accepted; the runner has the
-            # right count.
+            # With async scheduling, vLLM treats draft tokens in flight as accepted; the runner has
+            # the right count.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,
@@ -192,14 +196,14 @@ class Worker:
         return works
 
     def _drafts_of(self, state: Running, scheduled: Any) -> list[int]:
-        if scheduled and scheduled[0] == -1:  # async: the worker has its own
+        if scheduled and scheduled[0] == -1:  # async: the worker has its own draft tokens
             own = state.drafts[: len(scheduled)]
             return own + [0] * (len(scheduled) - len(own))
         return list(scheduled)
 
     def _finish(self, work: Work) -> list[int]:
-        """Sample and verify draft tokens; then the work after sampling: the draft model's KV, and
-        states of accepted draft tokens.
+        """Sample and verify draft tokens, then do the work after sampling: the draft model's KV,
+        and the states of accepted draft tokens.
         """
         state, said = work.state, list[int]()
         if work.stop == len(state.prefix):
@@ -216,8 +220,9 @@ class Worker:
         return said
 
     def _fits_drafter(self, works: list[Work]) -> bool:
-        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without the draft model lack its KV
-        for all later hits.
+        """Like vLLM's `_input_fits_in_drafter`.
+
+        Blocks of a step without the draft model lack its KV for all later hits.
         """
         limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
         return (
@@ -227,7 +232,7 @@ class Worker:
         )
 
     def _propose(self, state: Running) -> None:
-        """Drafts that are sometimes right; without the draft model, vLLM has zeros."""
+        """Return draft tokens that are sometimes right. Without the draft model, vLLM has zeros."""
         if not self._has_drafter:
             state.drafts = [0] * self._shape.num_drafts
             return
@@ -242,5 +247,5 @@ class Worker:
             symbol = extend(symbol, token)
 
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
-        """Draft tokens for the next step, as the sync scheduler requests them."""
+        """Return the draft tokens for the next step, as the sync scheduler requests them."""
         return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]

@@ -1,8 +1,8 @@
-"""A store, its announcer and a subscriber, in any order of steps: for tests of KV events.
+"""A store, its announcer and a subscriber that take steps in any order, for tests of KV events.
 
-The store is the engine's own or a server's, where another engine saves and evicts too and the
-server is stopped and restarted. The oracle is lookups of every prefix, and the assumptions a
-subscriber can make about each event. The test decides how events reach the subscriber and how a
+The store belongs to the engine or to a server. With a server, another engine also saves and evicts,
+and the server is stopped and restarted. The oracle is lookups of every prefix, and the assumptions
+a subscriber can make about each event. The test decides how events reach the subscriber and how a
 server is started.
 """
 
@@ -36,8 +36,10 @@ def hash_of(prompt: Prompt) -> bytes:
 
 
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
-    """As vLLM does: a block's hash is that of the prefix that ends with it, so blocks of any
-    ``size`` that end there have one.
+    """Describe a block as vLLM does.
+
+    Its hash is the hash of the prefix that ends with it, so blocks of any ``size`` with the same
+    end have the same hash.
     """
     prefixes = [live.prompt[: (nth + 1) * size] for nth in range(begin, end)]
     parents = [hash_of(prefix[:-size]) if len(prefix) > size else None for prefix in prefixes]
@@ -55,7 +57,7 @@ def seal(arena: _core.Arena, chunk: ChunkCopy) -> None:
 
 
 class Index:
-    """A subscriber. Fails on events that contradict earlier ones or the prompts."""
+    """A subscriber. Fails on events that contradict earlier events or the prompts."""
 
     def __init__(self, prompts: set[Prompt]) -> None:
         self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}
@@ -75,25 +77,28 @@ class Index:
                 continue
             for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
                 prefix = self._of[block.hash]
-                assert block.hash not in tier, "told twice"
+                assert block.hash not in tier, "announced twice"
                 assert tuple(block.token_ids) == prefix[-BLOCK:]
                 assert block.parent == (hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None)
-                assert before is None or before.hash == block.parent, "one event, two runs"
+                assert before is None or before.hash == block.parent, (
+                    "the event contains more than one run"
+                )
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """The engine dropped its own blocks and reports it: chunks in other tiers are announced
-        again.
+        """Handle the report that the engine dropped its own blocks: chunks in other tiers are
+        announced again.
         """
         self.tiers = {HOST: set(), DISK: set()}
 
     def close(self) -> None:
-        """The engine ended."""
+        """Handle the end of the engine."""
 
 
 class World:
-    """A store, its announcer and a subscriber, which ``subscribe`` makes for each engine; in any
-    order of steps.
+    """A store, its announcer and a subscriber, whose steps can come in any order.
+
+    ``subscribe`` makes a subscriber for each engine.
     """
 
     is_shared = False
@@ -127,7 +132,7 @@ class World:
         return _core.Session(**self.shape, **self.memory)
 
     def start(self) -> None:
-        """A new engine: its publisher is new, too."""
+        """Start a new engine with a new publisher."""
         self.store = self.open()
         self.map_arena()
         self.store.watch(self.capacity)
@@ -189,7 +194,7 @@ class World:
                 self.announcer.repeat()
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
-        """Calls it as the scheduler side does."""
+        """Save a prompt and notify the announcer like the scheduler side."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
         chain, _, _, start, stop, _ = row
         self.announcer.note(SimpleNamespace(prompt=prompt), chain, range(start, stop))  # type: ignore[arg-type]
@@ -209,7 +214,7 @@ class World:
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:
-        """Wait until the store is idle and everything is announced; then compare the index with
+        """Wait until the store is idle and everything is announced, then compare the index with
         lookups of all requested prompts.
         """
         self.leases.clear()
@@ -220,7 +225,7 @@ class World:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert self.store.flush(30 * PACE)
-        # In slices: chunks whose keys were lost are looked up again.
+        # Wait in slices: chunks whose keys were lost are looked up again.
         for _ in range(300):
             self.index.replay(self.announcer.take())
         host, stored = set[bytes](), set[bytes]()
@@ -235,12 +240,14 @@ class World:
         assert told[HOST] | told[DISK] == stored
         if not self.is_shared:
             rows, _ = self.store.changes(list(self.announcer._known), 0)
-            assert all(where for _, where in rows), "chunks that will not appear are not waited for"
+            assert all(where for _, where in rows), (
+                "still waiting for chunks that will never appear"
+            )
 
 
 class SharedWorld(World):
-    """The same with a server of ``host``'s that is stopped and restarted, and another engine whose
-    saves evict.
+    """Like `World`, but with a server that ``host`` stops and restarts, and with another engine
+    whose saves evict.
     """
 
     is_shared = True
@@ -248,7 +255,8 @@ class SharedWorld(World):
     def __init__(
         self, seed: int, folder: Path, *, host: Callable[..., Any] = _core.Server, **more: Any
     ) -> None:
-        self.run, self.host = Path(tempfile.mkdtemp(prefix="kv-")), host  # a socket's path is short
+        # a socket path must be short
+        self.run, self.host = Path(tempfile.mkdtemp(prefix="kv-")), host
         self.server: Any = None
         super().__init__(seed, folder, **more)
 

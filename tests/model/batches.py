@@ -1,5 +1,5 @@
 """Makes real batches of single chunks, and single chunks of a real session, for tests that examine
-each.
+each chunk.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ def batch_of(chunks: Iterable[Any], group: int = 0) -> _core.ChunkBatch:
 
 
 def batch_of_groups(groups: Iterable[tuple[int, Iterable[Any]]]) -> _core.ChunkBatch:
-    """A batch with the chunks of each (group, chunks)."""
+    """Return a batch with the chunks of each (group, chunks) pair."""
     each = [batch_of(chunks, group).columns() for group, chunks in groups]
     return _core.ChunkBatch(
         [part for parts, _ in each for part in parts], b"".join(tickets for _, tickets in each)
@@ -26,20 +26,20 @@ def batch_of_groups(groups: Iterable[tuple[int, Iterable[Any]]]) -> _core.ChunkB
 def reserve(
     store: _core.Session, chain: _core.KeyChain, start: int, stop: int
 ) -> tuple[list[tuple[int, int, bytes, int]], int]:
-    """[(ticket, frame, key, unit)], and the number of units without a frame."""
-    table = range(1, chain.num_blocks + 1)  # so that a block's id is its place in the prefix
+    """Return [(ticket, frame, key, unit)] and the number of units without a frame."""
+    table = range(1, chain.num_blocks + 1)  # so that a block's id is its position in the prefix
     (chunks,), (num_dropped,) = store.reserve([(chain, (), 0, start, stop, [table])])
     return [(c.ticket, c.frame, c.key, c.blocks[0] - 1) for c in chunks or ()], num_dropped
 
 
 def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int]]:
-    """(frame, key, unit) of the ready chunks."""
+    """Return (frame, key, unit) of the ready chunks."""
     num_units, _ = lease.poll()
     chunks, _ = lease.batch([range(1, num_units + 1)], 0, num_units)
     return [(c.frame, c.key, c.blocks[0] - 1) for c in chunks]
 
 
 def tiers(lease: _core.ReadLease) -> dict[str, int]:
-    """Ready units by the tier that they came from."""
+    """Return the ready units by the tier they came from."""
     num_units, _ = lease.poll()
     return lease.batch([range(1, num_units + 1)], 0, num_units)[1]

@@ -1,5 +1,7 @@
-"""Batches of chunks and tickets of saves in flight, one chunk at a time: simple models of
-`_core.ChunkBatch` and of `_core.Session`'s counts. Must not import kvloft.
+"""Simple models of `_core.ChunkBatch` and of the counts of `_core.Session`, which handle one chunk
+at a time.
+
+This module must not import kvloft.
 """
 
 import struct
@@ -11,7 +13,7 @@ NULL_BLOCK, NOT_WANTED = 0, -1
 
 
 class Chunk(NamedTuple):
-    """As `kvloft.seam.batch.ChunkCopy`."""
+    """Mirrors `kvloft.seam.batch.ChunkCopy`."""
 
     frame: int
     key: bytes
@@ -21,13 +23,13 @@ class Chunk(NamedTuple):
     ticket: int = -1
 
     def payload(self) -> list[int]:
-        """One entry for each block of the frame."""
+        """One entry per block of the frame."""
         behind = self.num_blocks - self.first_block - len(self.blocks)
         return [NOT_WANTED] * self.first_block + list(self.blocks) + [NOT_WANTED] * behind
 
 
 class Chunks(tuple[Chunk, ...]):
-    """As `_core.ChunkBatch`."""
+    """Mirrors `_core.ChunkBatch`."""
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -61,10 +63,11 @@ class Chunks(tuple[Chunk, ...]):
 def chunks_to_load(
     leased: Iterable[tuple[int, bytes, str]], table: Sequence[int], begin: int, end: int
 ) -> tuple[Chunks, dict[str, int]]:
-    """Return the chunks of units [begin, end), one block each, and units by tier, from leased
-    (frame, key, tier) of unit 0 on.
+    """Return the chunks of units [begin, end), one block each, and the number of units by tier.
+
+    ``leased`` has (frame, key, tier) starting at unit 0.
     """
-    assert 0 <= begin <= end <= len(table), "the request does not have the promised blocks"
+    assert 0 <= begin <= end <= len(table), "the request has fewer blocks than promised"
     chunks: list[Chunk] = []
     by_tier: dict[str, int] = {}
     for unit, (frame, key, tier) in enumerate(leased):
@@ -75,7 +78,7 @@ def chunks_to_load(
 
 
 class InFlight:
-    """Saves that some rank has not reported yet."""
+    """Saves that at least one rank has not reported yet."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
@@ -89,7 +92,7 @@ class InFlight:
             self.blocks[chunk.ticket] = chunk.blocks
 
     def settle(self, saved: Sequence[int], failed: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(committed, aborted)."""
+        """Return (committed, aborted)."""
         self.failed |= set(failed) & self.left.keys()
         committed: list[int] = []
         aborted: list[int] = []
@@ -114,7 +117,7 @@ class InFlight:
 
 
 class Session(ABC):
-    """Shared by both store models: a session over a store that can reserve rows, commit, abort,
+    """Base of both store models: a session over a store that can reserve rows, commit, abort,
     discard and clear.
     """
 
@@ -130,7 +133,7 @@ class Session(ABC):
         rows, num_dropped = self.reserve_rows(chain, start, stop)
         chunks: list[Chunk] = []
         for ticket, frame, key, unit in rows:
-            assert unit < len(table), "a save of blocks that the request does not have"
+            assert unit < len(table), "the save names blocks that the request does not have"
             if table[unit] == NULL_BLOCK:
                 self.abort_tickets([ticket])
             else:
@@ -175,7 +178,7 @@ class Session(ABC):
     def reserve_rows(
         self, chain: Any, start: int, stop: int
     ) -> tuple[list[tuple[int, int, bytes, int]], int]:
-        """[(ticket, frame, key, unit)], and the number of units without a frame."""
+        """Return [(ticket, frame, key, unit)] and the number of units without a frame."""
 
     @abstractmethod
     def commit_tickets(self, tickets: Sequence[int]) -> int: ...

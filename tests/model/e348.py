@@ -1,5 +1,5 @@
-"""The encoding e348 in numpy, from docs/design/compression.md: the oracle of csrc/e348.cu. Shares
-no code with it.
+"""The encoding e348 in numpy, following docs/design/compression.md: the oracle of csrc/e348.cu,
+with which it shares no code.
 
 `python tests/model/e348.py --write` writes tests/vectors/e348.json; `--check` compares it.
 """
@@ -19,7 +19,7 @@ MAX_NIBBLES, MAX_BYTES = 1728, 255
 
 
 class Tile(NamedTuple):
-    """A record and its entry in the table, without the offset."""
+    """A record and its table entry without the offset."""
 
     top: int
     num_nibbles: int
@@ -33,15 +33,15 @@ class Tile(NamedTuple):
 
 
 def in_code_order(words: np.ndarray) -> np.ndarray:
-    """[2048] in the page's order -> [lane, half, word, parity]: the order of escapes, and of the
-    bits of codes.
+    """Reorder [2048] from page order to [lane, half, word, parity]: the order of escapes and of
+    code bits.
     """
     rows = words.reshape(2, 2, 2, LANES, 8)  # half, parity, row of the pair, lane, word of the row
     return np.ascontiguousarray(rows.transpose(3, 0, 2, 4, 1)).reshape(LANES, 2, 16, 2)
 
 
 def in_page_order(ordered: np.ndarray) -> np.ndarray:
-    """The way back."""
+    """Invert `in_code_order`."""
     return np.ascontiguousarray(
         ordered.reshape(LANES, 2, 2, 8, 2).transpose(1, 4, 2, 0, 3)
     ).reshape(-1)
@@ -98,7 +98,7 @@ def encode_tile(tile: bytes, *, is_bf16: bool = True) -> Tile:
 
 
 def record_bytes(entry: int, num_bytes: int) -> int:
-    """Of the record of a tile of ``num_bytes``."""
+    """Return the size of the record of a tile with ``num_bytes``."""
     if entry >> 32 & 0xFFF == 0xFFF:
         return num_bytes
     num_pairs, num_nibbles = -(-num_bytes // 1024), entry >> 44 & 0xFFF
@@ -156,7 +156,7 @@ def decode_tile(entry: int, record: bytes, num_bytes: int) -> bytes:
 
 
 Tiles = Sequence[tuple[int, bool]]
-"""Of a chunk: bytes, and whether they are bf16."""
+"""The tiles of a chunk: size in bytes, and whether they are bf16."""
 
 
 def tiles_of(
@@ -172,7 +172,7 @@ def tiles_of(
 
 
 def encode_part(payload: bytes, tiles: Tiles) -> bytes:
-    """Table and records, those in the tiles' order."""
+    """Return the table and the records, in the order of the tiles."""
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries, records, at, offset = [], [], 0, 0
     for num_bytes, is_bf16 in tiles:
@@ -200,7 +200,7 @@ def with_exponents(rng: np.random.Generator, exponents: np.ndarray) -> np.ndarra
 
 
 def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
-    """bf16 words of a truncated normal distribution, with the sizes of real KV."""
+    """Return bf16 words from a truncated normal distribution, with magnitudes as in real KV."""
     return (rng.standard_normal(count).astype("<f4").view("<u4") >> 16).astype("<u2")
 
 

@@ -1,5 +1,5 @@
-"""The key scheme of docs/design/keys.md, implemented a second time, slowly, with the `blake3`
-package: the oracle of keys.
+"""The oracle of keys: a second, slow implementation of docs/design/keys.md with the `blake3`
+package.
 
 Recomputes everything from a flat list of positions, shares no code with kvloft and must not import
 it. `python tests/model/keys.py --write` writes tests/vectors/keys.json; `--check` compares it.
@@ -21,14 +21,14 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "keys.json"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A position that reads a token id."""
+    """A position whose input is a token id."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A position that reads an embedding row, by its raw bytes."""
+    """A position whose input is an embedding row, identified by its raw bytes."""
 
     dtype: str
     width: int
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Item:
-    """A multimodal item on positions [start, start + num_tokens)."""
+    """A multimodal item at positions [start, start + num_tokens)."""
 
     start: int
     identifier: str
@@ -48,7 +48,7 @@ Position = Token | Row
 
 
 def keyed(mode: str, data: bytes) -> bytes:
-    """The keyed hash of one mode: 32 bytes."""
+    """Return the keyed hash of one mode: 32 bytes."""
     return blake3(data, key=blake3(b"kvloft key v2 " + mode.encode()).digest()).digest()
 
 
@@ -89,7 +89,7 @@ def _segment(run: Sequence[Position]) -> bytes:
 
 
 def content_digest(positions: Sequence[Position], start: int, items: Iterable[Item]) -> bytes:
-    """The digest of a block whose first position is ``start``."""
+    """Return the digest of the block whose first position is ``start``."""
     stop = start + len(positions)
     touching = sorted(i for i in items if i.start < stop and i.start + i.num_tokens > start)
     if not touching and all(isinstance(p, Token) for p in positions):
@@ -118,7 +118,10 @@ def chain_keys(
     block_tokens: int,
     lookahead: int = 0,
 ) -> list[bytes]:
-    """Keys of all full blocks, each also over the ``lookahead`` positions after its block."""
+    """Return the keys of all full blocks.
+
+    Each key also covers the ``lookahead`` positions after its block.
+    """
     items = list(items)
     keys: list[bytes] = []
     key, start = root, 0
@@ -130,7 +133,7 @@ def chain_keys(
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """The key of KV cache group number ``group`` for the prefix with ``key``."""
+    """Return the key of KV cache group ``group`` for the prefix with ``key``."""
     return keyed("group", (key + u32(group)).ljust(64, b"\0"))
 
 
@@ -141,7 +144,7 @@ ROW_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4
 
 
 def parse_content(content: Sequence[dict[str, Any]]) -> list[Position]:
-    """Positions of a vector's content."""
+    """Return the positions of a vector's content."""
     positions: list[Position] = []
     for segment in content:
         if "tokens" in segment:
@@ -275,7 +278,7 @@ def _item_cases() -> list[dict[str, Any]]:
 
 
 def make_vectors() -> dict[str, Any]:
-    """All cases with their expected values, as JSON values."""
+    """Return all cases with their expected values, as JSON values."""
     cases = _identity_cases() + _token_cases() + _embed_cases() + _item_cases()
     for case in cases:
         namespace = namespace_digest([(name, value) for name, value in case["fields"]])
@@ -291,7 +294,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """One case per line, so that a diff names the case."""
+    """Format one case per line, so that a diff shows which case differs."""
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in vectors["cases"])
     return f'{{"schema": {vectors["schema"]}, "cases": [\n{lines}\n]}}\n'
 

@@ -1,8 +1,9 @@
-"""The store and the key chain of `kvloft.seam` in dicts: a model to test the scheduler side.
+"""A model of the store and the key chain of `kvloft.seam`, built from dicts, for testing the
+scheduler side.
 
-Follows the rules in `_core.pyi` and checks, at every call, that its caller follows them too. If the
-rules leave a choice, it makes the worst one for the caller (a commit after `clear` is lost, a frame
-is reused as soon as possible). Must not import kvloft.
+Follows the rules in `_core.pyi` and checks at every call that its caller follows them too. If the
+rules leave a choice, it chooses the worst case for the caller (a commit after `clear` is lost, a
+frame is reused as soon as possible). This module must not import kvloft.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ class KeyBook:
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
-        """Root first, then one entry per position, to the block's end."""
+        """The root, followed by one entry per position up to the end of the block."""
 
     def new_chain(self, view: Any, lookahead: int | None = None) -> "ModelChain":
         root = ("root", view.adapter, view.cache_salt)
@@ -30,7 +31,10 @@ class KeyBook:
 
 
 class ModelChain:
-    """Keys of one prefix, block by block, each by hashing the whole prefix again."""
+    """Keys of one prefix, block by block.
+
+    Each key is computed by hashing the whole prefix again.
+    """
 
     def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
         self._book = book
@@ -77,14 +81,16 @@ class ModelChain:
 
 
 def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Content]:
-    """The multimodal items' part of position ``at``."""
+    """Return the contribution of multimodal items at position ``at``."""
     return ((name, at - start) for name, start, count in items if start <= at < start + count)
 
 
 @dataclass(eq=False)
 class Entry:
-    """One chunk. ``state``: reserved (being written), ready, or reading (from disk); no frame means
-    on disk only.
+    """One chunk.
+
+    ``state`` is reserved (being written), ready, or reading (from disk). Without a frame, the chunk
+    is only on disk.
     """
 
     key: bytes
@@ -95,11 +101,14 @@ class Entry:
     pins: int = 0
     used: int = 0
     gone: bool = False
-    """Removed; its frame is freed with its last pin, or when its ticket or read ends."""
+    """True if the chunk was removed.
+
+    Its frame is freed with its last pin, or when its ticket or read completes.
+    """
 
 
 class Lease:
-    """Pins on a prefix; entries after the first failed read do not count."""
+    """Pins on a prefix. Entries after the first failed read are ignored."""
 
     def __init__(self, store: "ModelStore", entries: list[Entry]) -> None:
         self._store = store
@@ -150,10 +159,11 @@ class Lease:
 
 @dataclass
 class ModelStore(Session):
-    """Host frames, an optional disk, prefix-aware LRU eviction.
+    """Host frames, an optional disk, and prefix-aware LRU eviction.
 
-    ``arena[frame]`` is the workers' data. ``tick`` lets disk reads finish. ``drop_next``
-    reservations get no frame; ``is_save_late`` means that a server's answer to them was late.
+    ``arena[frame]`` contains the workers' data. ``tick`` completes disk reads. ``drop_next`` is the
+    number of reservations that get no frame. ``is_save_late`` means that a server's response to
+    them was late.
     """
 
     num_frames: int
@@ -163,7 +173,7 @@ class ModelStore(Session):
     num_ranks: int = 1
     arena: dict[int, Any] = field(default_factory=dict)
     check_visible: Callable[[bytes, Any], None] | None = None
-    """Called with (key, content) of each chunk that becomes visible in host or on disk."""
+    """Called with (key, content) of each chunk that becomes visible in host memory or on disk."""
 
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -177,7 +187,7 @@ class ModelStore(Session):
         self._clock = 0
 
     def _present(self, chain: ModelChain, in_host: bool) -> list[Entry]:
-        """Leading chunks."""
+        """Return the leading chunks that are present."""
         found: list[Entry] = []
         for unit in range(chain.num_blocks):
             entry = self.entries.get(chain.key(unit))
@@ -204,7 +214,8 @@ class ModelStore(Session):
         entries: list[Entry] = []
         for entry in self._present(chain, in_host=False)[:num_units]:
             entry.used = self._clock
-            entry.pins += 1  # so that evictions for the next one do not take this one's frame
+            # pinned, so that evictions for the next chunk do not take this chunk's frame
+            entry.pins += 1
             entries.append(entry)
             if entry.frame is None:
                 frame = self._take_frame()
@@ -300,7 +311,7 @@ class ModelStore(Session):
             self._forget(entry)
             for child in [e for e in self.entries.values() if e.parent == key]:
                 if child.state == "reserved":
-                    continue  # its parent is missing at the commit
+                    continue  # its parent is missing at the time of the commit
                 dropped += self.discard([child.key])
         return dropped
 
@@ -332,7 +343,7 @@ class ModelStore(Session):
         self.free_if_done(entry)
 
     def free_if_done(self, entry: Entry, force: bool = False) -> None:
-        """Release the frame of a removed entry that is not pinned, written or read into."""
+        """Release the frame of a removed entry that is no longer pinned, written or read."""
         busy = entry.pins or (entry.state == "reserved" and not force) or entry.state == "reading"
         if entry.gone and entry.frame is not None and not busy:
             self._hidden.discard(entry.frame)
@@ -354,7 +365,7 @@ class ModelStore(Session):
         return self.free.pop(0)
 
     def evict(self, entry: Entry) -> None:
-        """Evict a leaf; with a disk, the chunk stays there."""
+        """Evict a leaf. With a disk, the chunk stays on disk."""
         assert entry.pins == 0, "I4: a pinned frame is not evicted"
         assert entry.frame is not None
         self.arena[entry.frame] = None
@@ -364,7 +375,7 @@ class ModelStore(Session):
             del self.entries[entry.key]
 
     def tick(self, num_reads: int, *, fail: bool = False) -> None:
-        """Let ``num_reads`` disk reads finish, well or badly."""
+        """Complete ``num_reads`` disk reads, successfully or not."""
         for _ in range(min(num_reads, len(self.reading))):
             entry = self.reading.pop(0)
             assert entry.frame is not None
@@ -386,7 +397,7 @@ class ModelStore(Session):
                 self.free_if_done(entry)
 
     def check(self) -> None:
-        """I8, and presence is monotone: every visible chunk has its parent."""
+        """Check I8, and that presence is monotone: every visible chunk has its parent."""
         used = [e.frame for e in self.entries.values() if e.frame is not None]
         assert len(set(used)) == len(used), "one frame, two chunks"
         hidden = self._hidden - set(used)

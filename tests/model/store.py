@@ -1,9 +1,9 @@
-"""The store as a dictionary: the chunks that may be found after each call, for any evictions. Must
-not import kvloft.
+"""A model of the store as a dictionary: the chunks that may be found after each call, for any
+evictions.
 
-The model never evicts, so its answers are upper bounds for a small store and exact for a large one.
-Keys are whole prefixes (tuples of token ids), so that two prefixes are the same chunk only if they
-have the same tokens.
+The model never evicts, so its results are upper bounds for a small store and exact for a large
+store. Keys are whole prefixes (tuples of token ids), so that two prefixes are the same chunk only
+if they have the same tokens. This module must not import kvloft.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ class StoreModel:
     """Tickets whose reserved chunk still exists."""
 
     def parent(self, prefix: Prefix) -> Prefix:
-        """The chunk before the last one, () for the root."""
+        """Return the prefix before the last chunk, or () for the root."""
         return prefix[:-1]
 
     def ends(self, prompt: Prefix) -> list[Prefix]:
-        """Every prefix that is a chunk of ``prompt``."""
+        """Return every prefix of ``prompt`` that ends with a chunk."""
         return [prompt[:end] for end in range(1, len(prompt) + 1)]
 
     def reserve(self, ticket: int, prefix: Prefix) -> None:
@@ -38,7 +38,7 @@ class StoreModel:
         self.tickets[ticket] = prefix
 
     def commit(self, tickets: Sequence[int]) -> int:
-        """Returns how many chunks became visible."""
+        """Commit a ticket and return how many chunks became visible."""
         for ticket in tickets:
             prefix = self.tickets.pop(ticket, None)
             if prefix is not None:
@@ -76,7 +76,7 @@ class StoreModel:
         return self.state.get(prefix) == "visible"
 
     def lookup(self, prompt: Prefix) -> int:
-        """Blocks that a store which never evicts finds."""
+        """Return how many blocks a store that never evicts finds."""
         return next(
             (end for end in range(len(prompt)) if not self.visible(prompt[: end + 1])), len(prompt)
         )

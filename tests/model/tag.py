@@ -1,5 +1,4 @@
-"""The tag of docs/design/frames.md, implemented a second time, slowly, in plain integers: the
-oracle of tags.
+"""The oracle of tags: a second, slow implementation of docs/design/frames.md in plain integers.
 
 Shares no code with kvloft, must not import it, and derives the constants from their names. `python
 tests/model/tag.py --write` writes tests/vectors/tag.json; `--check` compares it.
@@ -26,12 +25,12 @@ CONSTANTS = {name: _constant(name) for name in ("A", "B", "C", "M1", "M2")}
 
 
 def rotate_right(x: int, by: int) -> int:
-    """Rotate 64 bits right by ``by``."""
+    """Rotate a 64-bit word right by ``by``."""
     return x // 2**by + x % 2**by * 2 ** (64 - by)
 
 
 def spread(x: int) -> int:
-    """The steps before the first product."""
+    """Apply the steps before the first product."""
     return x ^ rotate_right(x, 17) ^ rotate_right(x, 36)
 
 
@@ -42,7 +41,9 @@ def mix(x: int) -> int:
 
 
 def tag_of(payload: bytes, page_bytes: Sequence[int], num_blocks: int) -> int:
-    """The tag of ``num_blocks`` blocks, each one page of each of ``page_bytes``."""
+    """Return the tag of ``num_blocks`` blocks, each with one page of every size in
+    ``page_bytes``.
+    """
     total = at = 0
     for page, size in enumerate(list(page_bytes) * num_blocks):
         for word, begin in enumerate(range(at, at + size, 8)):
@@ -66,7 +67,7 @@ def _case(name: str, payload: bytes, page_bytes: Sequence[int], num_blocks: int)
 
 
 def make_vectors() -> dict[str, Any]:
-    """The constants and all cases with their expected values, as JSON values."""
+    """Return the constants and all cases with their expected values, as JSON values."""
     count, noise = bytes(range(256)), blake3(b"kvloft tag vectors").digest(length=960)
     cases = [
         _case("nothing", b"", [], 0),
@@ -89,7 +90,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """One case per line, so that a diff names the case."""
+    """Format one case per line, so that a diff shows which case differs."""
     lines = ",\n".join(json.dumps(case) for case in vectors["cases"])
     return f'{{"constants": {json.dumps(vectors["constants"])}, "cases": [\n{lines}\n]}}\n'
 
