@@ -1,5 +1,5 @@
-"""`server: auto` with processes like engines: the start of the server, what it inherits, and what
-ends it.
+"""Tests `server: auto` with processes that behave like engines: how the server is started, what it
+inherits, and what makes it exit.
 """
 
 import errno
@@ -53,7 +53,7 @@ def until(is_so: Callable[[], Any], otherwise: str) -> Any:
 
 
 class Host:
-    """A user's directory for sockets, and the engines and servers that have to do with it."""
+    """A user's directory for sockets, with its engines and servers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,13 +78,13 @@ class Host:
         return engine
 
     def look_after(self, config: Config) -> Callable[[], None]:
-        """As an engine in this process does."""
+        """Watch the server like an engine in this process."""
         leave = auto.look_after(config, logging.getLogger())
         self._leaves.append(leave)
         return leave
 
     def servers(self) -> list[int]:
-        """Processes that serve here."""
+        """Return the processes that serve this socket."""
         processes = [process for process in Path("/proc").iterdir() if process.name.isdecimal()]
         return [int(process.name) for process in processes if self._serves(process)]
 
@@ -112,19 +112,19 @@ class Host:
             engine.communicate()
         for thread in watchers():
             thread.join(120)
-            assert not thread.is_alive(), "it would warn during a later test"
+            assert not thread.is_alive(), "the thread would log a warning during a later test"
         for pid in self.servers():
             os.kill(pid, signal.SIGKILL)
 
 
 def watchers() -> list[threading.Thread]:
-    """Threads that watch servers in this process."""
+    """Return the threads that watch servers in this process."""
     return [thread for thread in threading.enumerate() if thread.name == "kvloft-server"]
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         host = Host(Path(folder))
         yield host
         host.end()
@@ -147,21 +147,21 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
     started = [line for lines in said for line in lines if "started a server at" in line]
     assert len(started) == 1
     assert str(host.log) in started[0]
-    until(lambda: host.num_engines() == 3, "not all are connected")
+    until(lambda: host.num_engines() == 3, "not all engines are connected")
     (server,) = host.servers()
-    assert os.getsid(server) == server, "signals to an engine's session are not its"
+    assert os.getsid(server) == server, "the server must not be in an engine's session"
     assert Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2].split()[1] not in {
         str(e.pid) for e in engines
     }
     for engine in engines[:2]:
         engine.kill()
         engine.wait()
-    until(lambda: host.num_engines() == 1, "their exit is not detected")
-    time.sleep(2)  # longer than it lingers
-    assert host.servers() == [server], "one engine is left"
+    until(lambda: host.num_engines() == 1, "the exit of the engines was not detected")
+    time.sleep(2)  # longer than the linger time
+    assert host.servers() == [server], "one engine is still running"
     os.killpg(engines[2].pid, signal.SIGINT)
     engines[2].wait()
-    until(lambda: not host.servers(), "it does not end")
+    until(lambda: not host.servers(), "the server does not exit")
     assert "no engine was connected for 1 s" in host.log.read_text()
     assert host.log.read_text().splitlines()[-1].endswith("stopped")
     assert host.log.stat().st_mode & 0o077 == 0
@@ -172,7 +172,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
 def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(host: Host) -> None:
     marker = host.folder / "as a GPU"
     marker.touch()
-    engine = host.start(marker, server_linger="5min")  # it outlives this test
+    engine = host.start(marker, server_linger="5min")  # outlives this test
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")
@@ -183,10 +183,10 @@ def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(
     assert str(marker) not in targets
     assert engine.stdout is not None
     assert os.readlink(f"/proc/self/fd/{engine.stdout.fileno()}") not in targets, (
-        "it keeps a pipe of its engine open"
+        "the server keeps a pipe of its engine open"
     )
     shared = {target for target in targets & own if target.startswith("pipe:")}
-    assert len(shared) <= 1, "but for the engine's lifeline"
+    assert len(shared) <= 1, "only the engine's lifeline may be shared"
     assert {os.readlink(descriptors / number) for number in "12"} == {str(host.log)}
     assert os.readlink(f"/proc/{server}/cwd") == "/"
     environ = Path(f"/proc/{server}/environ").read_bytes()
@@ -208,14 +208,14 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
         lambda: host.servers() not in ([], [server]) and host.num_engines() == 2,
         "no other replaces it",
     )
-    until(lambda: len(host.servers()) == 1, "the second server continues")
-    until(lambda: not any(map(has_zombies, engines)), "ended processes are not waited for")
+    until(lambda: len(host.servers()) == 1, "the second server does not exit")
+    until(lambda: not any(map(has_zombies, engines)), "exited processes are not reaped")
 
 
 def has_zombies(engine: subprocess.Popen[str]) -> bool:
     tasks = Path(
         f"/proc/{engine.pid}/task"
-    ).iterdir()  # each thread has the children that it started
+    ).iterdir()  # each thread lists the children that it started
     children = [child for task in tasks for child in (task / "children").read_text().split()]
     return any(
         Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] == "Z" for child in children
@@ -237,7 +237,7 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         "= lru here and adaptive there, "
         "server_linger = 120s here and 1s there"
     )
-    assert lines_until_ready(host.start()) == [], "equal settings are not logged"
+    assert lines_until_ready(host.start()) == [], "equal settings must not be logged"
 
 
 def test_a_size_without_a_unit_does_not_warn_in_the_server(host: Host) -> None:
@@ -250,7 +250,7 @@ def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
     assert said.endswith("was started with others: disk_size = 64GiB here and 8MiB there")
-    assert lines_until_ready(host.start()) == [], "it uses no disk"
+    assert lines_until_ready(host.start()) == [], "the engine uses no disk"
 
 
 def of_others(folder: Path) -> None:
@@ -265,7 +265,7 @@ def link(folder: Path) -> None:
 def not_ours(folder: Path) -> None:
     folder.mkdir()
     if os.geteuid() != 0:
-        pytest.skip("only root may give a directory away")
+        pytest.skip("only root can change the owner of a directory")
     os.chown(folder, 12345, 12345)
 
 
@@ -306,7 +306,7 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     monkeypatch.setattr(auto, "_comes", tried.append)
     caplog.set_level(logging.INFO)
     leave = host.look_after(config)
-    until(lambda: len(tried) > 2, "it is not retried")
+    until(lambda: len(tried) > 2, "the start is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
         "kvloft: the server of server = auto could not be started, so requests are computed until "
@@ -315,12 +315,12 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
         "'/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
-    until(host.servers, "none is started")
+    until(host.servers, "no server is started")
     leave()
     host.end()
     assert [record.getMessage() for record in logged() if record.levelno >= logging.WARNING] == [
         said
-    ], "it has left"
+    ], "the engine has left"
 
 
 def test_a_full_disk_ends_no_engines_start(

@@ -1,5 +1,5 @@
-"""Circles of modules that scripts/circles.py finds in invented crates; and the list of crates
-without circles is right.
+"""Tests that scripts/circles.py finds the dependency cycles in invented crates, and that the list
+of crates without cycles is right.
 """
 
 import importlib.util
@@ -133,7 +133,7 @@ def test_modules_in_folders_are_found_and_named_by_their_way(tmp_path: Path) -> 
 def test_a_real_crate_is_read_whole() -> None:
     core = CRATE(ROOT / "rust" / "core")
     assert ("store", "state") in core.edges["store", "save"]
-    assert ("store", "host", "frames") in core.edges["store", "save"], "by a method alone"
+    assert ("store", "host", "frames") in core.edges["store", "save"], "through a method only"
     assert ("error",) in core.edges["store", "config"], "through a re-export"
     alone = ((), ("disk",), ("disk", "breaker"), ("disk", "time_shares"), ("host",), ("tenants",))
     assert all(

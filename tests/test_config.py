@@ -1,5 +1,5 @@
-"""Settings: which source wins, how values are read back, and that every mistake gives one helpful
-sentence.
+"""Tests settings: which source takes precedence, how values are read back, and that every mistake
+gives one helpful sentence.
 """
 
 import json
@@ -266,11 +266,11 @@ def test_server_settings_need_server_auto() -> None:
         "auto",
         1 << 30,
         300.0,
-    ), "it is passed to the server"
+    ), "the setting is passed to the server"
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config(
         {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}
-    )  # the server may read it there
+    )  # the server may be able to read the file there
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert (
         load_config(
@@ -295,7 +295,7 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
 
 @pytest.mark.parametrize("key", ["disk_path", "server", *OF_LIMITS])
 def test_null_is_suggested_only_for_keys_that_allow_it(key: str, tmp_path: Path) -> None:
-    """A variable and a flag are text, so "null" there is a word like any other."""
+    """Variables and flags are text, so "null" is an ordinary word there."""
     file = tmp_path / "kvloft.yaml"
     file.write_text(
         f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n"

@@ -1,4 +1,6 @@
-"""The table of counters agrees with a store, a server, an engine of it and docs/metrics.md."""
+"""Checks that the table of counters agrees with a store, a server, an engine of the server, and
+docs/metrics.md.
+"""
 
 import re
 import tempfile
@@ -17,12 +19,12 @@ DOCS = (ROOT / "docs" / "metrics.md").read_text()
 NAMES = {metric.name for metric in METRICS}
 BY_NAMESPACE = {"slabs"}
 BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
-"""Fields of a status that are not among its stats."""
+"""Fields of a status that are not part of its statistics."""
 
 
 @pytest.fixture
 def status() -> Any:
-    """Counters of a server with a disk and one namespace with a fixed share."""
+    """Return the counters of a server with a disk and a namespace with a fixed share."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         options: dict[str, Any] = {
             "disk_path": f"{folder}/disk",

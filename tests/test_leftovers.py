@@ -1,5 +1,5 @@
-"""The guard of `conftest.py` against leftovers of tests: it waits for threads and processes that
-end late.
+"""Tests the check of `conftest.py` for leftovers of tests: it waits for threads and processes that
+finish late.
 """
 
 import gc
@@ -11,7 +11,10 @@ import pytest
 
 
 class Owner:
-    """An object in a cycle, as a test's objects can be; its threads end when it is collected."""
+    """An object in a reference cycle, like a test's objects.
+
+    Its thread ends when it is collected.
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.itself, self.end = self, end
@@ -23,7 +26,7 @@ class Owner:
 def test_objects_of_a_thread_that_ends_late_are_collected(
     request: pytest.FixtureRequest,
 ) -> None:
-    """On a starved machine a thread may well end after the guard's first collection."""
+    """On an overloaded machine, a thread may end after the first collection of the check."""
     guard = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     assert guard is not None
     has_collected, may_end = threading.Event(), threading.Event()

@@ -1,4 +1,7 @@
-"""Warnings about settings before a model is known; checking creates and changes nothing."""
+"""Tests warnings about settings before the model is known.
+
+The checks must not create or change anything.
+"""
 
 import os
 import shutil
@@ -66,9 +69,9 @@ def test_a_quota_of_zero_frames_warns_unless_individual_salts_have_quotas(tmp_pa
         )
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")
-    assert said(salt_quota="0", salt_limits=file) == [], "only those in the file"
+    assert said(salt_quota="0", salt_limits=file) == [], "only the salts in the file have limits"
     assert said(salt_disk_quota="0", disk_path=tmp_path / "new", disk_size="1MiB") == [], (
-        "in host memory only"
+        "the limit only applies to host memory"
     )
 
 
@@ -124,7 +127,7 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     file.write_text("- {salt: a, quota: 100%}\n")
     sizes["disk_path"] = tmp_path / "new"
     assert said(**sizes, salt_quota="10%", salt_limits=file) == [], (
-        "it removes the common limit for one salt"
+        "the file removes the common limit for one salt"
     )
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
     source = "(kv_connector_extra_config)"
@@ -157,9 +160,9 @@ def test_limits_of_individual_salts_warn_like_common_limits(tmp_path: Path) -> N
         f"{first} disk_quota = 9MiB is more than disk_size = 8MiB, so it limits nothing.",
         f"{second} quota = 5MiB is more than host_size = 4MiB, so it limits nothing.",
     ]
-    assert said(salt_limits=file, server="auto") == [], "its server reads it"
+    assert said(salt_limits=file, server="auto") == [], "the engine's server reads the file"
     assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], (
-        "it is the server's"
+        "the setting belongs to the server"
     )
 
 
@@ -169,7 +172,7 @@ def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_sourc
     assert warnings(load_config({"host_size": 1 << 20}, {})) == []
     assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []
     assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "32000"})) == [], (
-        "it is the server's"
+        "the setting belongs to the server"
     )
 
 
@@ -263,15 +266,15 @@ def test_a_rejection_names_the_setting_and_its_source(
 def test_an_unwritable_directory_does_not_block_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The same as for a directory that is writable by others or in use: host memory works until the
-    operator fixes it.
+    """As with a directory that is writable by others or in use, host memory works until the
+    operator fixes the directory.
     """
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
     refuse_here(config)
     (text,) = warnings(config)
     assert "is not writable" in text
-    assert warnings(config, opens_disk=True) == [], "opening logs it once"
+    assert warnings(config, opens_disk=True) == [], "opening the disk logs the warning once"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +295,7 @@ def test_a_disk_directory_inside_another_is_reported(
             for text in found
         ] == ([True] if is_told else [])
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, (
-        "it is its own directory"
+        "the engine owns the directory"
     )
 
 
@@ -304,7 +307,7 @@ def test_a_directory_writable_by_others_is_reported(mode: int, tmp_path: Path) -
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
     assert any("chmod go-w" in text for text in warnings(config))
     assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), (
-        "the open of the disk logs it"
+        "opening the disk logs the warning"
     )
     disk.chmod(0o755)
     assert not any("chmod go-w" in text for text in warnings(config))

@@ -1,4 +1,4 @@
-"""Tests that end early leave no process behind."""
+"""Checks that interrupted tests leave no process behind."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ echo "$(basename "$0")" >&"$STARTED"
 sleep 1000 &
 sleep 1000
 """
-"""Replaces each command of `make test`: has a child, and runs until it is ended."""
+"""Replaces each command of `make test`. It starts a child and runs until it is terminated."""
 ENGINE_TEST = """
 import os, subprocess, time
 
@@ -34,19 +34,21 @@ def test_engine():
         process.kill()
         process.wait()
 """
-"""Has a child in another session, as engines are: only the test can end it."""
+"""A test with a child in another session, like an engine: only the test can terminate it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: int) -> None:
-    """Also if they end before it has begun to run."""
+    """The zygote must also exit if the tests exit before it has started to run."""
     command = [sys.executable, "-c", START, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent) as tests:
         assert tests.stdout is not None
         zygote = os.pidfd_open(int(tests.stdout.readline()))
         tests.send_signal(number)
     try:
-        assert select.select([zygote], [], [], 60.0)[0], "it waits for tests that have ended"
+        assert select.select([zygote], [], [], 60.0)[0], (
+            "the zygote waits for tests that have exited"
+        )
     finally:
         signal.pidfd_send_signal(zygote, signal.SIGKILL)
         os.close(zygote)
@@ -54,8 +56,8 @@ def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: 
 
 @pytest.mark.parametrize("first", ["env.sh", "cargo", "python"])
 def test_make_test_that_is_ended_ends_all_its_processes(tmp_path: Path, first: str) -> None:
-    """``first``: the command that runs by then, in the first phase or in one of two parallel
-    ones.
+    """``first`` is the command that is running at that time, in the first phase or in one of two
+    parallel phases.
     """
     for name in ("scripts/env.sh", "bin/cargo", ".venv-0.32.0/bin/python"):
         path = tmp_path / name
@@ -77,8 +79,10 @@ def test_tests_that_are_ended_clean_up(tmp_path: Path) -> None:
 
 
 def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> None:
-    """Run ``argv`` until a process below it writes the line ``started``, and end ``argv`` by
-    SIGTERM: no process below it may be left. Each of them has the pipe open.
+    """Run ``argv`` until one of its descendants writes the line ``started``, then terminate
+    ``argv`` with SIGTERM.
+
+    No descendant may be left. All descendants keep the pipe open.
     """
     reader, writer = os.pipe()
     pipe = os.readlink(f"/proc/self/fd/{writer}")
@@ -114,8 +118,8 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
 
 
 def read_in_time(pipe: int) -> bytes:
-    """Return the bytes written; none if no process has the other end."""
-    assert select.select([pipe], [], [], WAIT_S)[0], "a process is left"
+    """Return the bytes written to the pipe; empty if no process has the other end open."""
+    assert select.select([pipe], [], [], WAIT_S)[0], "a process is still running"
     return os.read(pipe, 4096)
 
 

@@ -1,4 +1,4 @@
-"""Which store an engine opens."""
+"""Tests which store an engine opens."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ SHAPE = CacheShape((GroupShape(16), GroupShape(16, kind="window", reach=31)))
 
 
 def test_a_server_supports_several_groups_with_equal_frames() -> None:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         path = str(Path(folder) / "run" / "a.sock")
         server = _core.Server(path, host_bytes=8 * SHAPE.frame_bytes(0))
         store = open_store(Config(server=path), SHAPE, bytes(32), "", disk_path=None)

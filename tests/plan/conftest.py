@@ -1,4 +1,4 @@
-"""Makes the symbolic engine in this folder and the model store importable."""
+"""Makes the symbolic engine in this directory and the model store importable."""
 
 import sys
 from pathlib import Path

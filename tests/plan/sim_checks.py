@@ -1,4 +1,4 @@
-"""Checks of kvloft by a symbolic engine: visible frames, plans, held resources and output
+"""Checks of kvloft in a symbolic engine: visible frames, plans, held resources and output
 tokens.
 """
 
@@ -10,7 +10,9 @@ from kvloft.seam.plan import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, content: Any) -> None:
-    """I1, I2, I3, I7: visible chunks have, on every rank, the KV of their keys' prefixes."""
+    """Check I1, I2, I3 and I7: on every rank, visible chunks have the KV of their keys'
+    prefixes.
+    """
     prefix = engine.book.prefix_of[key]
     expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
@@ -49,11 +51,13 @@ def check_load(engine: Any, load: LoadPlan) -> None:
     promised = request.blocks[local // size : (local + external) // size]
     named = [block for copy in load.chunks for block in copy.blocks] + list(load.lost)
     assert named == promised, "I6: a load names other blocks than were given for it"
-    assert not load.lost, "a pinned chunk was lost"
+    assert not load.lost, "a load lost a pinned chunk"
 
 
 def reference(engine: Any, request: Request) -> list[int]:
-    """Return the tokens that this request must have at its end, computed without any cache."""
+    """Return all tokens that this request must have when it finishes, computed without any
+    cache.
+    """
     token_ids: list[int] = list(request.history[0])
     for turn in [*request.history[1:], (request.num_outputs, None)]:
         for _ in range(turn[0]):
@@ -68,7 +72,7 @@ def reference(engine: Any, request: Request) -> list[int]:
 
 
 def check_held(engine: Any) -> None:
-    """After every rule: I5, I8, and outputs of finished requests."""
+    """Check I5, I8, and the outputs of finished requests; called after every rule."""
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._requests.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), (
@@ -91,12 +95,12 @@ def check_held(engine: Any) -> None:
 
 
 def settle(engine: Any) -> None:
-    """All requests end by themselves and leave nothing behind (I5)."""
+    """Run until all requests have finished, and check that nothing is left behind (I5)."""
     for request in list(engine.requests.values()):
         if request.updates is not None and request.status != "finished":
             engine.feed_session(request, None)
     for turn in range(600):
-        if turn % 100 == 99:  # sessions can block each other; a user would end one
+        if turn % 100 == 99:  # sessions can block each other; a user would end one of them
             holders = [r for r in engine.waiting if r.updates is not None and r.blocks]
             if holders:
                 engine.finish(holders[0], aborted=True)
@@ -126,5 +130,5 @@ def settle(engine: Any) -> None:
         assert not left, f"left behind: {left}"
     assert (
         core._admission.turns.waiting.num_units == core._admission.turns.loading.num_units == 0
-    ), "pins that stay counted"
+    ), "pins are still counted"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

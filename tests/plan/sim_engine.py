@@ -1,8 +1,8 @@
 """A symbolic vLLM: the part of the 0.32 scheduler that a connector sees, with symbolic paged KV.
 
-Follows vLLM's order of hooks (lookup, admission, plan, then counts advance; results may be a step
-late) and checks the invariants at each hook: I1, I2, I4, I6, I7, I9, I10. Sync or async scheduling,
-chunked prefill, draft tokens, preemption, sessions.
+Follows vLLM's order of hooks (lookup, admission, plan, then the counts advance; results may be one
+step late) and checks the invariants I1, I2, I4, I6, I7, I9 and I10 at each hook. Supports sync and
+async scheduling, chunked prefill, draft tokens, preemption, and sessions.
 """
 
 from collections import deque
@@ -34,8 +34,9 @@ class Step:
 
 
 class SymbolicEngine:
-    """One engine with kvloft's scheduler side in it. `schedule`, `execute`, `update` in any legal
-    order.
+    """One engine that contains kvloft's scheduler side.
+
+    `schedule`, `execute` and `update` may be called in any legal order.
     """
 
     def __init__(
@@ -99,7 +100,10 @@ class SymbolicEngine:
         return request
 
     def feed_session(self, request: Request, update: list[int] | None) -> None:
-        """More input for a session (None: its end). Taken up when its current turn has ended."""
+        """Add further input to a session, or end it (None).
+
+        The input is used once the current turn has finished.
+        """
         assert request.updates is not None
         request.updates.append(update)  # type: ignore[arg-type]
         if request.status == "session":
@@ -114,8 +118,10 @@ class SymbolicEngine:
     def schedule(
         self, budget: int = 1 << 30, rng: Random | None = None, *, fussy: float = 0.0
     ) -> StepPlan:
-        """One schedule(): with probability ``fussy`` each, requests are left out, matched twice, or
-        dropped after a match.
+        """Run schedule() once.
+
+        With probability ``fussy`` each, requests are skipped, matched twice, or dropped after a
+        match.
         """
         rng = rng or Random(0)
         self._num, self._drafts = dict[str, int](), dict[str, int]()
@@ -196,7 +202,7 @@ class SymbolicEngine:
         new: list[Request] = []
         for request in sorted(
             self.waiting, key=lambda r: not r.blocks
-        ):  # holders of blocks first, as vLLM does
+        ):  # requests that hold blocks first, as in vLLM
             if budget <= 0 or len(self.running) >= self.setup.max_running:
                 break
             if not self._unblocked(request):
@@ -213,7 +219,8 @@ class SymbolicEngine:
             )
             count = 0 if external else min(request.num_tokens - computed, budget)
             if count == 1 and self.setup.num_drafts and computed and budget > self.setup.num_drafts:
-                count += self.setup.num_drafts  # vLLM pads a new decode to the uniform number
+                # vLLM pads a new decode to the uniform number of tokens
+                count += self.setup.num_drafts
             if not self._admit(request, local, computed + count, external):
                 break
             request.num_computed_tokens = computed
@@ -235,7 +242,8 @@ class SymbolicEngine:
         answer = self.match(request, local)
         while rng.random() < fussy:
             if answer == 0:
-                answer = self.match(request, local)  # a miss can be looked up again
+                # after a miss, the request can be looked up again
+                answer = self.match(request, local)
                 continue
             before = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
             assert self.match(request, local) == answer, "I9: a repeated call changed the answer"
@@ -252,7 +260,7 @@ class SymbolicEngine:
         size = self.setup.block_tokens
         fresh = max(0, -(-num_tokens // size) - len(local) - len(request.blocks))
         available = len(self.pool.free) - sum(self.pool.refs[b] == 0 for b in local)
-        if external:  # an async load must not take blocks that others need to continue
+        if external:  # an async load must not take blocks that other requests need to continue
             available -= sum(self._missing(r) for r in self.requests.values() if r.blocks)
         if max(fresh, self._missing(request) - len(local) if external else 0) > available:
             return False
@@ -344,7 +352,9 @@ class SymbolicEngine:
         return taken
 
     def _missing(self, request: Request) -> int:
-        """Blocks it needs beyond its own to compute all its tokens and one step more."""
+        """Return how many more blocks the request needs to compute all its tokens and one more
+        step.
+        """
         num_tokens = request.num_tokens + 1 + self.setup.num_drafts
         return max(0, -(-num_tokens // self.setup.block_tokens) - len(request.blocks))
 
@@ -359,8 +369,9 @@ class SymbolicEngine:
         return any(not step.executed for step in self.steps)
 
     def execute(self, rng: Random | None = None, num_copies: list[int] | None = None) -> None:
-        """Run the oldest pending step; each rank then finishes ``num_copies`` of its copies
-        (default all).
+        """Run the oldest pending step.
+
+        Each rank then completes ``num_copies`` of its copies (by default all).
         """
         rng = rng or Random(0)
         step = next(step for step in self.steps if not step.executed)
@@ -374,7 +385,7 @@ class SymbolicEngine:
         return bool(self.steps) and self.steps[0].executed
 
     def update(self) -> None:
-        """update_from_output of the oldest step."""
+        """Call update_from_output for the oldest step."""
         step = self.steps.popleft()
         self.core.end_step()
         failed = self._invalid_blocks(step.bad)
@@ -413,7 +424,7 @@ class SymbolicEngine:
         return failed
 
     def _received(self, req_id: str) -> None:
-        """One rank's finished_recving; the aggregator passes it on after the last rank."""
+        """Handle one rank's finished_recving. The aggregator forwards it after the last rank."""
         self.received[req_id] = self.received.get(req_id, 0) + 1
         assert self.received[req_id] <= self.setup.num_ranks, "I10: a load reported twice"
         if self.received[req_id] < self.setup.num_ranks:
@@ -474,16 +485,16 @@ class SymbolicEngine:
             self._continue_session(request)
 
     def _continue_session(self, request: Request) -> None:
-        """Do as vLLM's `_update_request_as_session`: computed tokens stay, the last sampled token
-        is dropped, and the prompt grows.
+        """Continue a session like vLLM's `_update_request_as_session`: computed tokens are kept,
+        the last sampled token is dropped, and the prompt grows.
         """
         assert request.updates
         update = request.updates.pop(0)
         if update is None:
             self.finish(request)
             return
-        # A turn that ends by the late output of a preempted session finds nothing computed: vLLM
-        # then drops its prompt.
+        # If a turn ends with the late output of a preempted session, no token is computed, and vLLM
+        # drops its prompt.
         request.tainted |= request.num_computed_tokens < request.num_prompt_tokens
         request.history.append((request.num_outputs, list(update)))
         del request.token_ids[request.num_computed_tokens :]
@@ -493,8 +504,9 @@ class SymbolicEngine:
         request.status = "waiting"
 
     def finish(self, request: Request, *, aborted: bool = False) -> None:
-        """Call request_finished for any reason; blocks of a load in flight are kept until the load
-        is received.
+        """Call request_finished for any reason.
+
+        Blocks of a load in flight are kept until the load is received.
         """
         self.core.finish(request.req_id)
         held = request.status == "loading" and request.req_id not in self.ready
@@ -513,8 +525,8 @@ class SymbolicEngine:
     # -----------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, with_connector: bool = True) -> bool:
-        """reset_prefix_cache(reset_running_requests=True): all requests are preempted; then the
-        weights change.
+        """Call reset_prefix_cache(reset_running_requests=True): all requests are preempted, then
+        the weights change.
         """
         while self.running:
             request = self.running.pop()
@@ -527,8 +539,9 @@ class SymbolicEngine:
         return True
 
     def swap_weights_hot(self) -> None:
-        """A reset under running requests; their KV then mixes two sets of weights and must never be
-        saved.
+        """Change the weights under running requests.
+
+        Their KV then mixes two sets of weights and must never be saved.
         """
         assert not self.setup.local_cache
         self.core.reset()
@@ -561,7 +574,7 @@ class SymbolicEngine:
         check_held(self)
 
     def drain(self) -> None:
-        """Process all steps in flight without scheduling more."""
+        """Process all steps in flight without scheduling more steps."""
         while self.steps:
             if self.can_execute():
                 self.execute()

@@ -1,8 +1,9 @@
-"""Paged KV of symbols: an engine's block pool and its workers. Every KV entry names its inputs.
+"""Paged KV of symbols: an engine's block pool and its workers. Every KV entry identifies its
+inputs.
 
-The symbol at a position is made from all earlier symbols that the forward pass *read*, the
-position's content and the weights' version. A wrong, stale or missing block therefore changes every
-later symbol and token. Must not depend on kvloft's plans.
+The symbol at a position is derived from all earlier symbols that the forward pass *read*, the
+position's content, and the version of the weights. A wrong, stale or missing block therefore
+changes every later symbol and token. This module does not depend on kvloft's plans.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ POISON = -1
 
 
 class Symbols:
-    """Interned symbols: equal numbers mean equal histories."""
+    """Interned symbols: equal numbers have equal histories."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -31,7 +32,7 @@ class Symbols:
     def after(
         self, root: Any, read: Sequence[int], contents: Sequence[Any], weights: int
     ) -> list[int]:
-        """Symbols of positions ``contents`` that follow the symbols ``read``."""
+        """Return the symbols of the positions ``contents`` that follow the symbols ``read``."""
         history = self.intern(root)
         for symbol in read:
             history = self.intern((history, symbol))
@@ -43,12 +44,12 @@ class Symbols:
 
     @staticmethod
     def sample(symbol: int) -> int:
-        """Greedy decoding: the next token is a function of the last position's symbol."""
+        """Decode greedily: the next token is a function of the last position's symbol."""
         return (symbol * 7 + symbol // 5) % NUM_TOKEN_IDS
 
 
 class BlockPool:
-    """vLLM's block pool: reference counts, a free queue, and full blocks that stay findable until
+    """vLLM's block pool: reference counts, a free queue, and full blocks that can be found until
     they are reused.
     """
 
@@ -100,8 +101,9 @@ class BlockPool:
 
 @dataclass
 class Work:
-    """One request's share of one step, as the worker receives it. ``fresh`` are its token contents
-    if it is new here.
+    """One request's share of one step, as the worker receives it.
+
+    ``fresh`` are the request's contents if it is new to the worker.
     """
 
     req_id: str
@@ -116,7 +118,7 @@ class Work:
 
 @dataclass
 class InFlight:
-    """A copy that a rank has begun and not reported."""
+    """A copy that a rank has started and not yet reported."""
 
     copy: Any
     payload: list[int] | None
@@ -125,7 +127,7 @@ class InFlight:
 
 
 class Rank:
-    """One worker with its part of paged KV and its copies in flight."""
+    """One worker with its shard of paged KV and its copies in flight."""
 
     def __init__(self, number: int, num_blocks: int, block_tokens: int) -> None:
         self.number = number
@@ -144,7 +146,10 @@ class Rank:
 
 
 class Workers:
-    """All ranks of one engine, stepping together; each finishes its copies at its own pace."""
+    """All ranks of one engine.
+
+    They step together, but each completes its copies at its own pace.
+    """
 
     def __init__(
         self, store: ModelStore, *, num_ranks: int, num_blocks: int, block_tokens: int
@@ -154,9 +159,11 @@ class Workers:
         self.weights = 0
         self.ranks = [Rank(i, num_blocks, block_tokens) for i in range(num_ranks)]
         self.corrupt: set[bytes] = set()
-        """Keys whose verification fails at their next load."""
+        """Keys whose verification fails at the next load."""
         self.broken = False
-        """No mover could be created: every save and every load fails, without bad frames."""
+        """True if no mover could be created: every save and every load fails, without bad
+        frames.
+        """
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
 
@@ -168,8 +175,9 @@ class Workers:
             self._forward_one(work, rng)
 
     def _forward_one(self, work: Work, rng: Random) -> None:
-        """Compute confirmed tokens, then drafts; drafts that greedy decoding would have chosen are
-        accepted.
+        """Compute confirmed tokens, then draft tokens.
+
+        Draft tokens that greedy decoding would have chosen are accepted.
         """
         contents, start = self._contents[work.req_id], self._computed[work.req_id]
         assert start <= work.num_computed, "the scheduler can only be ahead of the worker"
@@ -185,7 +193,7 @@ class Workers:
             inputs.append(("token", honest if rng.random() < 0.6 else (honest + 1) % NUM_TOKEN_IDS))
             made = self.symbols.after(work.root, read, inputs, self.weights)
         for rank in self.ranks:
-            assert rank.read(work.table, start) == read, "the ranks' KV went apart"
+            assert rank.read(work.table, start) == read, "the ranks' KV differs"
             rank.write(work.table, start, made)
         self._computed[work.req_id] = start + num_real
         if samples:
@@ -197,8 +205,9 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Copy the blocks to save as they are right after this step's forward pass; loads run
-        later.
+        """Copy the blocks to save as they are right after this step's forward pass.
+
+        Loads run later.
         """
         for rank in self.ranks:
             for load in plan.loads:
@@ -213,8 +222,9 @@ class Workers:
     def finish_copies(
         self, num_items: Sequence[int]
     ) -> tuple[list[StepReport], list[str], set[int]]:
-        """Let each rank finish up to ``num_items`` copies. Return reports, ids of finished loads,
-        and blocks without content.
+        """Let each rank complete up to ``num_items`` copies.
+
+        Return reports, ids of completed loads, and blocks without content.
         """
         reports: list[StepReport] = []
         loaded: list[str] = []
@@ -269,7 +279,7 @@ class Workers:
         return LoadResult(load.req_id, load.load_id, tuple(bad)), lost
 
     def expected(self, prefix: Sequence[Any]) -> list[int]:
-        """Symbols that the KV of ``prefix`` (root first) must have."""
+        """Return the symbols that the KV of ``prefix`` (root first) must have."""
         return self.symbols.after(prefix[0], [], prefix[1:], self.weights)
 
 

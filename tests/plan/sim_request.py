@@ -1,5 +1,5 @@
-"""The fixed setup of a symbolic engine, and its requests: vLLM's Request and kvloft's `LiveRequest`
-in one.
+"""The fixed setup of a symbolic engine and its requests, which are both vLLM's Request and kvloft's
+`LiveRequest`.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,9 @@ class Setup:
     with_disk: bool = False
     num_ranks: int = 1
     run_ahead: bool = False
-    """Async scheduling: the next step is scheduled before this one's results are in."""
+    """True for async scheduling: the next step is scheduled before the results of this step
+    arrive.
+    """
     num_drafts: int = 0
     local_cache: bool = True
     fail_policy: bool = False
@@ -47,7 +49,7 @@ class Request:
     skip_load: bool = False
     saves: Any = None
     updates: list[list[int]] | None = None
-    """Further input of a streaming session; None for an ordinary request."""
+    """Further input of a streaming session, or None for an ordinary request."""
     status: str = "waiting"
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -59,10 +61,10 @@ class Request:
     num_outputs: int = 0
     blocks: list[int] = field(default_factory=list)
     load: tuple[int, int] | None = None
-    """(local, external) tokens of the load it waits for."""
+    """(local, external) tokens of the load that the request waits for."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
-    """Weights changed under it: its output is no reference."""
+    """True if the weights changed while the request ran, so that its output cannot be compared."""
     num_failed_loads: int = 0
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class Request:
 
 
 def tokens_of(answer: Answer) -> int | None:
-    """Return an answer in vLLM's form: tokens, or None for "ask again"."""
+    """Convert a result to vLLM's form: the number of tokens, or None for "ask again"."""
     if isinstance(answer, Wait):
         return None
     return answer.num_tokens if isinstance(answer, Offer) else 0

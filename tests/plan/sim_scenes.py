@@ -1,4 +1,6 @@
-"""Helpers of the trap tests: a prompt, serving it to its end, and lookups of its chunks."""
+"""Helpers of the trap tests: a prompt, and functions that serve a request and look up its
+chunks.
+"""
 
 from collections.abc import Iterable
 from typing import cast
@@ -15,7 +17,7 @@ both_modes = pytest.mark.parametrize("run_ahead", [False, True])
 
 
 def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = None) -> int:
-    """Tokens of the request's prefix that a new request would find."""
+    """Return how many tokens of the request's prefix a new request would find."""
     chain = engine.book.new_chain(request.view())
     for item in request.items:
         chain.add_item(item.identifier, item.start, item.num_tokens)
@@ -28,7 +30,7 @@ def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = No
 
 
 def tables(block_ids: Iterable[int]) -> Tables:
-    """The only group's block table."""
+    """Return the block tables of an engine with one group."""
     return Tables([cast(list[BlockId], list(block_ids))])
 
 

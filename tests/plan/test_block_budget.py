@@ -1,4 +1,4 @@
-"""Blocks of vLLM's pool for requests with loads, compared with a full recount."""
+"""Compares the number of pool blocks that requests with loads need with a full recount."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,11 +58,11 @@ def test_a_request_needs_all_its_full_attention_blocks_except_those_in_the_step(
 
 
 def test_draft_tokens_of_two_steps_and_the_columns_of_states_for_them_count() -> None:
-    """Async scheduling has two steps in flight, and each of them drafts."""
+    """Async scheduling has two steps in flight, and each step has draft tokens."""
     pool = PoolSize(100, step_tokens=16, num_drafts=3)
     full, states = BlockBudget(GROUPS[:1], pool), BlockBudget(GROUPS[2:], pool)
     need = full.need(CHAINS[0], 97, local_tokens=0, loaded_tokens=80)
-    assert need.own == 26, "97 tokens, the next one and six drafts"
+    assert need.own == 26, "97 tokens, the next token and six draft tokens"
     assert states.need(CHAINS[0], 97, local_tokens=0, loaded_tokens=80).own == 3 + 3
 
 

@@ -1,5 +1,5 @@
-"""The chunk whose KV blocks hold up to their last position, if a chunk has several blocks of a
-group.
+"""Tests whose KV each block contains up to its last position, with multiple blocks of a group per
+chunk.
 """
 
 from types import SimpleNamespace
@@ -11,8 +11,9 @@ from kvloft.seam.views import StepView
 
 
 def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
-    """A request with these keys, and chunks of one block in the first group and of two in the
-    second.
+    """Return a request with these keys.
+
+    Chunks have one block in the first group and two in the second.
     """
     chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(
@@ -26,7 +27,7 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
 
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
-    """The second request has the first one's blocks and differs in its second chunk."""
+    """The second request has the first request's blocks but differs in its second chunk."""
     known = BlockWriters(4, sees_grants=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     same, other = (
@@ -35,14 +36,16 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     assert known.are_of_continuation(same, [1, 2, 11, 12, 13, 14])
     assert known.are_of_continuation(other, [1, 11, 12])
     assert not any(known.are_of_continuation(other, [block]) for block in (2, 13, 14))
-    assert known.are_of_continuation(other, [3, 15, 16]), "they are not vLLM's own"
+    assert known.are_of_continuation(other, [3, 15, 16]), (
+        "these blocks are not from vLLM's own cache"
+    )
     known.forget(tracker("axc", [[1, 2, 3], [0, 0, 13, 14, 15, 16]], num_local=1))
     assert known.are_of_continuation(same, [1, 11, 12])
     assert not any(known.are_of_continuation(same, [block]) for block in (2, 13, 14))
 
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
-    """A request of one group, whose hit is unverified."""
+    """Return a request with one group and an unverified hit."""
     chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(
         req_id=req_id,
@@ -71,7 +74,9 @@ def test_allocated_blocks_are_not_trusted_until_they_are_filled() -> None:
 
 
 def test_an_allocated_block_is_of_no_continuation_although_its_prefix_is_computed_again() -> None:
-    """With a draft model: the second request ended before the tokens after its block were known."""
+    """Uses a draft model: the second request finished before the tokens after its block were
+    known.
+    """
     writers = BlockWriters(4, sees_grants=True, lookahead=1)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     hit = single("c", "ab", [1, 2], num_local=2)
@@ -94,7 +99,7 @@ def test_kv_computed_on_an_unverified_hit_is_not_trusted() -> None:
     writers.note(single("c", "axy", [4, 5, 3], num_complete=3))
     assert writers.find_strange([hit], [hit]) == [hit]
     assert not writers.know_hit(single("d", "axy", [4, 5, 3], num_local=3)), (
-        "it wrote to the third block since"
+        "the hit has written to the third block since then"
     )
 
 

@@ -1,5 +1,5 @@
-"""Loads that fail repeatedly: each counts once, nothing is moved for a while, and then one load is
-tried.
+"""Tests repeated failures of loads: each load is counted once, loads are paused for a while, and
+then a single load is tried.
 """
 
 from typing import Any
@@ -30,16 +30,19 @@ def offered(engine: SymbolicEngine) -> int | None:
 
 
 def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
-    """Start to load the prompt."""
+    """Start loading the prompt."""
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
     assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables(list(range(1, 6))))
-    engine.core._loads.queued.clear()  # no worker is here to run it
+    engine.core._loads.queued.clear()  # there is no worker to run it
     return request.req_id, max(engine.core._loads.in_progress)
 
 
 def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
-    """Load the prompt, which fails on ranks ``broken``; False if it is not offered."""
+    """Load the prompt, which fails on the ranks ``broken``.
+
+    Return False if the load is not offered.
+    """
     if not offered(engine):
         return False
     req_id, load_id = begin(engine)
@@ -55,7 +58,7 @@ def test_a_failed_load_counts_once_whichever_ranks_failed(num_ranks: int) -> Non
     for broken in ({0}, {num_ranks - 1}, set(range(num_ranks))):
         for _ in range(MAX_FAILED_LOADS - 1):
             assert load(engine, broken=broken)
-        assert load(engine, broken=set()), "a successful load resets the count"
+        assert load(engine, broken=set()), "a successful load must reset the count"
     for _ in range(MAX_FAILED_LOADS):
         assert engine.core.counters["load_breaker_trips"] == 0
         assert load(engine, broken={0})
@@ -74,7 +77,7 @@ def test_while_loads_fail_nothing_is_saved_and_later_all_of_it_is() -> None:
     engine = tripped()
     request = engine.add(Request("new", [1] * 9, 30))
     engine.run(6)
-    assert engine.num_saved_blocks == 4, "only earlier saves"
+    assert engine.num_saved_blocks == 4, "expected only the earlier saves"
     engine.now += RETRY_S
     engine.run(6)
     assert engine.num_saved_blocks >= 4 + request.num_computed_tokens // 4 - 1
@@ -92,7 +95,7 @@ def test_one_load_probes_after_a_pause() -> None:
     engine.now += RETRY_S
     assert load(engine, broken=set())
     begin(engine)
-    assert offered(engine) == 16, "any number at a time"
+    assert offered(engine) == 16, "the number of concurrent loads must be unlimited again"
     for _ in range(MAX_FAILED_LOADS):
         assert load(engine, broken={0})
     assert not load(engine, broken={0})
@@ -160,7 +163,7 @@ def test_a_failed_save_during_retried_loads_starts_another_pause() -> None:
 
 
 def test_chunks_of_another_layout_are_kept_and_pause_no_loads() -> None:
-    """The settings of the engine that saved them differ: its chunks are right for it."""
+    """The engine that saved these chunks has different settings, for which the chunks are right."""
     engine = warm()
     keys = list(engine.store.entries)
     for _ in range(MAX_FAILED_LOADS + 2):

@@ -1,5 +1,6 @@
-"""Many waiting requests: shared loads, turns for host memory, and the ends of waits. Calls each
-hook directly.
+"""Tests many waiting requests: shared loads, turns for host memory, and how waits end.
+
+Calls each hook directly.
 """
 
 from typing import Any
@@ -18,11 +19,11 @@ from kvloft.seam.views import StepView
 
 BLOCK = 4
 WHOLE = 16
-"""Tokens of whole blocks in PROMPT."""
+"""Number of tokens in the full blocks of PROMPT."""
 
 
 def warm(**setup: Any) -> SymbolicEngine:
-    """PROMPT is in host memory, and nothing in vLLM's own cache."""
+    """Return an engine with PROMPT in host memory and nothing in vLLM's own cache."""
     engine = SymbolicEngine(Setup(**setup))
     serve(engine, Request("before", list(PROMPT), 2))
     engine.reset_prefix_cache(with_connector=False)
@@ -51,7 +52,9 @@ def test_blocks_on_their_way_to_the_gpu_are_waited_for_and_then_shared() -> None
     for _ in range(3):
         assert engine.match(second, 0) is None
         assert engine.core.still_waits(second.req_id, 0)
-    assert len(engine.store.open_leases) == 1, "a request that waits for another load pins nothing"
+    assert len(engine.store.open_leases) == 1, (
+        "a request that waits for another load must pin nothing"
+    )
     settle(engine)
     assert engine.num_loaded_tokens == WHOLE
 
@@ -65,7 +68,7 @@ def test_a_prompt_that_parts_from_the_load_waits_for_the_shared_part_only() -> N
     with_load_in_flight(engine)
     second = engine.add(Request("second", list(other), 2))
     assert engine.match(second, 0) is None
-    assert engine.match(second, 8) == 4, "its own part does not belong to that load"
+    assert engine.match(second, 8) == 4, "the request's own part is not in that load"
     settle(engine)
     assert engine.num_loaded_tokens - before == WHOLE + 4
 
@@ -157,7 +160,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
     assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + [
         "waiting"
     ] * 2
-    assert len(engine.store.open_leases) == 3, "a request that waits for a slot pins nothing"
+    assert len(engine.store.open_leases) == 3, "a request that waits for a slot must pin nothing"
     assert engine.match(Request("cold", [2] * 9, 1), 0) == 0
     assert engine.match(engine.requests["r3"], 0) is None
     assert engine.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
@@ -175,7 +178,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
 
 
 def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Request]]:
-    """Prompts of four blocks that are stored on disk only."""
+    """Return an engine and requests with prompts of four blocks that are stored only on disk."""
     engine = SymbolicEngine(Setup(with_disk=True, num_blocks=60, **setup))
     prompts = [[i % 3, i // 3 % 3, i // 9, *PROMPT[:14]] for i in range(num_prompts)]
     for i, prompt in enumerate(prompts):
@@ -196,7 +199,7 @@ def pinned_frames(engine: SymbolicEngine) -> int:
 
 
 def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
-    """One step in which vLLM matches all requests and admits none."""
+    """Run one step in which vLLM matches all requests and admits none of them."""
     engine.now += 0.01
     answers: list[int | None] = []
     for request in requests:
@@ -244,7 +247,7 @@ def test_waiting_requests_pin_at_most_half_of_a_stores_share() -> None:
     engine.core.count_on(0)
     for _ in range(4):
         assert ask(engine, requests) == [None] * 12
-        assert pinned_frames(engine) >= 4, "the first always may"
+        assert pinned_frames(engine) >= 4, "the first request may always wait"
     engine.core.close()
 
 
@@ -388,8 +391,8 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(
 
 
 def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
-    """vLLM passes over each that waits, in every step: a disk that hangs would cost each step more
-    the longer the queue is.
+    """vLLM visits each waiting request in every step, so with a hung disk each step would become
+    slower as the queue grows.
     """
     engine, requests = on_disk(18, num_frames=200, local_cache=False, max_running=2)
     crowd = [

@@ -1,5 +1,5 @@
-"""Decides whether to wait for the disk: the estimates alone, and whole crowds on disks of known
-speed.
+"""Tests the decision whether to wait for the disk: the estimates alone, and many requests on disks
+of known speed.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptBack
 
 PROMPT_TOKENS, NUM_PROMPTS = 64, 40
 TOKENS_PER_S = 6400.0
-"""The simulated engine's compute time: 10 ms per prompt."""
+"""The simulated engine's compute rate: 10 ms per prompt."""
 STEP_S = 0.0005
 
 
 def pacing(*, read_s: float | None = None, tokens_per_s: float | None = None) -> DiskPacing:
-    """Measured at these rates."""
+    """Return a DiskPacing that has measured these rates."""
     made = DiskPacing()
     made.observe_disk(0.0, {"disk_reads": 0, "disk_read_busy_us": 0, "reads_pending": 0})
     if read_s is not None:
@@ -67,7 +67,7 @@ def test_chunks_of_others_ahead_count() -> None:
 def test_a_line_of_prompts_leaves_a_slow_disk_time_for_all_chunks_or_the_first() -> None:
     made = pacing(read_s=0.03, tokens_per_s=5000)
     assert waits(made, backlog_s=0.2)
-    assert waits(made, backlog_s=0.04), "the first chunk is read before the engine would begin"
+    assert waits(made, backlog_s=0.04), "the first chunk is read before the engine could start"
     assert not waits(made, backlog_s=0.02)
 
 
@@ -75,7 +75,7 @@ def test_an_engine_of_unknown_speed_waits_for_half_a_second_at_most() -> None:
     assert waits(pacing(read_s=0.04))
     assert not waits(pacing(read_s=0.06))
     assert not waits(pacing(read_s=0.06, tokens_per_s=100)), (
-        "of steps of 100 tokens 1000 cannot be judged"
+        "steps of 100 tokens say nothing about 1000 tokens"
     )
 
 
@@ -106,7 +106,7 @@ def test_a_restarted_store_is_not_a_measurement() -> None:
 
 def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
     made = DiskPacing()
-    for nth in range(10):  # each is planned when the previous one starts
+    for nth in range(10):  # each step is planned when the previous step starts
         made.observe_step_begin(nth, 100)
         if nth:
             made.observe_step_end(nth + 1.0)
@@ -156,13 +156,13 @@ def test_recent_reads_count_more_than_those_before_them() -> None:
     assert waits(made)
 
 
-# -- crowds
+# -- many requests
 # ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class TimedStore(ModelStore):
-    """Reads ``chunks_per_s`` from disk, one after the other."""
+    """A store that reads ``chunks_per_s`` from disk, one chunk after another."""
 
     chunks_per_s: float = 1.0
     busy_s: float = 0.0
@@ -193,8 +193,9 @@ def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
 
 
 def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float, SymbolicEngine]:
-    """Seconds for all prompts, which are stored on disk only, and the engine; ``num_warm`` unknown
-    ones were computed before.
+    """Serve all prompts, which are stored only on disk. Return the seconds taken and the engine.
+
+    ``num_warm`` uncached prompts are computed first, to measure the engine.
     """
     setup = Setup(
         with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64
@@ -225,7 +226,7 @@ def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float
 
 
 def run(engine: SymbolicEngine) -> None:
-    """Steps of two prompts at most, which take the time of their tokens."""
+    """Run steps with at most two prompts each. A step takes as long as its tokens require."""
     assert isinstance(engine.store, TimedStore)
     while engine.requests:
         engine.schedule(2 * PROMPT_TOKENS)
@@ -238,7 +239,7 @@ def run(engine: SymbolicEngine) -> None:
 
 
 CHUNKS_PER_S = TOKENS_PER_S / 4
-"""A disk as fast as the engine."""
+"""The rate of a disk that is as fast as the engine."""
 
 
 @pytest.mark.parametrize(

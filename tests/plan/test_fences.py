@@ -1,5 +1,5 @@
-"""Blocks that a save still reads are named in the step that gives them to another writer, and in no
-other (I2).
+"""Tests that a step names the blocks which a save still reads and the step gives to another writer,
+and no other step names them (I2).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from kvloft.seam.views import NewRequest, StepView
 
 
 class Saves:
-    """Saves in flight, as a session counts them."""
+    """Saves in flight, tracked like in a session."""
 
     def __init__(self) -> None:
         self.in_flight = InFlight()

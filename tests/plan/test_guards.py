@@ -1,5 +1,6 @@
-"""Guards of the scheduler side against states that the symbolic engine rarely reaches. Calls each
-hook directly.
+"""Tests guards of the scheduler side in situations that the symbolic engine rarely produces.
+
+Calls each hook directly.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def saved_blocks(plan: StepPlan) -> list[tuple[BlockId, ...]]:
 
 
 def settled(engine: SymbolicEngine, plan: StepPlan) -> None:
-    """Every copy is reported, as failed: nothing was written here."""
+    """Report every copy as failed: nothing was written here."""
     engine.core.absorb(
         StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
     )
@@ -47,8 +48,8 @@ def view_of_running(computed: int, scheduled: int, grown: list[int] | None = Non
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
-    """A request of 12 tokens in pages of 2, after admission and its first step, with saves in
-    flight.
+    """Return a request with 12 tokens in blocks of 2, after its admission and first step, with
+    saves in flight.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)
@@ -83,7 +84,9 @@ def test_a_block_that_comes_later_than_its_tokens_is_saved_when_it_comes() -> No
 
 
 def test_a_unit_is_saved_as_soon_as_its_tokens_are_known_though_drafts_were_rejected() -> None:
-    """While drafts are in flight, the frontier is further ahead of the known tokens than later."""
+    """While draft tokens are in flight, the frontier is further ahead of the known tokens than
+    afterwards.
+    """
     engine, request, _ = started([1, 2, 3, 4, 5, 6, 7, 8, 9], 12)
     drafts: Any = {A: 2}
     for computed in (12, 15):
@@ -109,7 +112,7 @@ def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_conti
 
 
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
-    """By then, its count can belong to a load that has not begun."""
+    """Until then, its token count can belong to a load that has not started."""
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
     engine.core.admit(request, 0, tables([7, 8, 9, 10, 11, 12]))
     request.num_computed_tokens = 8
@@ -128,7 +131,7 @@ def test_a_request_recomputed_after_a_reset_is_saved_with_an_equal_first_block()
 def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> None:
     engine, _, first = started([1, 2, 3, 4, 5, 6], 6)
     assert saved_blocks(first) == [(1,), (2,), (3,)]
-    assert first.rewritten == (), "its own step writes before the save reads"
+    assert first.rewritten == (), "the request's own step writes before the save reads"
     assert engine.core.plan_step(view_of_new(0, [3, 9, 2], 5, ReqId("b"))).rewritten == (3, 2)
     assert set(engine.core.plan_loads_only().rewritten) == {1, 2, 3}
     assert engine.core.plan_step(view_of_running(6, 1, [2])).rewritten == (2,)
@@ -142,13 +145,13 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
 def test_reservations_are_aborted_if_planning_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store fails during the lookup for chunks without a frame."""
+    """The store fails in the lookup that follows a reservation without a frame."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
     engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 
     def lookup(chain: Any) -> Any:
         assert len(engine.store.tickets) == num_frames - table.count(0), (
-            "as many as there are frames, without null blocks"
+            "expected one ticket per frame, without null blocks"
         )
         raise RuntimeError
 
@@ -156,14 +159,14 @@ def test_reservations_are_aborted_if_planning_fails(
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 12))
     assert not engine.core.plan_loads_only().saves
-    assert not engine.store.tickets, "reserved until the engine ends"
+    assert not engine.store.tickets, "frames would stay reserved until the engine exits"
     engine.core.close()
 
 
 def test_reservations_that_cannot_be_recorded_are_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last action of planning before the caller receives the plan."""
+    """Planning fails in its last action before the caller receives the plan."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=1))
     table = list(range(1, 7))
     engine.core.admit(Request(A, PROMPT[:10], 9), 0, tables(table))
@@ -176,7 +179,7 @@ def test_reservations_that_cannot_be_recorded_are_aborted(
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 10))
     assert not engine.core.plan_loads_only().saves
-    assert not engine.store.tickets, "reserved until the engine ends"
+    assert not engine.store.tickets, "frames would stay reserved until the engine exits"
     engine.core.close()
 
 
@@ -196,11 +199,11 @@ def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
 
 def test_a_new_store_gets_all_saves_again() -> None:
     engine, _, first = started([5, 6, 7, 8, 9, 10], 8)
-    engine.store.check_visible = lambda *_: None  # the frames were not written
+    engine.store.check_visible = lambda *_: None  # the frames were never written
     saved(engine, first)
     assert saved_blocks(first) == [(5,), (6,), (7,), (8,)]
     again = engine.core.plan_step(view_of_running(8, 2))
-    assert saved_blocks(again) == [(9,)], "the others are known to be stored"
+    assert saved_blocks(again) == [(9,)], "the other blocks are known to be stored"
     saved(engine, again)
     arena = ArenaSpec("", 7 * 4096, 4096, (), id=2)
     engine.core.absorb(StepReport(usable_bytes=(0, 3 * 4096)))
@@ -211,7 +214,7 @@ def test_a_new_store_gets_all_saves_again() -> None:
     assert (saved_blocks(plan), plan.arena) == ([(5,), (6,), (7,), (8,), (9,), (10,)], arena)
     settled(engine, plan)
     engine.core.absorb(StepReport(usable_bytes=(1, 6 * 4096)))
-    assert engine.store.frame_limit == 6, "reports about the old arena are ignored"
+    assert engine.store.frame_limit == 6, "reports about the old arena must be ignored"
     engine.core.close()
 
 
@@ -222,7 +225,7 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     assert engine.match(request, 0) == 16
     assert not engine.core.has_queued_loads
     engine.core.meet_store(None)
-    assert engine.store.stats()["leases"] == 0, "an offer of the previous store"
+    assert engine.store.stats()["leases"] == 0, "an offer of the previous store must be released"
     assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables([1, 2, 3, 4, 5]))
     assert engine.core.has_queued_loads
@@ -258,7 +261,7 @@ def fail(*_: Any) -> Any:
 
 
 def test_kv_events_follow_the_plan() -> None:
-    """An error in it can fail no plan and no admission."""
+    """An error in the announcer must not fail a plan or an admission."""
     engine = SymbolicEngine(Setup(block_tokens=2))
     told: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Strides of prefixes: each counts once, however many users it has."""
+"""Tests that each stride of a prefix is counted once, no matter how many requests use it."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ def chain_of(token_ids: list[int]) -> _core.KeyChain:
 
 
 CHAINS = [chain_of([*range(40), *range(first, first + 60)]) for first in (0, 100, 200)]
-"""They share their first 40 units."""
+"""Chains that share their first 40 units."""
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 100), st.integers(0, 3))))

@@ -1,4 +1,4 @@
-"""Offers and saves of long prompts, for any division into steps and lookups."""
+"""Tests offers and saves of long prompts, split in any way into steps and lookups."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
 
 
 def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
-    """Return the offer for a prompt with ``stored`` stored tokens, the number of keys computed and
-    of lookups, and whether the lease is kept when vLLM calls again.
+    """Return the offer for a prompt with ``stored`` stored tokens, the number of computed keys, the
+    number of lookups, and whether the lease is kept when vLLM calls again.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
@@ -79,12 +79,12 @@ def test_offers_do_not_depend_on_the_first_lookups_length(
     assert is_kept
     assert found == offered(num_tokens, stored, 1 << 30)[0]
     assert num_keyed <= max(first_look, 4 * (stored + 4)), (
-        "keys of chunks that are not stored were computed"
+        "computed keys of chunks that are not stored"
     )
 
 
 def test_a_new_prompt_gets_keys_for_its_start_and_its_saves() -> None:
-    """The rest is not waited for by its first forward."""
+    """The first forward pass must not wait for the keys of the rest."""
     engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
     request, table = (
         Request("a", [i % 7 for i in range(9000)], 2),
@@ -105,7 +105,7 @@ def test_a_new_prompt_gets_keys_for_its_start_and_its_saves() -> None:
 def test_a_long_prompt_that_is_found_is_looked_up_a_few_times() -> None:
     found, num_keyed, num_lookups, is_kept = offered(90, 80, 1)
     assert (found, num_keyed) == (80, 90)
-    assert num_lookups == 5, "1, 4, 16, 64 tokens, and all"
+    assert num_lookups == 5, "expected lookups of 1, 4, 16, 64 and all tokens"
     assert is_kept
 
 

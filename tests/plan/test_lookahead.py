@@ -1,5 +1,5 @@
-"""With a draft model whose KV at a position depends on the next token: a block is valid only with
-the token after it.
+"""Tests a draft model whose KV at a position depends on the next token: a block is valid only
+together with the token after it.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_prompts_end_is_saved_after_its_next_token_is_known() -> None:
 
 
 def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
-    """vLLM drops the last block of its own cache hit, so waiting for that block is useless."""
+    """vLLM drops the last block of a hit in its own cache, so waiting for that block is useless."""
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)
@@ -56,8 +56,9 @@ def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
 
 
 def test_steps_without_the_draft_model_are_not_saved() -> None:
-    """It skips the draft model for a whole step if one request is close to the maximum length;
-    blocks of such steps are never saved.
+    """vLLM skips the draft model for a whole step if one request is close to the maximum length.
+
+    Blocks of such steps are never saved.
     """
     engine = SymbolicEngine(Setup(lookahead=1, draft_limit=len(PROMPT) + 1))
     long = serve(engine, Request("long", list(PROMPT), 6))
@@ -66,7 +67,7 @@ def test_steps_without_the_draft_model_are_not_saved() -> None:
     short = serve(engine, Request("short", [2, *PROMPT[1:9]], 2))
     assert stored(engine, short) == 0
     after = serve(engine, Request("after", [*short.token_ids, 0, 0, 0], 3))
-    assert stored(engine, after) == 0, "vLLM's own cache had its first block"
+    assert stored(engine, after) == 0, "the first block came from vLLM's own cache"
     settle(engine)
 
 
@@ -78,7 +79,7 @@ def test_a_long_prompts_keys_are_made_as_its_blocks_need_them() -> None:
 
 
 def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
-    """The draft model's KV before that token depends on it."""
+    """The draft model's KV before the replaced token depends on it."""
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, local_cache=False))
     request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
     assert stored(engine, request) == 4
@@ -89,7 +90,7 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
 def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
     run_ahead: bool,
 ) -> None:
-    """vLLM's own cache has the answer's blocks, and they are known to be this chat's."""
+    """vLLM's own cache has the blocks of the output, which are known to belong to this chat."""
     engine = SymbolicEngine(Setup(lookahead=1, run_ahead=run_ahead))
     first = serve(engine, Request("a", list(PROMPT), 9, saves="prompt"))
     assert stored(engine, first) == whole_blocks(len(PROMPT) - 1)
@@ -101,8 +102,9 @@ def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
 def start(
     engine: SymbolicEngine, given: dict[str, tuple[list[int], list[int]]], local: int, **num: int
 ) -> Any:
-    """Plan the first step of requests with these tokens and block tables; vLLM's cache has
-    ``local`` of the tokens; ``num``: scheduled tokens.
+    """Plan the first step of requests with the given tokens and block tables.
+
+    ``local`` tokens are in vLLM's cache; ``num`` is the number of scheduled tokens by request.
     """
     for name, (prompt, table) in given.items():
         request: Any = Request(name, prompt, 9)
@@ -115,8 +117,8 @@ def start(
 def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> (
     None
 ):
-    """With a long request, it got the blocks of an earlier one; the drafter then wrote to them for
-    another next token.
+    """While a long request ran, this request got the blocks of an earlier request, and the draft
+    model wrote to them for a different next token.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
     same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
@@ -134,9 +136,10 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
 
 
 def saves_of_a_hit(prompt: list[int], local: int) -> Any:
-    """Plan the first step of a request whose chunks are all stored but for the last, and for which
-    vLLM has ``local`` tokens: of [1, 2, 3, 4], computed for a request that was aborted before its
-    fifth token was known.
+    """Plan the first step of a request whose chunks except the last are stored.
+
+    vLLM has ``local`` of its tokens [1, 2, 3, 4], computed for a request that was aborted before
+    its fifth token was known.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1))
     start(engine, {"stores": (prompt[:-2], [1, 2, 3])}, 0, stores=6)

@@ -1,8 +1,9 @@
-"""SchedulerCore under all events of an engine, in any order: I1 to I10 after every rule.
+"""Property test: applies engine events to SchedulerCore in random order and checks invariants I1 to
+I10 after each.
 
-The oracle is the symbolic engine: every saved frame is compared with the KV of its key's prefix,
-every finished request's tokens with a run without cache, and at the end every request must have
-ended and no pin, ticket or tracker may be left.
+The oracle is the symbolic engine. Every saved frame is compared with the KV of its key's prefix,
+and every finished request's tokens with a run without a cache. In the end, every request must have
+finished, and no pin, ticket or tracker may be left.
 """
 
 from random import Random
@@ -17,8 +18,9 @@ from sim_request import Request, Setup
 from kvloft.seam.views import MediaItem
 
 STORIES = ([0] * 60, [1, 0, 2, 1, 1] * 12, [1, 0, 2, 1, 0] * 12, [2, 2, 0, 1, 2, 0, 1] * 9)
-"""Prompts are beginnings of a few stories, so that they share prefixes; the second and third
-diverge at position 4.
+"""Prompts are beginnings of a few stories, so that they share prefixes.
+
+The second and third story diverge at position 4.
 """
 
 seeds = st.integers(0, 1 << 16).map(Random)
@@ -26,7 +28,7 @@ chances = st.sampled_from([0.0, 0.1, 0.5])
 
 
 def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngine) -> Request:
-    """Give a request other inputs of its keys, or another kind of life."""
+    """Give a request other inputs of its keys, or a different kind of lifetime."""
     length = request.num_tokens
     if flavour == "salt":
         request.salt = "pepper"
@@ -48,7 +50,7 @@ def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngin
 
 
 def can_feed(session: Request) -> bool:
-    """A session takes more as long as all it may then grow to fits into the smallest pool."""
+    """True if the session can grow further and still fit into the smallest pool."""
     return session.status != "finished" and not session.updates and session.num_tokens <= 30
 
 
@@ -170,8 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def no_request_waits_for_ever(self) -> None:
-        """With hung disk and loads, each request is answered in time, as long as vLLM matches
-        it.
+        """With a hung disk and hung loads, each request gets a result in time, as long as vLLM
+        keeps matching it.
         """
         engine = self.engine
         crowd = [
@@ -186,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 answers[request.req_id] = engine._ask(request, local, Random(0), 0.0)
             engine.core._admission.begin_step()
             engine.now += engine.setup.wait_s * 0.6
-        assert None not in answers.values(), "it must wait longer than its limit"
+        assert None not in answers.values(), "a request has to wait longer than its limit"
 
     @invariant()
     def all_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""Saves of requests whose generated tokens are useless to other requests."""
+"""Tests saves of requests whose generated tokens are useless to other requests."""
 
 import pytest
 from sim_engine import SymbolicEngine
@@ -31,7 +31,7 @@ def test_a_requests_parameter_overrides_the_setting() -> None:
 
 
 def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> None:
-    """Blocks that it filled are recorded for a later request with the same prompt."""
+    """The blocks that the request fills are recorded for a later request with the same prompt."""
     engine = SymbolicEngine(Setup())
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)

@@ -1,4 +1,4 @@
-"""Compares the schedule of saves with a check of every running request: a request is due once its
+"""Compares the save schedule with a check of every running request: a request is due once its
 frontier reaches its threshold.
 """
 
@@ -24,8 +24,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=400)
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
 def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, odd: float) -> None:
-    """Requests are added and removed, take several tokens, or are set back (a failed load, rejected
-    draft tokens).
+    """Requests are added and removed, advance by multiple tokens, or are set back (by a failed load
+    or rejected draft tokens).
     """
     rng, names, ours = Random(seed), iter(range(1000)), SaveSchedule()
     computed: dict[ReqId, int] = {}
@@ -78,7 +78,7 @@ def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, o
 
 
 def test_steady_steps_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise every step would cost as much as the first ones."""
+    """Otherwise every step would be as expensive as the first steps."""
     ours, num_tokens = SaveSchedule(), [5, 9]
     ours.line_up([ReqId("a"), ReqId("b")], [16, NEVER])
     for step in range(20):

@@ -1,5 +1,5 @@
-"""The scheduler side with several KV cache groups, or windows only, on the real store: saves,
-skipped saves, and loads.
+"""Tests the scheduler side with multiple KV cache groups, or only windows, on the real store:
+saves, skipped saves, and loads.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ class Bench:
         new: bool = True,
         states: Any = (),
     ) -> StepPlan:
-        """A forward of ``num`` tokens of ``request``."""
+        """Run a forward pass for ``num`` tokens of ``request``."""
         req_id, computed = ReqId(request.req_id), request.num_computed_tokens
         columns: dict[str, Any] = {"new": [NewRequest(req_id, computed, ())]} if new else {}
         if not new:
@@ -87,7 +87,7 @@ def request_of(req_id: str = "a", ids: list[int] = PROMPT) -> Request:
 
 
 def saved(plan: StepPlan) -> set[tuple[int, int]]:
-    """(group, block) of every saved chunk."""
+    """Return (group, block) of every saved chunk."""
     batches = [each for save in plan.saves for each in save.chunks.by_group()]
     return {(group, block) for group, batch in batches for block in batch.block_ids()}
 
@@ -128,9 +128,9 @@ def test_a_hung_load_keeps_its_frames_and_waiting_requests_compute() -> None:
     for now_s, answer in ((0.0, None), (9.9, None), (10.0, 0), (30.0, 0)):
         bench.now_s = now_s
         assert bench.match(second, 0) == answer
-    assert bench.store.stats()["pins"] == pins, "it no longer pins chunks"
+    assert bench.store.stats()["pins"] == pins, "the request must not pin chunks"
     bench.core.finish(ReqId("b"))
-    assert bench.match(second, 0) == 16, "there is room again"
+    assert bench.match(second, 0) == 16, "there are free blocks again"
 
 
 def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> None:
@@ -166,7 +166,7 @@ def test_a_step_without_tables_saves_later_and_keeps_resets(
     request.token_ids += [1, 2, 3, 4]
     assert (1, 11) in saved(bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False))
     assert not bench.step(request, 2, tables, new=False).saves, (
-        "the fifth block is complete but not reported"
+        "the fifth block is complete but was not reported"
     )
     bench.core.reset()
     assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves
@@ -206,7 +206,7 @@ def test_a_hit_leaves_a_token_of_the_prompt_to_compute() -> None:
     bench = Bench()
     bench.finish(saving_step(bench, request_of()))
     assert bench.match(request_of("b", PROMPT[:16]), 0) == 0, (
-        "its only boundary with a state is its end"
+        "only the end of the prompt has a state"
     )
     assert bench.match(request_of("c", PROMPT[:17]), 0) == 16
 
@@ -263,7 +263,7 @@ def test_lost_blocks_of_a_load_exclude_null_blocks() -> None:
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     other = request_of("b", [*PROMPT, 9])
     assert bench.match(other, 0) == 16
-    bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # as vLLM never gives it
+    bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # vLLM never passes such a table
     (load,) = bench.step(other, 0, None).loads
     assert (load.lost, len(load.chunks)) == ((54,), 0)
 

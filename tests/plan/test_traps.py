@@ -1,5 +1,5 @@
-"""One test for each known trap of vLLM's connector contract, on the symbolic engine: what must be a
-hit, and what must be a miss.
+"""Tests the known traps of vLLM's connector contract on the symbolic engine, one per test: what
+must hit, and what must miss.
 """
 
 from random import Random
@@ -102,14 +102,14 @@ def test_embeddings_never_alias_zero_tokens() -> None:
     assert engine.num_loaded_tokens == 4, "c shares its first block with b, and nothing with a"
 
 
-# -- steps that leave a request out
+# -- steps that skip a request
 # --------------------------------------------------------------------------------
 
 
 @both_modes
 def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ahead: bool) -> None:
-    """All results are in, drafts of two steps were rejected, and the next step does not name the
-    request.
+    """All results have arrived, draft tokens of two steps were rejected, and the next step does not
+    include the request.
     """
     depth = 2 if run_ahead else 1
     for seed in range(60):
@@ -128,8 +128,9 @@ def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ah
 
 
 def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, Request]:
-    """A request in mid-prefill, with blocks 1, 2, 3, ... and nothing saved; plans are then made by
-    hand.
+    """Return a request in mid-prefill, with blocks 1, 2, 3, ... and no saves.
+
+    The tests then make plans by hand.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request("a", PROMPT[:num_tokens], 9)
@@ -160,7 +161,7 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
-    """vLLM keeps the KV of accepted draft tokens that the end of a turn cut off, for any next
+    """vLLM keeps the KV of accepted draft tokens that the end of a turn truncated, for any next
     tokens.
     """
     engine, request = running_alone(12, 4)
@@ -224,8 +225,8 @@ def test_preempted_request_loads_its_saved_tokens(run_ahead: bool) -> None:
 
 
 def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() -> None:
-    """Two requests in a pool for one and a half: each preemption transfers blocks; outputs and
-    frames stay right.
+    """Two requests run in a pool for one and a half: each preemption transfers blocks, but outputs
+    and frames stay right.
     """
     engine = SymbolicEngine(Setup(num_blocks=12, block_tokens=2))
     engine.add(Request("a", PROMPT[:7], 9))
@@ -236,8 +237,9 @@ def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() ->
 
 
 def test_preemption_named_after_readmission_does_not_undo_it() -> None:
-    """reset_prefix_cache preempts between steps; the step that reports it may already resume the
-    request.
+    """reset_prefix_cache preempts requests between steps.
+
+    The step that reports the preemption may already resume the request.
     """
     engine = SymbolicEngine(Setup())
     engine.store.drop_next = 1 << 30  # nothing is stored, so the request is resumed without a load
@@ -253,7 +255,7 @@ def test_preemption_named_after_readmission_does_not_undo_it() -> None:
     settle(engine)
 
 
-# -- asking
+# -- matching
 # ---------------------------------------------------------------------------------------------
 
 
@@ -262,7 +264,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
     assert engine.match(asked, 0) == 16
-    for _ in range(100):  # steps of an engine without a slot for it
+    for _ in range(100):  # steps of an engine without a free slot for the request
         engine.now += LEASE_S / 100
         engine.schedule()
         engine.drain()
@@ -271,7 +273,7 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     engine.schedule()
     engine.drain()
     assert not engine.store.open_leases
-    assert engine.match(asked, 0) == 16, "after another call, it is pinned again"
+    assert engine.match(asked, 0) == 16, "another call must pin the chunks again"
     engine.core.finish(asked.req_id)
     assert not engine.store.open_leases
 
@@ -339,6 +341,6 @@ def test_a_slow_disk_is_waited_for_at_most_load_timeout() -> None:
     engine.now += engine.setup.wait_s - 0.1
     assert engine.match(again, 0) is None
     engine.now += 0.2
-    assert engine.match(again, 0) == 8, "the chunks read by then"
+    assert engine.match(again, 0) == 8, "expected the chunks read until then"
     engine.core.finish(again.req_id)
     settle(engine)

@@ -1,5 +1,5 @@
-"""Traps of vLLM's connector contract, second part: failed or late copies, resets, unreadable steps,
-ends of requests.
+"""Tests more traps of vLLM's connector contract: failed or late copies, resets, unreadable steps,
+and the end of requests.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
 
-# -- copies that fail, come late, or never
+# -- copies that fail, are late, or never complete
 # -------------------------------------------------------------------------
 
 
@@ -44,9 +44,9 @@ def test_a_save_that_failed_on_one_rank_is_never_visible_and_is_made_again() -> 
     engine.execute()
     engine.update()
     assert torn not in engine.store.tickets
-    assert stored(engine, request) == 4, "its children have no parent"
+    assert stored(engine, request) == 4, "the children have no parent"
     settle(engine)
-    assert stored(engine, request) > 16, "retried with the next chunks"
+    assert stored(engine, request) > 16, "the save must be retried with the next chunks"
 
 
 def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None:
@@ -64,7 +64,7 @@ def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None
 def test_a_unit_whose_prefix_left_host_memory_is_saved_with_it_in_the_next_step(
     run_ahead: bool,
 ) -> None:
-    """The request ends before its next unit."""
+    """The request finishes before its next unit."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = engine.add(Request("a", list(PROMPT), 5))
     while stored(engine, request) < 16:
@@ -95,7 +95,7 @@ def test_a_bad_frame_is_removed_and_affects_only_its_request(fail_policy: bool) 
     assert request.tainted == fail_policy
     if not fail_policy:
         assert stored(engine, request) == whole_blocks(request.num_tokens - 1), (
-            "the computed blocks are saved again"
+            "the computed blocks must be saved again"
         )
 
 
@@ -105,7 +105,7 @@ def test_loads_that_always_fail_are_not_offered_for_ever() -> None:
     engine.workers.broken = True
     request = serve(engine, Request("b", list(PROMPT), 2))
     assert request.num_failed_loads == 1
-    assert stored(engine, request) == 16, "no frame is to blame"
+    assert stored(engine, request) == 16, "a failure without bad frames must not remove chunks"
 
 
 def test_a_load_that_cannot_be_planned_is_heard_of_at_once_and_only_once() -> None:
@@ -132,7 +132,7 @@ def test_aborted_while_loading_keeps_the_pins_until_reported() -> None:
     engine.finish(request, aborted=True)
     assert len(engine.store.open_leases) == 1
     engine.update()
-    assert len(engine.store.open_leases) == 1, "the other rank still reads"
+    assert len(engine.store.open_leases) == 1, "the other rank is still reading"
     settle(engine)
 
 
@@ -148,7 +148,7 @@ def test_null_block_is_never_saved() -> None:
     assert [copy.blocks for copy in plan.saves[0].chunks] == [(5,), (6,), (7,)]
     engine.core.absorb(StepReport(saved=tuple(copy.ticket for copy in plan.saves[0].chunks[1:])))
     assert not engine.store.entries.keys() - {plan.saves[0].chunks[0].key}, (
-        "without their parent they are never visible"
+        "chunks without their parent must never be visible"
     )
 
 
@@ -165,7 +165,7 @@ def test_chunks_in_flight_over_a_reset_stay_invisible(run_ahead: bool) -> None:
     engine.swap_weights_hot()
     engine.update()
     settle(engine)
-    assert stored(engine, request) == 0, "its KV is from two sets of weights"
+    assert stored(engine, request) == 0, "KV computed with two sets of weights was saved"
 
 
 def test_a_session_does_not_save_kv_computed_before_a_reset() -> None:
@@ -220,7 +220,7 @@ def test_a_failed_step_aborts_its_reservations(
     with pytest.raises(RuntimeError, match="store"):
         engine.schedule()
     plan = engine.core.plan_loads_only()
-    assert plan.step == 1, "one step, planned twice"
+    assert plan.step == 1, "the same step is planned again"
     assert not plan.saves
     assert not engine.store.tickets
     assert not engine.core.has_work_in_flight
@@ -239,7 +239,7 @@ def test_close_releases_every_pin_and_leaves_frames_that_workers_may_write_reser
     assert engine.store.tickets
     assert len(engine.store.open_leases) == 3
     engine.core.close()
-    assert engine.store.tickets, "they end with the session"
+    assert engine.store.tickets, "tickets must be kept until the session ends"
     assert not engine.store.open_leases
     assert not engine.core.plan_step(StepView()).loads
 
@@ -260,7 +260,7 @@ def test_a_closed_core_accepts_late_reports() -> None:
 def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(
     run_ahead: bool,
 ) -> None:
-    """The prompt ends here: no chunk completes later."""
+    """The prompt ends here, so no later chunk completes."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     engine.store.drop_next, engine.store.is_save_late = 1, True
     request = engine.add(Request("a", list(PROMPT), 2))

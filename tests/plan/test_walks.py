@@ -1,8 +1,8 @@
-"""The same events as the state machine, weighted as an engine would meet them: long random walks,
-by seed.
+"""Applies the same events as the state machine in long random walks, with the frequencies of a real
+engine. The seed selects a walk.
 
-Most steps are ordinary work; faults are rare enough that requests get far. ``python
-tests/plan/test_walks.py FIRST LAST`` walks more.
+Most steps are ordinary work; faults are so rare that requests get far. ``python
+tests/plan/test_walks.py FIRST LAST`` runs more walks.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A mover that accepts everything and finishes nothing."""
+"""A mover that accepts everything and completes nothing."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kvloft.transfer.mover import Finished
 
 
 class IdleMover:
-    """See ``kvloft.transfer.mover.Mover``."""
+    """Implements ``kvloft.transfer.mover.Mover``."""
 
     usable_bytes: int | None = None
 

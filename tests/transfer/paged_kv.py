@@ -1,8 +1,8 @@
-"""Paged KV in the layouts of vLLM's releases, and where each block's bytes are, from element
-addresses alone.
+"""Paged KV in the layouts of vLLM's releases, and the location of each block's bytes, computed only
+from element addresses.
 
-The oracle for layouts and movers: it does not use planes; a block's bytes are those of its
-elements, in address order. Must not import kvloft.
+This is the oracle of layouts and movers. It does not use planes: a block's bytes are the bytes of
+its elements, in address order. This module must not import kvloft.
 """
 
 import math
@@ -37,7 +37,9 @@ class Sizes:
 
 
 def carve(order: str, sizes: Sizes, *, offset: int = 0) -> dict[str, torch.Tensor]:
-    """One storage for all layers, in physical ``order``; a view [B, H, N, C] for each layer."""
+    """Allocate one storage for all layers, in physical ``order``, and return a view [B, H, N, C]
+    per layer.
+    """
     shape = [sizes.of(axis) for axis in order]
     raw = random_bytes((offset + math.prod(shape)) * sizes.dtype.itemsize).view(sizes.dtype)
     whole = raw[offset:].view(shape).permute([order.index(axis) for axis in "LBHNC"])
@@ -49,13 +51,13 @@ def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def storage_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """All bytes of the tensor's storage, shared with it."""
+    """Return all bytes of the tensor's storage, without copying."""
     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return flat.numpy()
 
 
 def block_addresses(tensor: torch.Tensor, num_blocks: int, block: int) -> np.ndarray:
-    """Byte positions in the storage of all elements of one block, ascending."""
+    """Return the byte positions in the storage of all elements of one block, in ascending order."""
     ratio = tensor.shape[0] // num_blocks
     positions = np.zeros(1, dtype=np.int64) + tensor.storage_offset()
     for dim, (count, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -66,7 +68,7 @@ def block_addresses(tensor: torch.Tensor, num_blocks: int, block: int) -> np.nda
 
 
 def block_bytes(caches: Mapping[str, torch.Tensor], num_blocks: int, block: int) -> bytes:
-    """A block's content over all layers, each memory range once."""
+    """Return a block's content across all layers, including each memory range once."""
     seen: set[tuple[int, int]] = set()
     parts: list[bytes] = []
     for tensor in caches.values():
@@ -79,7 +81,7 @@ def block_bytes(caches: Mapping[str, torch.Tensor], num_blocks: int, block: int)
 
 
 def snapshot(caches: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
-    """A copy of every storage, by its address."""
+    """Return a copy of every storage, by its address."""
     return {t.untyped_storage().data_ptr(): storage_bytes(t).copy() for t in caches.values()}
 
 

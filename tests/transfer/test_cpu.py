@@ -1,5 +1,5 @@
-"""The CPU mover compared with address arithmetic: right bytes, no other changes, and every failure
-reported.
+"""Compares the CPU mover with address arithmetic: the right bytes are copied, nothing else changes,
+and every failure is reported.
 """
 
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def save(mover: CpuMover, *copies: ChunkCopy) -> tuple[list[int], list[int]]:
 def load(
     mover: CpuMover, *copies: ChunkCopy, lost: tuple[int, ...] = ()
 ) -> tuple[list[str], set[int]]:
-    """(problems, bad blocks)"""
+    """Load the copies and return (problems, bad blocks)."""
     mover.submit_loads(
         [LoadPlan(ReqId("r"), 3, loads_of(*copies), tuple(BlockId(b) for b in lost))]
     )
@@ -153,13 +153,13 @@ def test_gathered_bytes_are_scattered_and_nothing_else_changes(
     assert save(bench.mover, copy_of(2, source)) == ([7], [])
     payload = bench.expected(source)
     assert bench.frames.part(2)[: len(payload)].numpy().tobytes() == payload
-    assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
+    assert untouched(bench.caches, before, sizes.blocks, []), "gathering must not write"
     after = bench.frames.bytes.clone()
     begin, end = bench.frames.memory.start(2), bench.frames.memory.start(3)
     trailer_at = end - _core.TRAILER_BYTES
     arena[begin : begin + len(payload)] = after[begin : begin + len(payload)]
     arena[trailer_at:end] = after[trailer_at:end]
-    assert torch.equal(arena, after), "only payload and trailer of its own frame are written"
+    assert torch.equal(arena, after), "only payload and trailer of the save's frame may change"
 
     wanted = bench.expected(source[first : first + len(target)])
     bench.fill(2)
@@ -167,7 +167,7 @@ def test_gathered_bytes_are_scattered_and_nothing_else_changes(
     assert load(bench.mover, copy_of(2, target, num_blocks=num_blocks, first=first)) == ([], set())
     assert bench.expected(target) == wanted
     assert untouched(bench.caches, before, sizes.blocks, target)
-    assert torch.equal(bench.frames.bytes, after), "scattering only reads"
+    assert torch.equal(bench.frames.bytes, after), "scattering must not write to frames"
     bench.store.close()
 
 
@@ -176,7 +176,7 @@ def test_a_tail_is_the_beginning_of_the_longer_chunk(bench: Bench) -> None:
     size = 2 * bench.layout.block_bytes
     assert torch.equal(bench.frames.part(0)[:size], bench.frames.part(1)[:size])
     assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], (
-        "and is not mistaken for it"
+        "the tail must not be taken for the longer chunk"
     )
 
 
@@ -194,7 +194,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
     bench.frames.bytes[:part] = bench.frames.bytes[part : 2 * part]
     assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], (
-        "another rank's part is not this rank's"
+        "another rank's shard must not be loaded"
     )
 
 
@@ -253,7 +253,9 @@ def test_a_good_chunk_is_loaded_with_a_bad_one(bench: Bench) -> None:
 
 
 def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
-    """A block outside the pool is a failed ticket or a bad load, and the other copies succeed."""
+    """A block outside the pool gives a failed ticket or a bad load, and the other copies
+    succeed.
+    """
     assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == (
         [2],
         [1],
@@ -273,13 +275,13 @@ def test_a_save_that_fails_leaves_its_frame_as_it_was(bench: Bench) -> None:
 
 
 class TestAnotherProcessWritesToTheFrame:
-    """A worker whose scheduler was killed still maps the arena and can write to a frame that
-    belongs to another engine by then.
+    """A worker whose scheduler was killed still maps the arena, and can write to a frame that now
+    belongs to another engine.
     """
 
     @staticmethod
     def foreign_write(bench: Bench) -> None:
-        _, frames = bench.rank(0)  # maps the arena once more
+        _, frames = bench.rank(0)  # maps the arena a second time
         frames.part(0)[:] = 0xAB
 
     def test_before_the_save(self, bench: Bench) -> None:
@@ -360,7 +362,7 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
 
 
 def test_part_sizes_come_from_the_arena(bench: Bench) -> None:
-    """A pipeline stage that needs less than another has the same part of each frame."""
+    """A pipeline stage that needs less space than another stage has a shard of the same size."""
     small = replace(bench.shape, groups=(replace(bench.shape.groups[0], part_bytes=4096),))
     (smaller,) = map_frames(bench.spec, small, shard=0, payload_bytes=[16])
     assert smaller.raw.memory.part_bytes == bench.shape.groups[0].part_bytes
@@ -384,7 +386,10 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
 
 
 def test_chunks_of_several_groups_come_from_and_go_to_their_own_pages() -> None:
-    """Their layers share block ids. A load is reported once, with the errors of all groups."""
+    """The groups' layers share block ids.
+
+    A load is reported once, with the errors of all groups.
+    """
     benches = [Bench(carve("LBHNC", Sizes()), 7) for _ in range(2)]
     one, other = benches
     mover = CpuMover([one.layout, other.layout], [GroupFrames(one.frames, 0)] * 2)

@@ -1,5 +1,5 @@
-"""Planes read off strides name exactly each block's bytes, for every layout vLLM has, and nothing
-is guessed.
+"""Checks that the planes derived from strides contain exactly each block's bytes, for every layout
+of vLLM, and that no layout is guessed.
 """
 
 import itertools
@@ -17,7 +17,9 @@ primes = st.sampled_from([1, 2, 3, 5, 7])
 
 
 def plane_addresses(layout: PagedLayout, block: int) -> list[tuple[int, int]]:
-    """(storage, byte) of every byte of a block, in payload order, as the planes have it."""
+    """Return (storage, byte) of every byte of a block, in payload order, according to the
+    planes.
+    """
     return [
         (plane.storage.data_ptr(), plane.offset + block * plane.block_stride + i)
         for plane in layout.planes
@@ -66,7 +68,7 @@ def test_planes_name_exactly_each_blocks_bytes(
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC"])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_kernel_blocks_are_grouped_into_the_engines_blocks(order: str, ratio: int) -> None:
-    """Dim 0 then holds num_blocks * ratio smaller blocks."""
+    """Dim 0 then contains num_blocks * ratio smaller blocks."""
     caches = carve(order, Sizes(blocks=6 * ratio))
     layout = read_layout(caches, 6)
     for block in range(6):
@@ -74,7 +76,7 @@ def test_kernel_blocks_are_grouped_into_the_engines_blocks(order: str, ratio: in
 
 
 def test_key_and_value_outermost_become_planes() -> None:
-    """The old shape (2, B, N, H, D)."""
+    """Tests the old shape (2, B, N, H, D)."""
     tensor = random_bytes(2 * 7 * 5 * 3 * 4).view(2, 7, 5, 3, 4).transpose(0, 1)
     layout = read_layout({"layer": tensor}, 7)
     assert layout.page_bytes == (60, 60)
@@ -82,7 +84,7 @@ def test_key_and_value_outermost_become_planes() -> None:
 
 
 def test_one_latent_head_is_one_page_a_layer() -> None:
-    """MLA: [B, N, C], or [B, 1, N, C] with any stride of the single head."""
+    """Tests MLA: [B, N, C], or [B, 1, N, C] with any stride of the single head."""
     flat = random_bytes(6 * 5 * 7)
     for tensor in (
         flat.view(6, 5, 7),
@@ -162,8 +164,8 @@ def test_digest_depends_on_the_layout_inside_pages_only() -> None:
     ]
     for one, other in itertools.combinations(different, 2):
         assert one != other
-    assert digest() == digest(blocks=11), "another pool size is the same layout"
-    assert digest() == digest("BLHNC"), "only the order of pages differs"
+    assert digest() == digest(blocks=11), "the pool size must not change the layout"
+    assert digest() == digest("BLHNC"), "the order of pages must not change the layout"
 
 
 def test_planes_keep_the_memory_alive() -> None:
@@ -178,7 +180,7 @@ def test_planes_keep_the_memory_alive() -> None:
 
 
 def test_planes_say_which_of_them_are_bf16() -> None:
-    """Each with its tensor's dtype, even within one layer."""
+    """Each plane has its tensor's dtype, even within one layer."""
     caches = {
         "a": torch.zeros(4, 2, 8, dtype=torch.bfloat16),
         "b": [torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.float32)],

@@ -1,5 +1,5 @@
-"""A sleeping engine's pages: copies end before pages are unmapped, nothing accesses them until they
-are mapped again, and then everything works as before.
+"""Tests the pages of a sleeping engine: copies complete before pages are unmapped, pages are not
+accessed until they are mapped again, and everything works as before afterwards.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
     for _ in range(2):
         worker.suspend()
     report = worker.take_report()
-    assert report is not None and report.saved == (11,), "saves in flight are reported as usual"
+    assert report is not None and report.saved == (11,), "saves in flight must be reported as usual"
     pages = [tensor.clone() for tensor in CACHES.values()]
     run(worker, store, 2)
     assert_all_failed(worker)
@@ -59,7 +59,7 @@ def test_copies_in_flight_end_first(store: _core.Session) -> None:
     worker.register([CACHES], 7, "test")
     run(worker, store, 1)
     worker.suspend()
-    assert log == ["drained"], "a mover with its pinned memory is kept"
+    assert log == ["drained"], "the mover and its pinned memory must be kept"
     worker.resume()
     worker.shutdown()
     assert log == ["drained", "closed"]
@@ -104,7 +104,7 @@ def test_the_mover_stays_closed_during_sleep(store: _core.Session, how: str) -> 
 def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     store: _core.Session,
 ) -> None:
-    """The first saves after it wakes may take every frame reported to the scheduler side, and saves
+    """The first saves after wake-up may use every frame reported to the scheduler side, and saves
     to unregistered frames would fail.
     """
     mover = IdleMover()
@@ -133,7 +133,7 @@ def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
 def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(
     was_used: bool, store: _core.Session
 ) -> None:
-    """Or chunks on disk, which are read into frames, would be misses."""
+    """Otherwise chunks on disk, which are read into frames, would be misses."""
     worker = worker_for()
     if was_used:
         worker.begin(plan_of(store)._replace(saves=(), loads=()))

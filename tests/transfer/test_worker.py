@@ -1,5 +1,5 @@
-"""WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover
-is only misses.
+"""Tests WorkerCore, which runs one step's plan on a mover: hooks are idempotent, reports are taken
+once, and a broken mover only causes misses.
 """
 
 import os
@@ -46,7 +46,7 @@ def copy_of(frame: int, block: int, ticket: int = -1) -> ChunkCopy:
 
 
 def plan_of(store: _core.Session, step: int = 1) -> StepPlan:
-    """Saves block 1, loads frame 0 into block 2."""
+    """Return a plan that saves block 1 and loads frame 0 into block 2."""
     arena = arena_of(store, SHAPE)
     loads = (LoadPlan(ReqId("l"), 5, batch_of([copy_of(0, 2)])),)
     return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), batch_of([copy_of(0, 1, 11)])),))
@@ -130,14 +130,16 @@ def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
 
 
 def assert_all_failed(worker: WorkerCore) -> None:
-    """The save and the load of `plan_of` are reported, as failed, and the load's block is to be
-    computed.
+    """Check that the save and the load of `plan_of` are reported as failed, and the load's block
+    must be computed.
     """
     assert worker.take_finished_loads() == ({"l"}, {2})
     report = worker.take_report()
     assert report is not None
     assert (report.saved, report.failed) == ((), (11,))
-    assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
+    assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], (
+        "no frame may be reported as bad"
+    )
 
 
 def test_a_mover_that_cannot_be_created_fails_copies_only(
@@ -158,7 +160,7 @@ def test_a_mover_that_cannot_be_created_fails_copies_only(
 def test_frames_must_hold_a_chunk_of_every_group(
     store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also for one with more blocks than the others."""
+    """Covers a group with more blocks than the others."""
     worker = WorkerCore(
         replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0
     )
@@ -234,7 +236,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
 
 
 def test_a_mover_is_told_of_loads_before_the_forward_pass(store: _core.Session) -> None:
-    """vLLM submits them only after it, and they should not wait for it."""
+    """vLLM submits loads only after the forward pass, and they should not wait for it."""
     heard: list[bool] = []
 
     class Listening(IdleMover):
@@ -295,7 +297,7 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
 def test_memory_of_a_new_arena_is_not_touched_by_old_plans(
     store: _core.Session,
 ) -> None:
-    """A path is used again for another arena."""
+    """A path is reused for a different arena."""
     worker = worker_for()
     plan = plan_of(store)
     right = arena_of(store, SHAPE)
@@ -312,7 +314,7 @@ def test_memory_of_a_new_arena_is_not_touched_by_old_plans(
     worker.run_saves()
     report = worker.take_report()
     assert report is not None
-    assert report.saved == (11,), "the right one is used again"
+    assert report.saved == (11,), "the right arena must be used again"
 
 
 def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
@@ -322,7 +324,7 @@ def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
     worker.stop("test")
     report = worker.take_report()
     assert report is not None
-    assert report.saved == (11,), "saves in flight are reported as usual"
+    assert report.saved == (11,), "saves in flight must be reported as usual"
     worker.register([CACHES], 7, "test")
     worker.begin(plan_of(store, 2))
     worker.run_saves()
@@ -331,8 +333,8 @@ def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
 
 
 class TestLifeline:
-    """The server's criterion: it gives no frame to another engine while a process has the engine's
-    lifeline open.
+    """Tests the lifeline: the server gives no frame to another engine while a process keeps the
+    engine's lifeline open.
     """
 
     @staticmethod
@@ -380,7 +382,7 @@ class TestLifeline:
         assert (report.saved, report.failed) == ((), (11,))
         if is_reused:
             os.close(write)
-        assert self.is_closed(read), "and it keeps no other file open"
+        assert self.is_closed(read), "no other file may be kept open"
         os.close(read)
 
     def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(

@@ -1,4 +1,6 @@
-"""Makes the helpers in this folder and in `tests/model` importable, and defines shared fixtures."""
+"""Makes the helpers in this directory and in `tests/model` importable, and defines shared
+fixtures.
+"""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ for folder in (str(HERE), str(HERE.parent / "model")):
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a file into a Hugging Face cache as a download of ``name`` at ``commit`` leaves it."""
+    """Put a file into a Hugging Face cache as a download of ``name`` at ``commit`` would."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
     def put(name: str, file: str, commit: str, revision: str = "main") -> None:

@@ -1,5 +1,6 @@
-"""Identities of LoRA adapters: shared by requests, runs and restarts only if the workers' weights
-are known.
+"""Tests the identities of LoRA adapters.
+
+Requests, runs and restarts share an adapter's KV only if the workers' weights are known.
 """
 
 import os
@@ -22,20 +23,22 @@ PACE = float(os.environ.get("TEST_PACE", "1"))
 
 @pytest.fixture(autouse=True)
 def _looks_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if this process gets no core for longer than a scheduler would wait."""
+    """Make file checks succeed in time, even if this process gets no core for longer than a
+    scheduler would wait.
+    """
     monkeypatch.setattr(adapters, "LooksInTime", partial(LooksInTime, 60 * PACE))
 
 
 @pytest.fixture
 def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An adapter's folder, older than the engine."""
+    """Return an adapter's directory that is older than the engine."""
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"one")
     files = look(str(folder))
     assert files is not None
     monkeypatch.setattr(adapters, "engine_start_s", lambda: files.latest_s + 0.01)
-    time.sleep(0.05)  # more than a file system's clock tick
+    time.sleep(0.05)  # longer than a file system's clock tick
     return folder
 
 
@@ -48,29 +51,33 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
     assert first != names.identify(LoRARequest("b", 2, str(adapter)))
     (adapter / "checkpoint-1").mkdir()
     (adapter / "checkpoint-1" / "optimizer.pt").write_text("x")
-    assert first != names.identify(lora), "the folder has another entry"
+    assert first != names.identify(lora), "the directory has another entry"
 
 
 @pytest.mark.parametrize("change", ["content", "link"])
 def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     adapter: Path, change: str
 ) -> None:
-    """Files do not show which version the workers loaded, and load again after an eviction."""
+    """The files do not show which version the workers have loaded, and will load again after an
+    eviction.
+    """
     link = adapter.parent / "current"
     link.symlink_to(adapter)
     lora = LoRARequest("a", 1, str(link if change == "link" else adapter))
     names = AdapterNames()
     first = names.identify(lora)
-    assert names.identify(lora) == first, "within the run it is one adapter"
+    assert names.identify(lora) == first, "must be one adapter within the run"
     assert (AdapterNames().identify(lora) == first) == (change == "content")
     (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, (
-        "workers may have either version"
+        "workers may have loaded either version"
     )
 
 
 def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -> None:
-    """Restored including its times: workers may have loaded the other one in between."""
+    """The files are restored including their times, but workers may have loaded the other version
+    in between.
+    """
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
     names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
@@ -79,7 +86,7 @@ def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -
 
 
 def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
-    """Workers load it again in each step of the request."""
+    """Workers load the adapter again in each step of the request."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     again = LoRARequest("a", 1, str(adapter), load_inplace=True)
@@ -88,7 +95,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers keep the adapter that they loaded."""
+    """Workers keep the adapter that they loaded first."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))
@@ -111,16 +118,14 @@ def test_the_adapter_shape_of_a_request_counts(adapter: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
 def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
-    """vLLM loads the hub's current version, or tensors from a trainer under a path without
-    meaning.
-    """
+    """vLLM loads the hub's current version, or tensors from a trainer under an arbitrary path."""
     names = AdapterNames()
     loras: list[Any] = [
         SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)
     ]
     first, second = map(names.identify, loras)
     assert first != second
-    assert names.identify(loras[0]) == first, "but within the run it is one adapter"
+    assert names.identify(loras[0]) == first, "must be one adapter within the run"
     assert AdapterNames().identify(loras[0]) != first
 
 
@@ -131,9 +136,9 @@ def test_a_hub_adapter_is_identified_by_its_commit_offline(
     lora = LoRARequest("a", 1, "hub/adapter")
     monkeypatch.setattr(
         "huggingface_hub.constants.HF_HUB_OFFLINE", False
-    )  # other tests of this process are offline, or its user
+    )  # other tests of this process, or its user, may be offline
     assert AdapterNames().identify(lora) != AdapterNames().identify(lora), (
-        "vLLM asks the hub for a newer one"
+        "vLLM checks the hub for a newer version"
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     first = AdapterNames().identify(lora)
@@ -157,7 +162,7 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
 def test_a_file_system_that_hangs_delays_no_request(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, requests with adapters share nothing."""
+    """Until the file system responds, requests with adapters share nothing."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)
@@ -169,7 +174,7 @@ def test_a_file_system_that_hangs_delays_no_request(
         lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2],
     )
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
-    assert len(asked) == 1, "only the first one waits"
+    assert len(asked) == 1, "only the first request may wait"
     hangs.set()
     while names.identify(lora) != first:
         time.sleep(0.01)
@@ -178,7 +183,7 @@ def test_a_file_system_that_hangs_delays_no_request(
 def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(
     adapter: Path,
 ) -> None:
-    """A field of vLLM 0.31 and older; 0.32's LoRARequest lacks it, so the test sets it."""
+    """vLLM 0.31 and older have this field. LoRARequest of 0.32 lacks it, so the test sets it."""
     lora: Any = SimpleNamespace(
         lora_name="a",
         lora_int_id=1,

@@ -1,5 +1,5 @@
-"""Exceptions from hooks inside vLLM: any error in kvloft is a miss; only exceptions that end the
-process pass through.
+"""Tests exceptions from hooks inside vLLM: any error in kvloft becomes a miss; only exceptions that
+end the process are propagated.
 """
 
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 class PanicLike(BaseException):
-    """As pyo3's PanicException, which is no Exception."""
+    """Like pyo3's PanicException, which is not derived from Exception."""
 
 
 def broken(error: type[BaseException]) -> KVLoftConnector:
-    """A connector whose scheduler side raises ``error`` in every call."""
+    """Return a connector whose scheduler side raises ``error`` in every call."""
 
     def fail(*_: Any) -> None:
         raise error

@@ -1,10 +1,10 @@
-"""A router's knowledge over ZMQ matches the store: random steps through vLLM's own publisher, with
-occasional gaps.
+"""Checks that a router that follows KV events over ZMQ agrees with the store: random steps through
+vLLM's own publisher, with occasional gaps.
 
-The store is the engine's own, or that of a `kvloft serve` which is killed and restarted while
-another engine saves, evicts and clears. The subscriber reads the wire format: it has a SUB socket,
-loses messages now and then, and requests them from the publisher's replay socket. Steps:
-``KV_EVENT_STEPS`` (acceptance: 100000).
+The store belongs to the engine or to a `kvloft serve` that is killed and restarted while another
+engine saves, evicts and clears. The subscriber reads the wire format from a SUB socket,
+occasionally loses messages, and requests them from the publisher's replay socket. KV_EVENT_STEPS
+sets the number of steps (acceptance: 100000).
 """
 
 import os
@@ -40,7 +40,7 @@ TIERS = {"CPU": HOST, "STORAGE": DISK}
 NUM_STEPS = int(os.environ.get("KV_EVENT_STEPS", "1000"))
 CHECK_EVERY, RESTART_EVERY = 100, 400
 BUFFERED = 50
-"""Batches that the publisher keeps for subscribers that missed some."""
+"""Number of batches that the publisher keeps for subscribers that missed some."""
 
 
 class Router:
@@ -80,7 +80,7 @@ class Router:
             self._take(int.from_bytes(number, "big"), payload)
 
     def catch_up(self, num_published: int) -> None:
-        """Receive all published batches, without further publications."""
+        """Receive all published batches without publishing more."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
             assert time.monotonic() < deadline, (
@@ -100,7 +100,7 @@ class Router:
                 self._learn(event)
 
     def _ask(self) -> None:
-        """Request missed batches again. The last message of a reply has no number."""
+        """Request missed batches again. The last message of a response has no number."""
         first = self._next
         self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
@@ -139,8 +139,9 @@ class Router:
 
 
 class Stream:
-    """One engine's publisher and its subscriber, replacing an `Index` that receives events
-    immediately.
+    """One engine's publisher and its subscriber.
+
+    Replaces an `Index` that receives events immediately.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Stream:
         self._num_unheard = 0
 
     def replay(self, events: list[Event]) -> None:
-        """As vLLM's scheduler does in each step."""
+        """Publish events in each step, as vLLM's scheduler does."""
         self._publish([self._writer.write(event) for event in events])
 
     def clear(self) -> None:
@@ -205,7 +206,7 @@ class Stream:
 
 
 class Totals:
-    """Checks that a test used its subject."""
+    """Checks that a test exercised what it should test."""
 
     num_batches = num_missed = num_servers = 0
 
@@ -244,14 +245,14 @@ class Served:
             return False
 
     def close(self, timeout_s: float = 60 * PACE) -> None:
-        """Every second one is killed: kill -9."""
+        """Stop the server; every second server is killed with SIGKILL."""
         self._process.send_signal(signal.SIGKILL if Totals.num_servers % 2 else signal.SIGTERM)
         self._process.wait(timeout_s)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket path must be short
         yield Path(folder)
 
 

@@ -1,4 +1,4 @@
-"""Log lines of the store reach vLLM's log: with the namespace, once each."""
+"""Tests that the store's log lines reach vLLM's log once each, with the namespace."""
 
 import logging
 import os

@@ -1,4 +1,6 @@
-"""KVLoftGroupsConnector: how it reports failed loads, with one KV cache group and with several."""
+"""Tests how KVLoftGroupsConnector reports failed loads, with one KV cache group and with multiple
+groups.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,8 @@ def _release(vllm_release: tuple[int, int]) -> None:
 def test_bad_blocks_are_reported_by_id_only_with_one_group(
     fails_requests: bool,
 ) -> None:
-    """An id names the missing tokens only with one group: vLLM then computes from there on,
-    otherwise everything.
+    """Only with one group does a block id identify the missing tokens: vLLM then recomputes from
+    there. Otherwise it recomputes everything.
     """
     bad = {5, 6}
 
@@ -43,8 +45,9 @@ def test_bad_blocks_are_reported_by_id_only_with_one_group(
 
 
 def test_bad_blocks_of_a_running_load_are_not_reported_with_several_groups() -> None:
-    """Bad blocks are found chunk by chunk; reporting them for several groups would end the
-    engine.
+    """Bad blocks are found chunk by chunk.
+
+    Reporting them for multiple groups would crash the engine.
     """
     connector: Any = object.__new__(KVLoftGroupsConnector)
     bad = {5}

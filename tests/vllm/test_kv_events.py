@@ -1,4 +1,4 @@
-"""KV events in vLLM's format: which requests are announced, and the log line if events are
+"""Tests KV events in vLLM's format: which requests are announced, and the log line if events are
 impossible.
 """
 
@@ -53,8 +53,8 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
 def test_a_block_with_several_hashes_is_called_by_its_last(
     config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group with longer blocks, and of all with ``--prefix-match-unit``; vLLM's own events
-    call it that.
+    """Covers a group with longer blocks, and all groups with ``--prefix-match-unit``. vLLM's own
+    events also use the last hash.
     """
     monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
@@ -77,9 +77,9 @@ def test_a_block_with_several_hashes_is_called_by_its_last(
         assert [block.extra is not None for block in found] == [
             True,
             *[False] * (len(names) - 1),
-        ], "a salt is in the first"
+        ], "only the first block contains the salt"
         assert told(salted, size, 0, len(names) + 1) == (), (
-            "the last one does not have all its hashes"
+            "the last block lacks some of its hashes"
         )
 
 
@@ -92,7 +92,7 @@ def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("hash_tokens", "block_tokens"), [(4, 2), (4, 6)])
 def test_a_block_that_no_hash_ends_with_is_left_out(hash_tokens: int, block_tokens: int) -> None:
-    """vLLM's hashes are those of groups in its prefix cache; another's blocks may be of any
+    """vLLM only has hashes for groups in its prefix cache; other groups may have blocks of any
     size.
     """
     assert describe(hash_tokens, live(), block_tokens, 0, 1) == ()
@@ -154,7 +154,7 @@ def test_a_store_without_a_listener_records_nothing(config: Any) -> None:
 
 
 def test_an_error_retracts_all_events_and_stops_them() -> None:
-    """The lost changes are unknown, and missing events are better than wrong ones."""
+    """The lost changes are unknown, and missing events are better than wrong events."""
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
     announcer = Announcer(
@@ -171,8 +171,8 @@ def test_an_error_retracts_all_events_and_stops_them() -> None:
 
 
 def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
-    """The announcer no longer has the chunk: only the lost event shows that subscribers believe in
-    it.
+    """The announcer no longer has the chunk, so only the lost event shows that subscribers still
+    list it.
     """
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
@@ -193,12 +193,12 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     assert half.take_kv_events() == [Removed(HOST, HASHES[:2])]
     half._announcer.withdraw([Removed(HOST, HASHES[:2])])
     assert half.take_kv_events() == [], (
-        "an event that cannot be written is not retried in every step"
+        "an event that cannot be written must not be retried in every step"
     )
 
 
 def test_events_are_repeated_only_after_vllms_clear_event() -> None:
-    """While requests have blocks, vLLM resets and publishes nothing."""
+    """While requests hold blocks, vLLM resets nothing and publishes nothing."""
     told: list[str] = []
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, pool = (

@@ -1,5 +1,5 @@
-"""The namespace: each field that decides KV bytes, changed alone, changes the digest (through the
-real extension).
+"""Tests the namespace: changing any single field that decides KV bytes changes the digest (computed
+by the real extension).
 """
 
 import json
@@ -192,7 +192,7 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
 
 
 def test_an_engine_with_user_code_in_workers_is_not_shared() -> None:
-    """Trainers write into the model so."""
+    """Trainers use such code to write into the model."""
     assert digest(worker_extension="trainer.Extension") != digest(
         worker_extension="trainer.Extension"
     )
@@ -211,19 +211,19 @@ def test_environment_variables_that_change_results_count(
 
 
 def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the first stage, which alone is in vLLM's configuration of the scheduler, is the
-    same.
+    """Even if the first stage is the same, which is the only stage in the scheduler's
+    configuration.
     """
     found = [digest(), digest(stages=2), digest(stages=3)]
     for layers in ("1,2,1", "1,1,2"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", layers)
         found.append(digest(stages=3))
-    assert found[2] == found[3], "vLLM's own partition"
+    assert found[2] == found[3], "this must equal vLLM's default partition"
     assert len(set(found)) == 4
 
 
 def test_pages_of_every_rank_count() -> None:
-    """vLLM gives the scheduler the first rank's layers only."""
+    """vLLM gives the scheduler only the first rank's layers."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
     def rank(name: str, head_size: int) -> KVCacheConfig:
@@ -238,19 +238,21 @@ def test_pages_of_every_rank_count() -> None:
         )
         == 3
     )
-    assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are equal"
+    assert digest(ranks=[first, first]) == digest(ranks=[first]), (
+        "equal ranks of one stage must not change the digest"
+    )
 
 
 def test_sizes_of_blocks_count_group_by_group() -> None:
-    """Even if all chunks have the same tokens."""
+    """The digests differ even if all chunks have the same number of tokens."""
     full = GroupShape(32)
     windows = [GroupShape(32 // size, size, kind="window", reach=64) for size in (1, 2, 4)]
     assert len({digest(groups=(full, window)) for window in windows}) == 3
 
 
 def test_settings_of_adapters_count() -> None:
-    """The namespace also shows whether there are adapters: vLLM 0.32 on CPUs computes requests
-    without an adapter with one from the same batch.
+    """The namespace also shows whether adapters are enabled: vLLM 0.32 on CPUs applies an adapter
+    of a batch to its requests without an adapter.
     """
     lora = {"target_modules": None, "lora_dtype": "auto"}
     found = [
@@ -334,7 +336,7 @@ def digest_of_states(**changes: Any) -> bytes:
             | changes
         )
     )
-    assert " at 0x" not in repr(spec), "another run would find nothing"
+    assert " at 0x" not in repr(spec), "the address would make every run miss"
     kv = KVCacheConfig(
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
@@ -344,9 +346,7 @@ def digest_of_states(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        {
-            "dtypes": (torch.float16, torch.float16)
-        },  # --mamba-cache-dtype: of one size with bfloat16
+        {"dtypes": (torch.float16, torch.float16)},  # --mamba-cache-dtype: same size as bfloat16
         {"dtypes": (torch.bfloat16, torch.float16)},  # --mamba-ssm-cache-dtype
         {"shapes": ((8, 3), (4, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
     ],

@@ -1,5 +1,5 @@
-"""The table of wrapped vLLM calls: each target exists in this release; if one is missing, its row
-defines the consequence.
+"""Tests the table of wrapped vLLM calls: each target exists in this release; if a target is
+missing, its row defines the consequence.
 """
 
 import gc
@@ -45,7 +45,7 @@ NOT_HARMLESS = frozenset(
         "update_weights",
     }
 )
-"""Calls that replace weights, write KV or pass the model out."""
+"""Calls that replace weights, write KV or expose the model."""
 HOOK_FOR_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
@@ -60,7 +60,7 @@ def name_of(patch: Patch) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=name_of)
 def test_each_target_exists(patch: Patch) -> None:
-    """Fails if a release renames a target: then update the wrapping or the row."""
+    """Fails if a release renames a target. Update the wrapper or the row in that case."""
     assert patch.find() is not None
     assert settle([patch]) is False
 
@@ -146,13 +146,13 @@ def methods_of_workers() -> set[str]:
 
 
 def test_each_method_of_vllms_workers_is_classified() -> None:
-    """A new method counts as replacing weights until it is added to one of the two sets."""
+    """A new method is treated as replacing weights until it is added to one of the two sets."""
     assert methods_of_workers() - HARMLESS - NOT_HARMLESS == set()
     assert not HARMLESS & NOT_HARMLESS
 
 
 def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
-    """Names in other releases only are listed here, so that a typing error is detected."""
+    """Names that exist only in other releases are listed here, so that a typo is detected."""
     later = {
         (0, 31): {"discard", "randomize_dummy_inputs"},
         (0, 32): {
@@ -169,7 +169,9 @@ def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
     assert (HARMLESS | NOT_HARMLESS) - methods_of_workers() == of_others
 
 
-@pytest.mark.skipif(HOOK_FOR_SLEEP, reason="this vLLM asks connectors before it unmaps pages")
+@pytest.mark.skipif(
+    HOOK_FOR_SLEEP, reason="this vLLM calls a connector hook before it unmaps pages"
+)
 def test_calls_that_unmap_pages_are_wrapped() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -179,7 +181,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
     }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
-    # At the end of the process, and for blocks that torch releases.
+    # When the process exits, and for blocks that torch releases.
     assert (
         unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
         == wrapped
@@ -247,7 +249,7 @@ def test_a_sleep_that_drops_weights_is_reported(
 
 
 def new_connector() -> Any:
-    """A connector that can be the only one or a child of MultiConnector."""
+    """Return a connector that can be used alone or as a child of MultiConnector."""
     connector = object.__new__(KVLoftConnector)
     connector._scheduler = SimpleNamespace(siblings=None)  # type: ignore[assignment]
     return connector

@@ -1,5 +1,5 @@
-"""Wrong settings are reported while vLLM checks its arguments, by vLLM's own factory, before it
-creates or loads anything.
+"""Tests that invalid settings are reported while vLLM checks its arguments, by vLLM's own factory,
+before anything is created or loaded.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,9 @@ OTHER = "ExampleConnector"
 
 @pytest.fixture
 def factory() -> Iterator[Any]:
-    """vLLM's factory in its state after a first call of the plugin; restored afterwards."""
+    """Return vLLM's factory as it is after the first call of the plugin, and restore it after the
+    test.
+    """
     method, registry = (
         vars(KVConnectorFactory)["get_connector_class"],
         dict(KVConnectorFactory._registry),

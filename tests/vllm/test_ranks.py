@@ -1,5 +1,5 @@
-"""The scheduler side's knowledge of ranks: configs that vLLM's executor passes to this engine's
-ranks, and of no other engine in the process.
+"""Tests which ranks the scheduler side sees: the configs that vLLM's executor passes to this
+engine's ranks, and not those of another engine in the process.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torc
 
 
 class Given(Executor):
-    """An executor without workers, with its configs."""
+    """An executor without workers that has these configs."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -27,10 +27,10 @@ class Given(Executor):
         self.calls.append(method)
 
     def check_health(self) -> None:
-        """It has none."""
+        """Do nothing: there are no workers."""
 
     def _init_executor(self) -> None:
-        """Starts nothing."""
+        """Start nothing."""
 
 
 @pytest.fixture(autouse=True)

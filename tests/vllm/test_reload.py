@@ -1,5 +1,6 @@
-"""Weights replaced in a running engine: from then on nothing is saved and nothing loaded; the same
-weights again change nothing.
+"""Tests weights that are replaced in a running engine: afterwards nothing is saved or loaded.
+
+Loading the same weights again changes nothing.
 """
 
 import gc
@@ -16,7 +17,7 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 class Core:
-    """Stands for the part of the connector that stops, with its weights watch."""
+    """Replaces the part of the connector that stops, with its weights watch."""
 
     watch: WeightsWatch
 
@@ -46,7 +47,7 @@ def new_worker() -> Any:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's ModelConfig of a folder that is older than the engine."""
+    """Return vLLM's ModelConfig for a directory that is older than the engine."""
     (tmp_path / "model.safetensors").write_text("one")
     files = reload.look(str(tmp_path))
     assert files is not None
@@ -135,7 +136,7 @@ def test_a_collected_engine_is_not_notified(model: Any) -> None:
 
 
 class Engine:
-    """The part of vLLM's engine core that is called here."""
+    """The part of vLLM's engine core that the tests call."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

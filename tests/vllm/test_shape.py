@@ -1,5 +1,5 @@
-"""Results from the settings before a store exists: chunk sizes, and the directory of each
-engine.
+"""Tests the values derived from the settings before a store exists: chunk sizes, and the directory
+of each engine.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
 
 
 def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
-    """A rank's config: the spec of each group, and the layers of the group on this rank."""
+    """Return a rank's config: the spec of each group, and the group's layers on this rank."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups
@@ -91,11 +91,11 @@ def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[st
     shape = cache_shape(engine, ranks)
     assert parts_of(shape) == (part_bytes_for(max(map(len, layers)) * spec.page_size_bytes),)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], (
-        "two ranks of a stage share the one KV head"
+        "two ranks of a stage share the single KV head"
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
     alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]
-    assert len(set(alike)) == 1, "all ranks choose the same chunks, whatever their layers"
+    assert len(set(alike)) == 1, "all ranks must choose the same chunks"
     assert max(parts_of(each) for each in own) == parts_of(shape)
 
 
@@ -110,7 +110,7 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
-    """vLLM gives the scheduler one size only, and each rank all sizes; kvloft uses the ranks'
+    """vLLM gives the scheduler a single size but each rank all sizes; kvloft uses the ranks'
     sizes.
     """
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
@@ -157,7 +157,7 @@ def test_parts_are_raw_on_cpus() -> None:
 
 
 def test_encoded_parts_have_room_for_a_table() -> None:
-    """An entry for each 4 KiB, and one more a layer where K and V are apart."""
+    """A table has one entry per 4 KiB, and one more per layer if K and V are separate."""
     ranks = [stage((BF16, [f"layer {i}" for i in range(32)]))]
     shape, without = (cache_shape(pipeline(1, 1), ranks, encoding) for encoding in (E348, RAW))
     assert (shape.encoding, without.encoding) == (E348, RAW)
@@ -276,7 +276,7 @@ def test_each_data_parallel_engine_has_a_separate_directory() -> None:
 
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
-    """As in vLLM's engine process: the engine of a dense model sees only itself, except for its
+    """As in vLLM's engine process, the engine of a dense model sees only itself, except in its
     index.
     """
     paths = []
@@ -349,8 +349,9 @@ def test_each_group_has_frames_of_its_own_size() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where vLLM's hits end; a window shorter than a unit keeps only the blocks it
-    reaches.
+    """All chunks end where vLLM's hits end.
+
+    A window shorter than a unit keeps only the blocks it covers.
     """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)

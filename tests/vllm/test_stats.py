@@ -1,5 +1,5 @@
-"""Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus
-metric.
+"""Tests statistics across processes: counters are summed, gauges use the newest value, and every
+name has a Prometheus metric.
 """
 
 import logging
@@ -34,7 +34,7 @@ def test_stats_survive_the_trip_to_the_api_server() -> None:
 
 
 class FakeStore:
-    """A store's counters, as a test sets them."""
+    """A store whose counters the test sets."""
 
     def __init__(self) -> None:
         self.numbers = dict.fromkeys((*COUNTERS, *GAUGES), 0)
@@ -48,7 +48,7 @@ class FakeStore:
 
 @pytest.fixture
 def half() -> Any:
-    """The part of a scheduler side that its statistics need."""
+    """Return the part of a scheduler side that its statistics need."""
     half: Any = object.__new__(SchedulerHalf)
     half._last, half._quiet_steps, half.hook_errors = {}, 0, 0
     half._store, half.core = FakeStore(), SimpleNamespace(counters=Counts())
@@ -68,7 +68,7 @@ def test_a_namespace_plans_with_its_share_or_its_used_frames(half: Any) -> None:
     half.core.count_on = counted_on.append
     half._store.numbers.pop("host_share_bytes", None)
     counted(half)
-    assert counted_on == [], "no server has reported it"
+    assert counted_on == [], "no server has reported the size"
     half._store.numbers["host_share_bytes"] = 8
     counted(half, host_used_bytes=3)
     counted(half, host_used_bytes=9)

@@ -1,4 +1,4 @@
-"""Events of servers and disks are logged even if the engine makes no step."""
+"""Tests that events of servers and disks are logged even if the engine runs no step."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
         del server  # only then is the socket free
         _server = _core.Server(path, host_bytes=1 << 20)
         poller.close()
-        assert not heard, "nothing is logged after close"
+        assert not heard, "nothing may be logged after close"
         session.close()
 
 

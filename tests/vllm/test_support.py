@@ -1,5 +1,6 @@
-"""Unsupported configurations are rejected at start with one sentence each. Real KV specs, settings
-as plain namespaces.
+"""Tests that unsupported configurations are rejected at startup with one sentence each.
+
+Uses real KV specs, and namespaces as settings.
 """
 
 from contextlib import nullcontext
@@ -36,7 +37,7 @@ MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.
 
 
 def per_layer(*specs: Any) -> Any:
-    """One group with separate specs for its layers, as vLLM's UniformTypeKVCacheSpecs."""
+    """Return one group with separate specs for its layers, like vLLM's UniformTypeKVCacheSpecs."""
     return SimpleNamespace(kv_cache_specs={f"layer{i}": spec for i, spec in enumerate(specs)})
 
 
@@ -177,7 +178,7 @@ WIDE = FullAttentionSpec(**SIZES | {"head_size": 64})
 
 
 def merged(*layers: Any) -> KVCacheConfig:
-    """The groups of a model with these layers, by vLLM's own rules without its hybrid manager."""
+    """Return the groups that vLLM forms for these layers without its hybrid manager."""
     engine: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)
     )
@@ -197,7 +198,7 @@ def test_windows_and_local_chunks_are_treated_as_full_attention(
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
     managers = {KVCacheSpecRegistry.get_manager_class(spec) for spec in specs}
     assert managers == {FullAttentionManager}, (
-        "the manager that frees no block before its request ends"
+        "expected the manager that frees no block before its request finishes"
     )
     assert (
         FullAttentionManager.get_num_skipped_tokens
@@ -209,7 +210,7 @@ def test_windows_and_local_chunks_are_treated_as_full_attention(
 
 
 def test_local_chunks_in_every_layer_are_refused() -> None:
-    """A hit that ends with a chunk would need nothing at all."""
+    """A hit that ends at a chunk boundary would need no blocks at all."""
     with pytest.raises(UnsupportedError, match="ChunkedLocalAttentionSpec"):
         check_supported(settings(), merged(CHUNKED))
 
@@ -218,8 +219,9 @@ def test_local_chunks_in_every_layer_are_refused() -> None:
 def test_windows_in_every_layer_are_supported_if_failed_loads_can_be_reported(
     layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM does not convert such a model and frees blocks outside the window, so it cannot continue
-    before the first bad block.
+    """vLLM does not convert such a model to full attention.
+
+    It frees blocks outside the window, so it cannot resume before the first bad block.
     """
     config = merged(*layers)
     assert len(config.kv_cache_groups) == 1
@@ -279,7 +281,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end with whole blocks of all groups; vLLM defines this only with a prefix cache."""
+    """Hits end at complete blocks of all groups. vLLM only defines this with a prefix cache."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment
@@ -323,8 +325,8 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """If such a model were supported, prompts would find almost nothing: vLLM offers no state at a
-    block's end.
+    """Supporting such a model would be useless: vLLM offers no state at a block's end, so prompts
+    would hardly ever hit.
     """
     for unit in (8, 16):
         with pytest.raises(
@@ -357,7 +359,7 @@ def test_draft_tokens_are_supported_with_gated_delta_nets(method: str) -> None:
 def test_states_with_other_block_sizes_are_rejected_and_name_the_draft_model(
     method: str | None,
 ) -> None:
-    """A draft model with other KV heads than the model."""
+    """The draft model's KV heads differ from the model's."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
     with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")

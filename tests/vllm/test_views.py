@@ -1,5 +1,5 @@
-"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed
-prompts, KV from elsewhere.
+"""Tests vLLM's requests and steps as views: real Request objects, both shapes of a resumed request,
+mixed prompts, and KV from other sources.
 """
 
 from functools import partial
@@ -121,8 +121,9 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
 
 
 def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's labels if it has them (0.32 and newer), stand-ins otherwise, and no tokens without a
-    label.
+    """Uses vLLM's labels if available (0.32 and newer), substitutes otherwise.
+
+    No tokens are without a label.
     """
     labels = views.CacheHitSource or SimpleNamespace(
         HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other"
@@ -192,7 +193,7 @@ def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> N
     }
     assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
     assert view.states == [("a", 1, 6, 48)], (
-        "a preempted request's blocks belong to another request by now"
+        "a preempted request's blocks may belong to another request"
     )
     found: Any = view.tables
     assert (found("a").tables, found("a")[:1], len(found("a"))) == (tables["a"], [5], 2)
@@ -200,8 +201,8 @@ def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> N
 
 
 def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
-    """If blocks differ in size, a chunk has several blocks of a group, and tables can end inside a
-    chunk while a request grows.
+    """If block sizes differ, a chunk contains multiple blocks of a group, and tables can end inside
+    a chunk while a request grows.
     """
     shape = CacheShape(
         (GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32))

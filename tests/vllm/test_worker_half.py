@@ -1,5 +1,5 @@
-"""The worker side in its engine: copies end before memory is unmapped, gathers run before zeroing,
-other weights stop it.
+"""Tests the worker side in its engine: copies complete before memory is unmapped, gathers run
+before zeroing, and different weights stop it.
 """
 
 import gc
@@ -22,7 +22,7 @@ from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, Patch, listen
 
 
 class Allocator:
-    """Stands for vLLM's allocator: logs the order of calls."""
+    """Replaces vLLM's allocator and records the order of calls."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -95,7 +95,7 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(
 
 
 def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
-    """Calls that a worker side starts to observe."""
+    """Return the calls that a worker side starts to observe."""
     heard: dict[Patch, Any] = {}
     monkeypatch.setattr(
         worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener})
@@ -135,7 +135,7 @@ def half_of(
 def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 and newer call a hook of the connector instead."""
+    """vLLM 0.33 and newer call a connector hook instead."""
     heard = listeners(monkeypatch)
     base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
     monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)
@@ -165,7 +165,10 @@ def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
 def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
     zeroes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From vLLM's own answer to the GPU mover; the engine zeroes before any hook of the step."""
+    """vLLM's own setting is passed to the GPU mover.
+
+    The engine zeroes before any hook of the step.
+    """
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
@@ -193,7 +196,7 @@ def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
 
 def test_gathers_run_first_if_vllm_moves_states_before_hooks() -> None:
     """`preprocess_mamba` copies a state into the block that its request received in this step,
-    while saves of another request may still read it.
+    while saves of another request may still read that block.
     """
     assert half_of(groups=WITH_STATES).core._settings.gathers_first
     assert not half_of(
@@ -215,7 +218,7 @@ def test_saves_wait_for_work_after_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
     """vLLM processes results before a draft model runs, and before it copies the states of accepted
-    draft tokens; it calls `wait_for_save` after both.
+    draft tokens. It calls `wait_for_save` after both.
     """
     half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
